@@ -1,0 +1,115 @@
+"""Every error a user can meet.
+
+::
+
+    SkipDecodeError            base; ``exit_code`` is what the command line returns
+    ├── UsageError             wrong flags or values on the command line (exit code 2)
+    ├── ScheduleError          a schedule that is not nested, or does not fit the model (exit code 2)
+    ├── TargetError            a wall-clock target that no schedule of this kind reaches (exit code 2)
+    ├── AttachError            the model cannot be gated
+    │   ├── UnsupportedModelError   its architecture is not in the table of families
+    │   └── AlreadyAttachedError    a schedule is attached already
+    ├── UnsupportedFeatureError     a generation feature that breaks cached skipping, refused by name
+    ├── ModelLoadError         a model name or directory that does not load
+    ├── DataError              prompts or records that cannot be read; carries the line number
+    ├── OutputError            results that cannot be written
+    └── MissingExtraError      an optional dependency is absent; says what to install
+
+Messages are one line: what was wrong, what is accepted, what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyAttachedError",
+    "AttachError",
+    "DataError",
+    "MissingExtraError",
+    "ModelLoadError",
+    "OutputError",
+    "ScheduleError",
+    "SkipDecodeError",
+    "TargetError",
+    "UnsupportedFeatureError",
+    "UnsupportedModelError",
+    "UsageError",
+]
+
+
+class SkipDecodeError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(SkipDecodeError):
+    """A command line that cannot be carried out as written."""
+
+    exit_code = 2
+
+
+class ScheduleError(SkipDecodeError, ValueError):
+    """A schedule that is not nested, drops a layer it must keep, or does not fit the model."""
+
+    exit_code = 2
+
+
+class TargetError(SkipDecodeError, ValueError):
+    """A speed target out of reach; the message states the bound and what sets it."""
+
+    exit_code = 2
+
+
+class AttachError(SkipDecodeError):
+    """The model cannot be gated."""
+
+
+class UnsupportedModelError(AttachError, TypeError):
+    """The model's architecture is not in the table of families."""
+
+
+class AlreadyAttachedError(AttachError, RuntimeError):
+    """A schedule is attached to this model already."""
+
+
+class UnsupportedFeatureError(SkipDecodeError, ValueError):
+    """A generation feature that cannot work with skipped layers, refused by name."""
+
+
+class ModelLoadError(SkipDecodeError):
+    """A model name, directory or file that does not load."""
+
+
+class DataError(SkipDecodeError):
+    """Records that cannot be read.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong and what is accepted.
+    line : int, optional
+        1-based line number in the file; put in front of the message.
+    """
+
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message if line is None else f"line {line}: {message}")
+        self.line = line
+
+
+class OutputError(SkipDecodeError):
+    """Results that cannot be written."""
+
+
+class MissingExtraError(SkipDecodeError, ImportError):
+    """An optional dependency is absent.
+
+    Parameters
+    ----------
+    what : str
+        The feature that needs it.
+    extra : str
+        The extra of this package that brings it.
+    """
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an optional dependency: pip install 'skipdecode[{extra}]'")
