@@ -25,7 +25,9 @@ def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tup
     if free > 0:
         start = warmup_layers - 1 if warmup_layers else 0
         steps = free if warmup_layers else max(free - 1, 1)
-        kept |= {start + round(j * (num_layers - 1 - start) / steps) for j in range(0 if free > 1 else steps, steps + 1)}
+        kept |= {
+            start + round(j * (num_layers - 1 - start) / steps) for j in range(0 if free > 1 else steps, steps + 1)
+        }
     inner = range(warmup_layers, num_layers - 1)
     first = [layer for layer in inner if layer not in kept]
     rest = [layer for layer in inner if layer in kept]

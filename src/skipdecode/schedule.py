@@ -324,9 +324,7 @@ class Schedule:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""
-        return {"format": _FORMAT} | {
-            f: list(v) if isinstance(v := getattr(self, f), tuple) else v for f in _FIELDS
-        }
+        return {"format": _FORMAT} | {f: list(v) if isinstance(v := getattr(self, f), tuple) else v for f in _FIELDS}
 
     def to_json(self, indent: int | None = None) -> str:
         """The schedule as JSON text."""

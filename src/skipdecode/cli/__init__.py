@@ -1,0 +1,80 @@
+"""The command line: one verb, one module, imported only when it is called, so that --help stays quick.
+
+A verb module has a docstring (its first line is the help line), a frozen `Config` dataclass whose fields are the options
+(`skipdecode.cli.options.option`), and `run(config) -> int`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from skipdecode import __version__
+from skipdecode.cli.options import add_options, config_from
+from skipdecode.errors import SkipDecodeError
+
+__all__ = ["VERBS", "main"]
+
+VERBS = {
+    "demo": "the main job on the embedded default model: full depth and schedules, side by side",
+    "plan": "a schedule for a model and a speed target, as a picture, with nominal and real speed-up",
+    "generate": "text for every prompt of a file, in batches, with fewer layers per token",
+    "info": "versions, devices, supported families, cached models",
+}
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code (0 done, 1 failed, 2 wrong usage, 130 interrupted)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    verb = arguments[0] if arguments and arguments[0] in VERBS else None
+    if verb is None:
+        _top_parser().parse_args(arguments or ["--help"])
+        return 2
+    try:
+        module = importlib.import_module(f"skipdecode.cli.{verb}")
+        parser = argparse.ArgumentParser(prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=_Help)
+        add_options(parser, module.Config)
+        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return int(module.run(config_from(module.Config, parser.parse_args(arguments[1:]))))
+    except SkipDecodeError as error:
+        return _fail(str(error), error.exit_code, debug)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED, debug)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing more to say, and nowhere to say it.
+        sys.stderr.close()
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}", 1, debug)
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"skipdecode: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults shown, descriptions as written."""
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    lines = "\n".join(f"  {verb:<{width}}  {line}" for verb, line in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="skipdecode",
+        description=f"Layer-skipping decoding that keeps batching and KV caching.\n\nverbs:\n{lines}",
+        epilog="skipdecode VERB --help tells a verb's options; --debug shows the traceback of an error",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
+    parser.add_argument("--version", action="version", version=f"skipdecode {__version__}")
+    return parser

@@ -1,0 +1,7 @@
+"""`python -m skipdecode.cli`."""
+
+import sys
+
+from skipdecode.cli import main
+
+sys.exit(main())
