@@ -1,0 +1,1 @@
+"""How a schedule sits in a transformers model: families, gates, cache, attach."""

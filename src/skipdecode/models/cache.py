@@ -1,0 +1,115 @@
+"""The KV cache of an attached model: skipped layers store nothing, and one length speaks for all layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+
+from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.models.plan import cached_positions
+
+__all__ = ["SkipCache"]
+
+
+class SkipCache(DynamicCache):  # type: ignore[misc]
+    """A dynamic cache in which layers hold different numbers of tokens.
+
+    Positions and masks come from one authoritative length, that of the text, because transformers sizes them from one
+    layer of each attention type, which may have been skipped. A layer that runs holds every column, so for it the two
+    agree. Made by `generate` while attached, or by `Attachment.new_cache` for a loop of your own.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        Config of the causal LM.
+    prompt_length : int, optional
+        Columns that are prompt, cached ones included. Without it, every forward is taken as prompt until a single token is
+        fed on a filled cache.
+    """
+
+    def __init__(self, config: Any, prompt_length: int | None = None) -> None:
+        super().__init__(config=config)
+        self.prompt_length = prompt_length
+        self.length = 0
+        self.fed: int | None = None
+
+    def next_positions(self, columns: int) -> list[int]:
+        """Generation positions of the next `columns` columns (`skipdecode.models.plan.cached_positions`)."""
+        return cached_positions(columns, past=self.length, prompt_length=self.prompt_length, fed=self.fed)
+
+    def advance(self, positions: list[int]) -> None:
+        """Record that columns with these generation positions were fed."""
+        self.length += len(positions)
+        if positions[-1] >= 0:
+            self.fed = positions[-1] + 1
+
+    def begin_response(self) -> None:
+        """What is fed from here on comes after the prompt, even if no generated token has been fed yet."""
+        self.fed = self.fed or 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns fed so far, whatever `layer_idx` holds."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Key/value length and offset of a layer of `layer_idx`'s attention type that has run on every column."""
+        window = self._window(layer_idx)
+        if window is None:
+            return self.length + query_length, 0
+        return min(self.length, window - 1) + query_length, max(self.length - window + 1, 0)
+
+    def reset(self) -> None:
+        """Forget everything, positions too; the objects stay."""
+        super().reset()
+        self.length = 0
+        self.fed = self.prompt_length = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: a rollback would need tokens that skipped layers never stored."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: see `is_croppable`."""
+        raise UnsupportedFeatureError(
+            "crop (rollback of the cache) is not supported under a schedule: copy the cache before you go on, or start afresh"
+        )
+
+    # ------------------------------------------------------------------ bytes
+
+    def tokens_held(self, layer: int) -> int:
+        """Columns whose keys and values `layer` holds."""
+        keys = self.layers[layer].keys
+        return 0 if keys is None or keys.numel() == 0 else int(keys.shape[-2])
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values held."""
+        return sum(self._layer_bytes(layer) for layer in range(len(self.layers)))
+
+    def kv_bytes_full(self) -> int:
+        """Bytes that full depth would hold for the same text."""
+        per_token = [self._layer_bytes(n) // held for n in range(len(self.layers)) if (held := self.tokens_held(n))]
+        if not per_token:
+            return 0
+        # A layer that never ran has no tensors to measure; layers of one model share their head geometry.
+        mean = sum(per_token) / len(per_token)
+        return round(sum(self._full_tokens(layer) for layer in range(len(self.layers))) * mean)
+
+    def kv_bytes_saved(self) -> int:
+        """Bytes that full depth would hold on top of `kv_bytes`."""
+        return self.kv_bytes_full() - self.kv_bytes()
+
+    def _layer_bytes(self, layer: int) -> int:
+        held = self.layers[layer]
+        if not self.tokens_held(layer):
+            return 0
+        return int(held.keys.numel() * held.keys.element_size() + held.values.numel() * held.values.element_size())
+
+    def _full_tokens(self, layer: int) -> int:
+        window = self._window(layer)
+        return self.length if window is None else min(self.length, window - 1)
+
+    def _window(self, layer: int) -> int | None:
+        held = self.layers[layer]
+        return int(held.sliding_window) if getattr(held, "is_sliding", False) else None

@@ -1,0 +1,127 @@
+"""The table of families: where a model type keeps its decoder layers. A new family is a row here.
+
+`docs/adding-a-family.md` tells how a row is tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from skipdecode.errors import AttachError, UnsupportedModelError
+
+__all__ = ["FAMILIES", "Family", "decoder_layers", "find_family", "unwrap"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the decoder layers are.
+
+    Parameters
+    ----------
+    layers : str
+        Attribute path from the causal LM to its list of decoder layers.
+    returns_tuple : bool
+        Whether a layer returns a tuple whose first element is the hidden states, instead of the hidden states.
+    """
+
+    layers: str = "model.layers"
+    returns_tuple: bool = False
+
+
+_BLOCKS = Family("transformer.h")
+_TUPLE_BLOCKS = Family("transformer.h", returns_tuple=True)
+
+FAMILIES: dict[str, Family] = {
+    "arcee": Family(),
+    "bloom": _TUPLE_BLOCKS,
+    "codegen": _TUPLE_BLOCKS,
+    "cohere": Family(),
+    "cohere2": Family(),
+    "exaone4": Family(),
+    "falcon": _TUPLE_BLOCKS,
+    "gemma": Family(),
+    "gemma2": Family(),
+    "gemma3_text": Family(),
+    "glm": Family(),
+    "glm4": Family(),
+    "gpt2": _BLOCKS,
+    "gpt_bigcode": _BLOCKS,
+    "gpt_neo": _TUPLE_BLOCKS,
+    "gpt_neox": Family("gpt_neox.layers"),
+    "gptj": _TUPLE_BLOCKS,
+    "granite": Family(),
+    "helium": Family(),
+    "llama": Family(),
+    "ministral": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "nemotron": Family(),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(),
+    "opt": Family("model.decoder.layers"),
+    "persimmon": Family(),
+    "phi": Family(),
+    "phi3": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "stablelm": Family(),
+    "starcoder2": Family(),
+}
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers causal LM inside `model`: itself, or the base model of a PEFT wrapper.
+
+    Raises
+    ------
+    AttachError
+        If the wrapper is prompt learning, whose virtual tokens arrive as a foreign cache.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    config = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False):
+        raise AttachError("PEFT prompt learning is not supported: its virtual tokens bring their own cache; use LoRA")
+    return model.get_base_model()
+
+
+def find_family(model: Any) -> Family:
+    """The table's row for a transformers causal LM.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If `model` is no transformers causal LM or its model type is not in the table; names the type and lists the table.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    works = f"supported model types: {', '.join(sorted(FAMILIES))}"
+    if model_type is None or not hasattr(model, "generate"):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers causal LM; {works}")
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV cache "
+            f"can skip layers, and each is tested before it is listed; {works}"
+        )
+    try:
+        layers = attrgetter(family.layers)(model)
+        head = model.get_output_embeddings()
+    except AttributeError:
+        layers = head = None
+    if layers is None or head is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not the causal LM of model type {model_type!r}: load it with AutoModelForCausalLM"
+        )
+    return family
+
+
+def decoder_layers(model: Any) -> Any:
+    """The list of decoder layers (a ModuleList, first to last) of a supported causal LM."""
+    return attrgetter(find_family(model).layers)(model)
