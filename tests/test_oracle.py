@@ -1,0 +1,86 @@
+"""Cached decoding under a schedule equals the uncached form, for every family, schedule and prompt depth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from oracle import active_tokens, oracle_logits
+from skipdecode import Schedule, attach
+from skipdecode.models.families import FAMILIES
+from tiny import LAYERS, OPTIONS, ragged_prompts, tiny_model
+
+NEW = 14
+TOLERANCE = 1e-4
+
+
+def decode(model, schedule, ids, mask, **options):
+    """Greedy text (rows, columns) and the logits of its steps (rows, NEW, vocabulary), cached, under a schedule."""
+    with attach(model, schedule), torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    return out.sequences, torch.stack(out.logits, 1), out.past_key_values
+
+
+def check(model, schedule, ids, mask):
+    text, logits, _ = decode(model, schedule, ids, mask)
+    prompt = ids.shape[1]
+    long_mask = torch.cat([mask, mask.new_ones(len(ids), NEW)], 1)
+    expected = oracle_logits(model, text, long_mask, active_tokens(schedule, prompt, text.shape[1]))
+    assert (logits - expected[:, prompt - 1 : -1]).abs().max() < TOLERANCE
+    everything = torch.ones(LAYERS, text.shape[1], dtype=torch.bool)
+    at_full_depth = oracle_logits(model, text, long_mask, everything)
+    assert (at_full_depth - expected)[:, prompt:].abs().max() > 100 * TOLERANCE, "the schedule must matter for this test"
+
+
+def test_every_family_has_a_tiny_model():
+    assert set(OPTIONS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_cached_equals_uncached(family: str, schedule: Schedule, prompt: str):
+    check(tiny_model(family), replace(schedule, prompt=prompt), *ragged_prompts())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "opt", "gpt2", "mistral", "falcon", "bloom"])
+def test_eager_attention(family: str, schedule: Schedule):
+    check(tiny_model(family, attn_implementation="eager"), schedule, *ragged_prompts())
+
+
+@pytest.mark.parametrize("changes", [{"alibi": True}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_falcon_variants(changes, schedule: Schedule):
+    check(tiny_model("falcon", **changes), schedule, *ragged_prompts())
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_row_alone_is_row_in_batch(family: str, schedule: Schedule):
+    model = tiny_model(family)
+    ids, mask = ragged_prompts()
+    together, _, _ = decode(model, schedule, ids, mask)
+    for row in range(len(ids)):
+        own = ids[row, mask[row].bool()][None]
+        alone, _, _ = decode(model, schedule, own, torch.ones_like(own))
+        assert alone[0, own.shape[1] :].tolist() == together[row, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_full_depth_is_the_untouched_model(family: str):
+    model = tiny_model(family)
+    ids, mask = ragged_prompts()
+    plain = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )
+    text, logits, _ = decode(model, Schedule.full(LAYERS), ids, mask)
+    assert torch.equal(text, plain.sequences)
+    assert torch.equal(logits, torch.stack(plain.logits, 1))

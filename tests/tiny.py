@@ -1,0 +1,124 @@
+"""Tiny random models of every family, with weights large enough that leaving a layer out shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LAYERS = 8
+VOCAB = 101
+_SLIDING = {"sliding_window": 6}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    **_HEADS,
+}
+_GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "vocab_size": VOCAB}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)} | _SLIDING
+# Gemma 3's pattern: the first full-attention layer is number 5, which bottom-up schedules skip.
+_LATE_FULL = {"layer_types": [("full_attention" if i % 6 == 5 else "sliding_attention") for i in range(LAYERS)]} | _SLIDING
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "arcee": _COMMON,
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4},
+    "codegen": _GPT2 | {"rotary_dim": 4, "n_ctx": 256},
+    "cohere": _COMMON,
+    "cohere2": _COMMON | _LATE_FULL,
+    "exaone4": _COMMON | _LATE_FULL,
+    "falcon": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "new_decoder_architecture": False,
+        "parallel_attn": True,
+        "multi_query": True,
+    },
+    "gemma": _COMMON | {"head_dim": 8},
+    "gemma2": _COMMON | {"head_dim": 8} | _ALTERNATING,
+    "gemma3_text": _COMMON | {"head_dim": 8} | _LATE_FULL,
+    "glm": _COMMON | {"head_dim": 8},
+    "glm4": _COMMON | {"head_dim": 8},
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2 | {"multi_query": True},
+    "gpt_neo": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "max_position_embeddings": 256,
+        "window_size": 6,
+        "attention_types": [[["global", "local"], LAYERS // 2]],
+    },
+    "gpt_neox": _COMMON,
+    "gptj": _GPT2 | {"rotary_dim": 4},
+    "granite": _COMMON,
+    "helium": _COMMON | {"head_dim": 8},
+    "llama": _COMMON,
+    "ministral": _COMMON | {"head_dim": 8} | _LATE_FULL,
+    "mistral": _COMMON | _SLIDING,
+    "mixtral": _COMMON | {"num_local_experts": 4, "sliding_window": None},
+    "nemotron": _COMMON,
+    "olmo": _COMMON,
+    "olmo2": _COMMON,
+    "olmo3": _COMMON | _LATE_FULL,
+    "opt": {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 256,
+        "word_embed_proj_dim": 32,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "persimmon": _COMMON,
+    "phi": _COMMON | {"num_key_value_heads": 4},
+    "phi3": _COMMON | _SLIDING,
+    "qwen2": _COMMON | {"use_sliding_window": True, "max_window_layers": 4} | _SLIDING,
+    "qwen2_moe": _COMMON | _MOE | {"shared_expert_intermediate_size": 24},
+    "qwen3": _COMMON | {"head_dim": 8},
+    "qwen3_moe": _COMMON | _MOE | {"head_dim": 8},
+    "seed_oss": _COMMON | {"head_dim": 8},
+    "smollm3": _COMMON,
+    "stablelm": _COMMON,
+    "starcoder2": _COMMON | _SLIDING,
+}
+
+
+def tiny_model(model_type: str, *, seed: int = 0, attn_implementation: str | None = None, **changes: Any) -> Any:
+    """A random causal LM of the family in fp32, in eval mode; `changes` go into its config."""
+    config = AutoConfig.for_model(model_type, **(OPTIONS[model_type] | changes))
+    keywords = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **keywords).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.2)
+            elif "norm" not in name.lower() and "ln" not in name.lower():
+                parameter.normal_(0, 0.05)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def ragged_prompts(lengths: tuple[int, ...] = (9, 4, 7), seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded prompts (rows, columns) and their attention mask."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(3, VOCAB, (len(lengths), width), generator=generator)
+    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+    return ids * mask, mask
