@@ -1,0 +1,98 @@
+"""The environment record that goes into every result: versions, processor, threads, commit, date.
+
+Knows nothing about what was measured. Names no host and no user.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cpu_model", "environment", "source_commit", "usable_cores"]
+
+_PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate")
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to judge or repeat a number, JSON-ready.
+
+    Returns
+    -------
+    dict
+        ``date`` (UTC, ISO 8601), ``commit`` and ``uncommitted_changes`` (None outside a checkout), ``python``,
+        ``packages`` (versions of those installed), ``os``, ``cpu``, ``cores`` (logical processors this process may
+        use), ``threads`` (torch's), ``memory_gib`` (None where unknown) and ``gpus`` (names).
+    """
+    import torch
+
+    commit, changed = source_commit()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit,
+        "uncommitted_changes": changed,
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "os": f"{platform.system()} {platform.release()}",
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def cpu_model() -> str:
+    """The processor's name as the system tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def usable_cores() -> int:
+    """Logical processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def source_commit() -> tuple[str | None, bool | None]:
+    """The commit of the checkout this package runs from, and whether tracked files differ from it."""
+    here = Path(__file__).resolve().parent
+    # An installed package may lie in a virtual environment inside somebody else's checkout: only a tracked file counts.
+    if _git(here, "ls-files", "--error-unmatch", "errors.py") is None:
+        return None, None
+    status = _git(here, "status", "--porcelain", "--untracked-files=no")
+    return _git(here, "rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def _git(where: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,126 @@
+"""Bootstrap intervals from tables of per-record statistics. numpy only; knows nothing about text.
+
+Records are drawn with replacement; the same draw scores both runs of a pair (Koehn, 2004), so what both find hard
+cancels. Percentile intervals. A seed fixes the draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipdecode.errors import DataError, UsageError
+
+__all__ = ["Comparison", "Interval", "compare", "interval"]
+
+Table = NDArray[np.float64]
+Scorer = Callable[[Table], float]
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the bounds between which `level` of the resampled values lie."""
+
+    estimate: float
+    low: float
+    high: float
+    level: float = 0.95
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def contains(self, value: float) -> bool:
+        """Whether `value` lies within the bounds."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Run B against run A on the same records.
+
+    Parameters
+    ----------
+    a, b : float
+        The two scores.
+    difference : Interval
+        b - a.
+    ratio : Interval, optional
+        b / a; None if a's score is 0 in the data or in a resample.
+    """
+
+    a: float
+    b: float
+    difference: Interval
+    ratio: Interval | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95) -> Interval:
+    """The score of one run with its bootstrap interval.
+
+    Parameters
+    ----------
+    table : ndarray, shape (records, k)
+        Statistics of each record.
+    score : callable
+        From the sum of rows, shape (k,), to a score.
+    resamples, seed, level : int, int, float
+        Number of draws, their seed, and the share of values within the bounds.
+    """
+    _check(table, table, resamples, level)
+    values = np.array([score(total) for (total,) in _totals((table,), resamples, seed)])
+    return _interval(score(table.sum(axis=0)), values, level)
+
+
+def compare(
+    a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95
+) -> Comparison:
+    """Difference and ratio of two runs' scores with paired intervals; arguments as `interval`.
+
+    Raises
+    ------
+    DataError
+        The tables differ in shape: the runs are not on the same records.
+    """
+    _check(a, b, resamples, level)
+    pairs = np.array([(score(x), score(y)) for x, y in _totals((a, b), resamples, seed)])
+    first, second = score(a.sum(axis=0)), score(b.sum(axis=0))
+    ratio = None
+    if first != 0 and np.all(pairs[:, 0] != 0):
+        ratio = _interval(second / first, pairs[:, 1] / pairs[:, 0], level)
+    return Comparison(first, second, _interval(second - first, pairs[:, 1] - pairs[:, 0], level), ratio)
+
+
+def _check(a: Table, b: Table, resamples: int, level: float) -> None:
+    if a.shape != b.shape or a.ndim != 2:
+        raise DataError(f"statistics of shape {a.shape} and {b.shape} do not pair up: compare runs on the same records")
+    if not len(a):
+        raise DataError("no record to resample: a bootstrap needs one or more")
+    if resamples < 1:
+        raise UsageError(f"resamples={resamples} is not accepted: give 1 or more")
+    if not 0 < level < 1:
+        raise UsageError(f"level={level} is not accepted: give a number between 0 and 1, such as 0.95")
+
+
+def _totals(tables: tuple[Table, ...], resamples: int, seed: int) -> Iterator[tuple[Table, ...]]:
+    """Sums of the drawn rows of each table; how often a row was drawn is its weight, so a draw is a product."""
+    count = len(tables[0])
+    random = np.random.default_rng(seed)
+    for start in range(0, resamples, _CHUNK):
+        size = min(_CHUNK, resamples - start)
+        weights = random.multinomial(count, np.full(count, 1 / count), size=size).astype(np.float64)
+        yield from zip(*(weights @ table for table in tables), strict=True)
+
+
+def _interval(estimate: float, values: Table, level: float) -> Interval:
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(estimate), float(low), float(high), level)

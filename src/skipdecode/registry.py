@@ -1,0 +1,68 @@
+"""Names for things that are imported on first use, so that listing the choices costs nothing.
+
+A registry maps a name to ``"module:attribute"``. An unknown name is refused with the list of the known ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skipdecode.errors import UsageError
+
+__all__ = ["Registry"]
+
+
+class Registry:
+    """Lazily imported objects by name.
+
+    Parameters
+    ----------
+    kind : str
+        What the names stand for, in the singular; used in errors ("unknown metric ...").
+    targets : mapping of str to str
+        ``"package.module:attribute"`` by name.
+    """
+
+    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._targets = dict(targets)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def names(self) -> tuple[str, ...]:
+        """All names, in the order of registration."""
+        return tuple(self._targets)
+
+    def register(self, name: str, target: str) -> None:
+        """Add a name, for code outside this package; refuses a name that is taken."""
+        if name in self._targets:
+            raise UsageError(f"the {self.kind} {name!r} is registered already; choose another name")
+        if ":" not in target:
+            raise UsageError(f"the target {target!r} of {self.kind} {name!r} must read 'package.module:attribute'")
+        self._targets[name] = target
+
+    def check(self, name: object) -> str:
+        """`name` if it is known.
+
+        Raises
+        ------
+        UsageError
+            With the accepted names, and the nearest one where there is one.
+        """
+        if isinstance(name, str) and name in self._targets:
+            return name
+        near = difflib.get_close_matches(str(name), self._targets, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise UsageError(f"unknown {self.kind} {name!r}{hint}: accepted are {', '.join(self._targets)}")
+
+    def get(self, name: str) -> Any:
+        """The object that `name` stands for, imported now; raises UsageError as `check` does."""
+        module, _, attribute = self._targets[self.check(name)].partition(":")
+        return getattr(importlib.import_module(module), attribute)
