@@ -53,12 +53,14 @@ def oracle_logits(model: Any, ids: Tensor, mask: Tensor, active: Tensor) -> Tens
 
     layers = layer_list(model)
     handles = [layer.register_forward_hook(replace(active[i]), with_kwargs=True) for i, layer in enumerate(layers)]
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    if "position_ids" in inspect.signature(type(model).forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
     try:
-        with torch.no_grad():
-            return model(**inputs).logits
+        return model(input_ids=ids, attention_mask=mask, use_cache=False, **position_ids(model, mask)).logits
     finally:
         for handle in handles:
             handle.remove()
+
+
+def position_ids(model: Any, mask: Tensor) -> dict[str, Tensor]:
+    """The position ids that `generate` gives left-padded rows, for models that take them."""
+    takes = "position_ids" in inspect.signature(type(model).forward).parameters
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if takes else {}

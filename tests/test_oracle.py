@@ -31,6 +31,7 @@ def decode(model, schedule, ids, mask, **options):
     return out.sequences, torch.stack(out.logits, 1), out.past_key_values
 
 
+@torch.no_grad()
 def check(model, schedule, ids, mask):
     text, logits, _ = decode(model, schedule, ids, mask)
     prompt = ids.shape[1]
@@ -39,7 +40,9 @@ def check(model, schedule, ids, mask):
     assert (logits - expected[:, prompt - 1 : -1]).abs().max() < TOLERANCE
     everything = torch.ones(LAYERS, text.shape[1], dtype=torch.bool)
     at_full_depth = oracle_logits(model, text, long_mask, everything)
-    assert (at_full_depth - expected)[:, prompt:].abs().max() > 100 * TOLERANCE, "the schedule must matter for this test"
+    assert (at_full_depth - expected)[:, prompt:].abs().max() > 100 * TOLERANCE, (
+        "the schedule must matter for this test"
+    )
 
 
 def test_every_family_has_a_tiny_model():
@@ -78,7 +81,11 @@ def test_full_depth_is_the_untouched_model(family: str):
     model = tiny_model(family)
     ids, mask = ragged_prompts()
     plain = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True,
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
         return_dict_in_generate=True,
     )
     text, logits, _ = decode(model, Schedule.full(LAYERS), ids, mask)

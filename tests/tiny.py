@@ -26,7 +26,9 @@ _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, "voca
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)} | _SLIDING
 # Gemma 3's pattern: the first full-attention layer is number 5, which bottom-up schedules skip.
-_LATE_FULL = {"layer_types": [("full_attention" if i % 6 == 5 else "sliding_attention") for i in range(LAYERS)]} | _SLIDING
+_LATE_FULL = {
+    "layer_types": [("full_attention" if i % 6 == 5 else "sliding_attention") for i in range(LAYERS)]
+} | _SLIDING
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "arcee": _COMMON,

@@ -1,8 +1,8 @@
 """Nested layer schedules: which layers run at which generation position. Pure Python, no torch.
 
-A schedule is a *drop order* (which layer goes first, second, …) and a non-increasing list of *budgets* (how many layers
-run at position 0, 1, …; the last value holds for ever). Because the budgets never grow and the order is fixed, the layer
-sets are nested by construction, which is what makes KV caching free (docs/design notes in docs/architecture.md).
+A schedule is a *drop order* (which layer goes first, second, …) and a non-increasing list of *budgets* (how many
+layers run at position 0, 1, …; the last value holds for ever). Because the budgets never grow and the order is fixed,
+the layer sets are nested by construction, which is what makes KV caching free (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from skipdecode import layer_order
+from skipdecode import checks, layer_order
+from skipdecode.budgets import check_budgets, least_budget, linear, one_or_more
 from skipdecode.errors import ScheduleError
 
 __all__ = ["PromptDepth", "Schedule"]
 
 PromptDepth = Literal["full", "max_exit"]
-_FORMAT = 1
-_FIELDS = ("num_layers", "drop_order", "budgets", "warmup_layers", "prompt", "name")
+REQUIRED = ("num_layers", "drop_order", "budgets")
+FIELDS = (*REQUIRED, "warmup_layers", "prompt", "name")
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Schedule:
     Raises
     ------
     ScheduleError
-        If the sets would not be nested, a warm-up layer or the last layer would be dropped (a pure top-down order, early
-        termination, may drop the last layer), or a value is out of range.
+        If the sets would not be nested, a warm-up layer or the last layer would be dropped (a pure top-down order,
+        early termination, may drop the last layer), or a value is out of range.
 
     References
     ----------
@@ -64,12 +65,19 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "warmup_layers"):
-            _require_int(field, getattr(self, field))
+            checks.require_int(field, getattr(self, field))
         for field in ("drop_order", "budgets"):
-            object.__setattr__(self, field, _int_tuple(field, getattr(self, field)))
-        _check(self)
-
-    # ------------------------------------------------------------------ constructors
+            object.__setattr__(self, field, checks.int_tuple(field, getattr(self, field)))
+        if self.num_layers < 1:
+            raise ScheduleError(f"num_layers={self.num_layers} is not accepted: give 1 or more")
+        if not 0 <= self.warmup_layers <= self.num_layers:
+            raise ScheduleError(f"warmup_layers={self.warmup_layers} is not accepted: give 0 to {self.num_layers}")
+        if self.prompt not in ("full", "max_exit"):
+            raise ScheduleError(f"prompt={self.prompt!r} is not accepted: give 'full' or 'max_exit'")
+        if not isinstance(self.name, str):
+            raise ScheduleError(f"name={self.name!r} is not accepted: give text")
+        layer_order.check_order(self.drop_order, self.num_layers, self.warmup_layers)
+        check_budgets(self.budgets, self.num_layers, len(self.drop_order))
 
     @classmethod
     def full(cls, num_layers: int) -> Self:
@@ -93,15 +101,15 @@ class Schedule:
 
         `drop_order` replaces the bottom-up order and keeps the linear budgets. Source: SkipDecode, section 3.
         """
-        _require_int("min_exit_layer", min_exit_layer)
-        _require_int("max_exit_layer", max_exit_layer)
+        checks.require_int("min_exit_layer", min_exit_layer)
+        checks.require_int("max_exit_layer", max_exit_layer)
         if min_exit_layer > max_exit_layer:
             raise ScheduleError(
                 f"min_exit_layer={min_exit_layer} is above max_exit_layer={max_exit_layer}: "
                 "depth may only fall along the text; swap them"
             )
-        _require_positive("seq_len", seq_len)
-        budgets = _linear(max_exit_layer, min_exit_layer, seq_len)
+        checks.require_positive("seq_len", seq_len)
+        budgets = linear(max_exit_layer, min_exit_layer, seq_len)
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
         return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
 
@@ -120,20 +128,20 @@ class Schedule:
     ) -> Self:
         """The paper's schedule for a *nominal* speed-up: mean exit layer = `num_layers` / `nominal_speedup`.
 
-        `spread` sets the decay: from mean·(1 + spread) to mean·(1 - spread). The paper's own table of exits could not be
-        recovered, hence a parameter. Real speed-up is lower; `skipdecode plan` solves for wall-clock time.
+        `spread` sets the decay: from mean·(1 + spread) to mean·(1 - spread). The paper's own table of exits could not
+        be recovered, hence a parameter. Real speed-up is lower; `skipdecode plan` solves for wall-clock time.
         """
         if not isinstance(nominal_speedup, int | float) or not nominal_speedup >= 1:
             raise ScheduleError(f"nominal_speedup={nominal_speedup!r} is not accepted: give a number of 1 or more")
         if not 0 <= spread < 1:
             raise ScheduleError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
-        _require_int("num_layers", num_layers)
+        checks.require_int("num_layers", num_layers)
         mean = num_layers / nominal_speedup
-        floor = _least_budget(num_layers, warmup_layers)
+        floor = least_budget(num_layers, warmup_layers)
         if mean < floor:
             raise ScheduleError(
-                f"nominal_speedup={nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} must "
-                f"run with warmup_layers={warmup_layers}: at most {num_layers / floor:.2f} is possible"
+                f"nominal_speedup={nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} "
+                f"must run with warmup_layers={warmup_layers}: at most {num_layers / floor:.2f} is possible"
             )
         most = min(num_layers, round(mean * (1 + spread)))
         least = max(floor, min(most, round(2 * mean) - most))
@@ -176,8 +184,8 @@ class Schedule:
         prompt: PromptDepth = "full",
         name: str = "even",
     ) -> Self:
-        """Layers left out are evenly spaced (Unified Layer Skipping, arXiv 2404.06954); one budget or a list of them."""
-        values = _as_budgets(budgets)
+        """Evenly spaced layers are left out (Unified Layer Skipping, arXiv 2404.06954); one budget or a list."""
+        values = one_or_more(budgets)
         order = layer_order.evenly_spaced(num_layers, values[-1], warmup_layers)
         return cls(num_layers, order, values, warmup_layers, prompt, name)
 
@@ -200,8 +208,8 @@ class Schedule:
         """
         if not isinstance(alpha, int | float) or not 0 < alpha <= 1:
             raise ScheduleError(f"alpha={alpha!r} is not accepted: give a number in (0, 1]")
-        _require_positive("seq_len", seq_len)
-        floor = _least_budget(num_layers, warmup_layers) if min_exit_layer is None else min_exit_layer
+        checks.require_positive("seq_len", seq_len)
+        floor = least_budget(num_layers, warmup_layers) if min_exit_layer is None else min_exit_layer
         budgets = tuple(max(floor, round(num_layers * alpha**i)) for i in range(seq_len))
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
         return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
@@ -218,7 +226,7 @@ class Schedule:
     ) -> Self:
         """Early termination: the first budget layers run, the rest are left out. One budget or a list of them."""
         order = layer_order.top_down(num_layers, warmup_layers)
-        return cls(num_layers, order, _as_budgets(budgets), warmup_layers, prompt, name)
+        return cls(num_layers, order, one_or_more(budgets), warmup_layers, prompt, name)
 
     @classmethod
     def from_layer_sets(
@@ -231,23 +239,8 @@ class Schedule:
         name: str = "custom",
     ) -> Self:
         """A schedule from explicit layer sets of position 0, 1, …; refuses sets that are not nested."""
-        sets = [frozenset(_int_tuple("layer_sets", layers)) for layers in layer_sets]
-        if not sets:
-            raise ScheduleError("layer_sets is empty: give the layers of at least one position")
-        gone: list[int] = sorted(set(range(num_layers)) - sets[0])
-        for position in range(1, len(sets)):
-            back = sorted(sets[position] - sets[position - 1])
-            if back:
-                raise ScheduleError(
-                    f"layer_sets is not nested: layer {back[0]} runs at position {position} but was skipped at position "
-                    f"{position - 1}, so its keys and values are missing; each set must be part of the one before"
-                )
-            gone += sorted(sets[position - 1] - sets[position])
-        if outside := sorted(sets[0] - set(range(num_layers))):
-            raise ScheduleError(f"layer_sets names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
-        return cls(num_layers, tuple(gone), tuple(len(s) for s in sets), warmup_layers, prompt, name)
-
-    # ------------------------------------------------------------------ what runs
+        order, budgets = layer_order.from_sets(num_layers, layer_sets)
+        return cls(num_layers, order, budgets, warmup_layers, prompt, name)
 
     @property
     def seq_len(self) -> int:
@@ -284,12 +277,10 @@ class Schedule:
             found[layer] = next((i for i, b in enumerate(self.budgets) if self.num_layers - b > rank), None)
         return tuple(found)
 
-    # ------------------------------------------------------------------ figures
-
     def mean_budget(self, num_tokens: int | None = None) -> float:
         """Mean number of layers over the first `num_tokens` generation positions (default: `seq_len`)."""
         count = self.seq_len if num_tokens is None else num_tokens
-        _require_positive("num_tokens", count)
+        checks.require_positive("num_tokens", count)
         listed = sum(self.budgets[:count])
         return (listed + max(0, count - self.seq_len) * self.budgets[-1]) / count
 
@@ -320,11 +311,10 @@ class Schedule:
                 f"make one with num_layers={num_layers}"
             )
 
-    # ------------------------------------------------------------------ JSON
-
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""
-        return {"format": _FORMAT} | {f: list(v) if isinstance(v := getattr(self, f), tuple) else v for f in _FIELDS}
+        values = ((f, getattr(self, f)) for f in FIELDS)
+        return {f: list(v) if isinstance(v, tuple) else v for f, v in values}
 
     def to_json(self, indent: int | None = None) -> str:
         """The schedule as JSON text."""
@@ -333,116 +323,9 @@ class Schedule:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """A schedule from `to_dict`'s dictionary; refuses unknown, missing and wrongly typed fields by name."""
-        if not isinstance(data, dict):
-            raise ScheduleError(f"a schedule is a JSON object, not {type(data).__name__}")
-        fields = dict(data)
-        if fields.pop("format", _FORMAT) != _FORMAT:
-            raise ScheduleError(f"schedule format {data['format']!r} is not known: this version reads format {_FORMAT}")
-        if unknown := sorted(set(fields) - set(_FIELDS)):
-            raise ScheduleError(f"unknown schedule field {unknown[0]!r}: accepted are {', '.join(_FIELDS)}")
-        if missing := [f for f in ("num_layers", "drop_order", "budgets") if f not in fields]:
-            raise ScheduleError(f"schedule field {missing[0]!r} is missing")
-        return cls(**fields)
+        return cls(**checks.fields("schedule", data, FIELDS, REQUIRED))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """A schedule from JSON text; raises ScheduleError on wrong JSON."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise ScheduleError(f"a schedule must be JSON: {e}") from None
-        return cls.from_dict(data)
-
-
-# ---------------------------------------------------------------------- checks
-
-
-def _check(s: Schedule) -> None:
-    if s.num_layers < 1:
-        raise ScheduleError(f"num_layers={s.num_layers} is not accepted: give 1 or more")
-    if not 0 <= s.warmup_layers <= s.num_layers:
-        raise ScheduleError(f"warmup_layers={s.warmup_layers} is not accepted: give 0 to num_layers={s.num_layers}")
-    if s.prompt not in ("full", "max_exit"):
-        raise ScheduleError(f"prompt={s.prompt!r} is not accepted: give 'full' or 'max_exit'")
-    if not isinstance(s.name, str):
-        raise ScheduleError(f"name={s.name!r} is not accepted: give text")
-    _check_order(s)
-    _check_budgets(s)
-
-
-def _check_order(s: Schedule) -> None:
-    seen: set[int] = set()
-    last = s.num_layers - 1
-    top_down = s.drop_order == tuple(range(last, last - len(s.drop_order), -1))
-    for layer in s.drop_order:
-        if not 0 <= layer <= last:
-            raise ScheduleError(f"drop_order names layer {layer}: accepted are 0 to {last}")
-        if layer in seen:
-            raise ScheduleError(f"drop_order names layer {layer} twice: a layer is dropped once")
-        seen.add(layer)
-        if layer < s.warmup_layers:
-            raise ScheduleError(
-                f"drop_order drops warm-up layer {layer}: with warmup_layers={s.warmup_layers} accepted are "
-                f"{s.warmup_layers} to {last - 1}"
-            )
-    if last in seen and not top_down:
-        raise ScheduleError(
-            f"drop_order drops the last layer {last}: it must always run (only a pure top-down order, early termination, "
-            "may drop it)"
-        )
-
-
-def _check_budgets(s: Schedule) -> None:
-    if not s.budgets:
-        raise ScheduleError("budgets is empty: give the number of layers of at least one position")
-    floor = max(1, s.num_layers - len(s.drop_order))
-    for position, value in enumerate(s.budgets):
-        if not floor <= value <= s.num_layers:
-            raise ScheduleError(
-                f"budget {value} at position {position} is not accepted: give {floor} to {s.num_layers} "
-                f"({s.num_layers} layers, of which drop_order lists {len(s.drop_order)})"
-            )
-        if position and value > s.budgets[position - 1]:
-            raise ScheduleError(
-                f"budgets are not nested: {value} at position {position} is above {s.budgets[position - 1]} at position "
-                f"{position - 1}; budgets may only fall"
-            )
-
-
-def _require_int(field: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ScheduleError(f"{field}={value!r} is not accepted: give a whole number")
-
-
-def _require_positive(field: str, value: Any) -> None:
-    _require_int(field, value)
-    if value < 1:
-        raise ScheduleError(f"{field}={value} is not accepted: give 1 or more")
-
-
-def _int_tuple(field: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise ScheduleError(f"{field}={values!r} is not accepted: give a list of whole numbers")
-    result = tuple(values)
-    for value in result:
-        _require_int(field, value)
-    return result
-
-
-def _as_budgets(budgets: int | Sequence[int]) -> tuple[int, ...]:
-    values = (budgets,) if isinstance(budgets, int) else _int_tuple("budgets", budgets)
-    if not values:
-        raise ScheduleError("budgets is empty: give the number of layers of at least one position")
-    return values
-
-
-def _least_budget(num_layers: int, warmup_layers: int) -> int:
-    return min(num_layers, warmup_layers + 1)
-
-
-def _linear(most: int, least: int, seq_len: int) -> tuple[int, ...]:
-    """Integers from `most` at position 0 to `least` at position seq_len - 1, halves rounded up; `least` holds after it."""
-    if seq_len == 1:
-        return (most,) if most == least else (most, least)
-    steps = seq_len - 1
-    return tuple((2 * (most * steps - (most - least) * i) + steps) // (2 * steps) for i in range(seq_len))
+        return cls.from_dict(checks.json_value("a schedule", text))

@@ -64,8 +64,8 @@ class Attachment:
     While attached, per forward:
 
     * with a cache (`generate`, or a loop that passes `past_key_values`): prompt columns run `schedule.prompt_layers()`,
-      the i-th generated column `schedule.layers(i)`. A new prompt after generated tokens (a second turn on the same cache)
-      cannot run layers that those tokens skipped: it and all that follows run the schedule's last set.
+      the i-th generated column `schedule.layers(i)`. A new prompt after generated tokens (a second turn on the same
+      cache) cannot run layers that those tokens skipped: it and all that follows run the schedule's last set.
     * with `labels`, or `prompt_length=` (a number of columns, or one for each row): teacher-forced, without a cache.
       Response token j runs `schedule.layers(j)`. Differentiable.
     * with neither: all tokens are prompt.
@@ -84,8 +84,8 @@ class Attachment:
         self._layers = list(decoder_layers(self._model))
         if _MARK in self._model.__dict__ or any(map(is_gated, self._layers)):
             raise AlreadyAttachedError(
-                f"a schedule is attached to this {type(self._model).__name__} already: assign attachment.schedule to change "
-                "it, or detach first"
+                f"a schedule is attached to this {type(self._model).__name__} already: assign attachment.schedule "
+                "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
         self.schedule = _schedule_of(self._model) if schedule is None else schedule
@@ -94,7 +94,7 @@ class Attachment:
         self._pending: tuple[SkipCache, list[int]] | None = None
         self._uncached_prompt: int | None = None
         self._paused = False
-        self._counts = [0, 0, 0]
+        self._counts = (0, 0, 0)
         self._install()
 
     def __enter__(self) -> Attachment:
@@ -213,9 +213,9 @@ class Attachment:
 
     def _set_columns(self, positions: list[int]) -> None:
         plan = self._conductor.plan = StepPlan.of_columns(self._schedule, positions)
-        self._counts[0] += 1
-        self._counts[1] += sum(layer.count for layer in plan.layers)
-        self._counts[2] += plan.columns * len(plan.layers)
+        forwards, run, full = self._counts
+        run += sum(layer.count for layer in plan.layers)
+        self._counts = (forwards + 1, run, full + plan.columns * len(plan.layers))
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         self._conductor.plan = None
@@ -237,25 +237,24 @@ class Attachment:
                 raise
             with self.paused():
                 return plain(**kwargs)
-        prompt = prompt_columns(inputs, kwargs)
-        before = list(self._counts)
-        cache = kwargs.get("past_key_values")
-        uses_cache = kwargs.get("use_cache", getattr(defaults, "use_cache", True)) is not False
-        if uses_cache:
-            cache = kwargs["past_key_values"] = self.new_cache() if cache is None else cache
+        prompt = prompt_columns(inputs, kwargs) or 1
+        self._counts = (0, 0, 0)
+        if kwargs.get("use_cache", getattr(defaults, "use_cache", True)) is False:
+            with self._prompt_without_cache(prompt):
+                result = plain(**kwargs)
+            held = (0, 0)
+        else:
+            cache = kwargs["past_key_values"] = kwargs.get("past_key_values") or self.new_cache()
             if cache.fed is None:
-                cache.prompt_length = prompt or 1
-        with self._prompt_without_cache(None if uses_cache else prompt or 1):
+                cache.prompt_length = prompt
             result = plain(**kwargs)
-        if uses_cache:
             cache.begin_response()
-        counts = [now - then for now, then in zip(self._counts, before, strict=True)]
-        held = (cache.kv_bytes(), cache.kv_bytes_full()) if uses_cache else (0, 0)
-        self.last_run = GenerationStats(*counts, *held)
+            held = cache.kv_bytes(), cache.kv_bytes_full()
+        self.last_run = GenerationStats(*self._counts, *held)
         return result
 
     @contextlib.contextmanager
-    def _prompt_without_cache(self, columns: int | None) -> Iterator[None]:
+    def _prompt_without_cache(self, columns: int) -> Iterator[None]:
         self._uncached_prompt = columns
         try:
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ __all__ = ["Conductor", "gate_layer", "is_gated", "ungate_layer"]
 
 
 class Conductor:
-    """Holds the plan of the forward under way (None: every layer runs on everything), shared by all gates of a model."""
+    """Holds the plan of the forward under way (None: every layer runs on everything); all gates of a model share it."""
 
     def __init__(self, returns_tuple: bool) -> None:
         self.returns_tuple = returns_tuple
@@ -55,8 +56,9 @@ class _Gated:
 
 def ungate_layer(layer: nn.Module) -> None:
     """Make a gated layer plain again."""
-    if type(layer).__dict__.get("_skipdecode_base") is not None:
-        layer.__class__ = type(layer)._skipdecode_base
+    base = type(layer).__dict__.get("_skipdecode_base")
+    if base is not None:
+        layer.__class__ = base
     del layer.__dict__["_skipdecode"]
 
 
@@ -72,10 +74,10 @@ def is_gated(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def _gated_class(base: type) -> type:
+def _gated_class(base: Hashable) -> Any:
     # The name stays, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (_Gated, base), body)
+    return type(base.__name__, (_Gated, base), body)  # type: ignore[attr-defined]
 
 
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
@@ -89,8 +91,8 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
 
 
 @functools.cache
-def _positional_names(layer_class: type) -> tuple[str, ...]:
-    parameters = inspect.signature(layer_class.forward).parameters.values()  # type: ignore[attr-defined]
+def _positional_names(layer_class: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(layer_class.forward).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
 
 

@@ -1,0 +1,190 @@
+"""attach and detach: nothing stays behind, and what cannot be gated is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, MambaConfig, MambaForCausalLM, T5Config
+
+import skipdecode
+from oracle import layer_list
+from skipdecode import Schedule, attach, detach
+from skipdecode.errors import AlreadyAttachedError, ScheduleError, UnsupportedModelError
+from tiny import LAYERS, ragged_prompts, tiny_model
+
+PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+
+
+def fingerprint(model):
+    layers = list(layer_list(model))
+    return (
+        [(id(m), type(m), sorted(m.__dict__)) for m in layers],
+        list(model.state_dict()),
+        sorted(model.__dict__),
+        len(model._forward_hooks),
+        len(model._forward_pre_hooks),
+    )
+
+
+def greedy(model, new=10):
+    ids, mask = ragged_prompts()
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+
+
+def test_everything_is_restored():
+    model = tiny_model("llama")
+    before, text = fingerprint(model), greedy(model)
+    with attach(model, PAPER):
+        skipped = greedy(model)
+    assert fingerprint(model) == before
+    assert not torch.equal(skipped, text)
+    assert torch.equal(greedy(model), text)
+
+
+def test_everything_is_restored_after_an_exception():
+    model = tiny_model("gpt2")
+    before = fingerprint(model)
+
+    def interrupt(*_):
+        raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"), attach(model, PAPER):
+        model.generate(input_ids=torch.tensor([[5, 6]]), stopping_criteria=[interrupt], max_new_tokens=4)
+    assert fingerprint(model) == before
+
+
+def test_without_with():
+    model = tiny_model("llama")
+    before = fingerprint(model)
+    attachment = attach(model, PAPER)
+    skipped = greedy(model)
+    attachment.detach()
+    attachment.detach()
+    detach(model)
+    assert fingerprint(model) == before
+    attach(model, PAPER)
+    assert torch.equal(greedy(model), skipped)
+    detach(model)
+    assert fingerprint(model) == before
+
+
+def test_state_dict_keeps_its_names_while_attached(tmp_path):
+    model = tiny_model("llama")
+    names = list(model.state_dict())
+    with attach(model, PAPER):
+        assert list(model.state_dict()) == names
+        model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert torch.equal(greedy(again), greedy(model))
+
+
+def test_the_checkpoints_own_schedule_is_the_default(tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(ScheduleError, match="config has none"):
+        attach(model)
+    model.config.skipdecode = PAPER.to_dict()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    with attach(again) as attachment:
+        assert attachment.schedule == PAPER
+
+
+def test_attaching_twice_is_refused():
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        with pytest.raises(AlreadyAttachedError, match="attached"):
+            attach(model, PAPER)
+        assert type(layer_list(model)[0]).__name__ == "LlamaDecoderLayer"
+
+
+def test_two_models_of_one_class_do_not_meet():
+    one, two = tiny_model("llama"), tiny_model("llama", seed=9)
+    text = greedy(two)
+    with attach(one, PAPER):
+        assert torch.equal(greedy(two), text)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=99)), "mamba"),
+        (
+            lambda: AutoModelForSeq2SeqLM.from_config(
+                T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, vocab_size=99)
+            ),
+            "t5",
+        ),
+        (lambda: tiny_model("llama").model, "LlamaModel"),
+        (lambda: torch.nn.Linear(2, 2), "Linear"),
+    ],
+)
+def test_unsupported_models_are_named_and_the_table_listed(make, named):
+    with pytest.raises(UnsupportedModelError, match=named) as error:
+        attach(make(), PAPER)
+    assert "llama" in str(error.value) or "AutoModelForCausalLM" in str(error.value)
+
+
+def test_a_schedule_for_another_model_is_refused():
+    model = tiny_model("llama")
+    before = fingerprint(model)
+    with pytest.raises(ScheduleError, match="12 layers, but the model has 8"):
+        attach(model, Schedule.constant(12, 6))
+    with pytest.raises(ScheduleError, match="Schedule"):
+        attach(model, {"num_layers": 8})
+    assert fingerprint(model) == before
+
+
+def test_the_schedule_can_be_changed_between_texts():
+    model = tiny_model("llama")
+    with attach(model, PAPER) as attachment:
+        first = greedy(model)
+        attachment.schedule = Schedule.full(LAYERS)
+        assert not torch.equal(greedy(model), first)
+        with pytest.raises(ScheduleError):
+            attachment.schedule = Schedule.full(LAYERS + 1)
+        attachment.schedule = PAPER
+        assert torch.equal(greedy(model), first)
+
+
+def test_paused_is_full_depth():
+    model = tiny_model("llama")
+    ids = torch.randint(3, 90, (2, 12))
+    plain = model(input_ids=ids).logits
+    with attach(model, PAPER) as attachment:
+        with attachment.paused():
+            assert torch.equal(model(input_ids=ids, labels=ids).logits, plain)
+        assert not torch.equal(model(input_ids=ids, labels=ids).logits, plain)
+
+
+def test_an_attached_model_can_be_copied():
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        twin = copy.deepcopy(model)
+        assert torch.equal(greedy(twin), greedy(model))
+
+
+def test_peft_models():
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    base = tiny_model("llama")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    merged = copy.deepcopy(model).merge_and_unload()
+    ids, mask = ragged_prompts()
+    with attach(merged, PAPER):
+        expected = greedy(merged)
+    plain = greedy(model)
+    with attach(model, PAPER):
+        assert torch.equal(
+            model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=10, do_sample=False), expected
+        )
+        model.train()
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+        loss.backward()
+        model.eval()
+        assert any(p.grad is not None for n, p in model.named_parameters() if "lora_" in n)
+    assert torch.equal(greedy(model), plain)
+    prompt = get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(skipdecode.SkipDecodeError, match="prompt learning"):
+        attach(prompt, PAPER)

@@ -1,0 +1,176 @@
+"""The teacher-forced forward: equals the oracle and cached decoding, trains, and computes only active tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oracle import layer_list, oracle_logits, position_ids
+from skipdecode import Schedule, attach
+from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.models.families import FAMILIES
+from tiny import LAYERS, VOCAB, tiny_model
+
+PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+
+
+def ragged_batch():
+    """Two rows whose responses start and end in different columns: ids, mask, labels."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (2, 16), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    labels = ids.clone()
+    labels[0, :7] = -100
+    labels[1, :4] = -100
+    labels[1, 13:] = -100
+    return ids, mask, labels
+
+
+def active_rows(schedule: Schedule, labels: torch.Tensor) -> torch.Tensor:
+    """(layers, rows, columns), token by token from the labels."""
+    active = torch.zeros(schedule.num_layers, *labels.shape, dtype=torch.bool)
+    for row, row_labels in enumerate(labels.tolist()):
+        position, ended = -1, False
+        for column, label in enumerate(row_labels):
+            if label != -100 and not ended:
+                position += 1
+            elif position >= 0:
+                ended = True
+            if ended:
+                layers = schedule.layers(10**6)
+            else:
+                layers = schedule.prompt_layers() if position < 0 else schedule.layers(position)
+            active[list(layers), row, column] = True
+    return active
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_labels_apply_the_schedule_to_each_response(family: str):
+    model = tiny_model(family)
+    ids, mask, labels = ragged_batch()
+    with attach(model, PAPER), torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask, labels=labels, **position_ids(model, mask))
+        expected = oracle_logits(model, ids, mask, active_rows(PAPER, labels))
+    real = mask.bool()
+    assert (out.logits - expected)[real].abs().max() < 1e-4
+    shifted = torch.where(labels[:, 1:] == -100, -100, labels[:, 1:])
+    loss = torch.nn.functional.cross_entropy(expected[:, :-1].reshape(-1, VOCAB), shifted.reshape(-1))
+    assert out.loss.item() == pytest.approx(loss.item(), abs=1e-4)
+
+
+def test_teacher_forced_loss_is_the_loss_of_cached_decoding(schedule: Schedule):
+    model = tiny_model("llama")
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, VOCAB, (2, 20), generator=generator)
+    prompt = 8
+    with attach(model, schedule) as attachment, torch.no_grad():
+        forced = model(input_ids=ids, prompt_length=prompt).logits
+        cache = attachment.new_cache()
+        logits = [model(input_ids=ids[:, :prompt], past_key_values=cache).logits]
+        for column in range(prompt, ids.shape[1]):
+            logits.append(model(input_ids=ids[:, column : column + 1], past_key_values=cache).logits)
+    assert (torch.cat(logits, 1) - forced).abs().max() < 1e-4
+
+
+def test_prompt_length_per_row_and_one_for_all():
+    model = tiny_model("qwen3")
+    ids, mask, _ = ragged_batch()
+    with attach(model, PAPER), torch.no_grad():
+        per_row = model(input_ids=ids, prompt_length=torch.tensor([7, 4])).logits
+        first = model(input_ids=ids[:1], prompt_length=7).logits
+        second = model(input_ids=ids[1:], prompt_length=4).logits
+    assert torch.allclose(per_row, torch.cat([first, second]), atol=1e-5)
+
+
+def test_prompt_length_and_cache_together_continue_as_generated():
+    model = tiny_model("llama")
+    ids, _, _ = ragged_batch()
+    with attach(model, PAPER) as attachment, torch.no_grad():
+        forced = model(input_ids=ids, prompt_length=5).logits
+        cache = attachment.new_cache()
+        head = model(input_ids=ids[:, :9], prompt_length=5, past_key_values=cache).logits
+        tail = [model(input_ids=ids[:, c : c + 1], past_key_values=cache).logits for c in range(9, 16)]
+    assert torch.allclose(torch.cat([head, *tail], 1), forced, atol=1e-4)
+
+
+NO_DROPOUT = {
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "opt": {"dropout": 0.0, "attention_dropout": 0.0},
+}
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "bloom", "opt", "mixtral"])
+def test_gradients_equal_the_oracles_with_and_without_checkpointing(family: str):
+    model = tiny_model(family, **NO_DROPOUT.get(family, {})).train()
+    ids, _, labels = ragged_batch()
+    mask = torch.ones_like(ids)
+    logits = oracle_logits(model, ids, mask, active_rows(PAPER, labels))
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
+    expected = gradients(model, loss)
+    with attach(model, PAPER):
+        plain = gradients(model, model(input_ids=ids, attention_mask=mask, labels=labels).loss)
+        model.gradient_checkpointing_enable()
+        checkpointed = gradients(model, model(input_ids=ids, attention_mask=mask, labels=labels).loss)
+    assert max(g.abs().max() for g in expected.values()) > 1e-2
+    for name, gradient in expected.items():
+        assert torch.allclose(plain[name], gradient, atol=1e-4), name
+        assert torch.allclose(checkpointed[name], gradient, atol=1e-4), name
+
+
+def test_only_active_tokens_are_computed():
+    model = tiny_model("llama")
+    seen = []
+    for layer in layer_list(model):
+        layer.mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape[1]))
+    ids = torch.randint(3, VOCAB, (3, 20))
+    labels = ids.clone()
+    labels[:, :6] = -100
+    with attach(model, PAPER), torch.no_grad():
+        model(input_ids=ids, labels=labels)
+    expected = [6 + sum(layer in PAPER.layers(i) for i in range(14)) for layer in range(LAYERS)]
+    assert seen == expected
+    assert sum(seen) < LAYERS * 20
+
+
+def test_later_turns_in_one_row_run_the_last_set():
+    model = tiny_model("llama")
+    ids, mask, labels = ragged_batch()
+    labels[0, 10:12] = -100
+    with attach(model, PAPER), torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask, labels=labels)
+        expected = oracle_logits(model, ids, mask, active_rows(PAPER, labels))
+    assert (out.logits - expected)[mask.bool()].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"position_ids": torch.arange(16).remainder(5).expand(2, -1)}, "packed"),
+        ({"labels": torch.zeros(2, 16, dtype=torch.long), "use_cache": True}, "labels with a KV cache"),
+        ({"prompt_length": torch.tensor([1, 2, 3])}, "prompt_length"),
+    ],
+)
+def test_what_a_schedule_cannot_give_is_refused_by_name(options, names):
+    model = tiny_model("llama")
+    ids, _, _ = ragged_batch()
+    with attach(model, PAPER):
+        with pytest.raises(UnsupportedFeatureError, match=names):
+            model(input_ids=ids, **options)
+        model(input_ids=ids)
+
+
+def test_foreign_cache_is_refused():
+    from transformers import DynamicCache
+
+    model = tiny_model("llama")
+    with attach(model, PAPER), pytest.raises(UnsupportedFeatureError, match="DynamicCache"):
+        model(input_ids=torch.tensor([[5, 6]]), past_key_values=DynamicCache(config=model.config))

@@ -1,0 +1,266 @@
+"""transformers' generate under a schedule: decoding modes, turns, caches, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessor, TextStreamer, set_seed
+
+from oracle import layer_list, oracle_logits
+from skipdecode import Schedule, attach
+from skipdecode.errors import UnsupportedFeatureError
+from tiny import LAYERS, VOCAB, ragged_prompts, tiny_model
+
+PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+FAMILIES = ["llama", "gemma3_text", "gpt2", "opt", "bloom"]
+
+
+def generate(model, seed=11, **options):
+    ids, mask = ragged_prompts()
+    set_seed(seed)
+    settings = {"max_new_tokens": 12, "do_sample": False} | options
+    return model.generate(input_ids=ids, attention_mask=mask, **settings)
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50, "top_p": 0.95},
+    "several-samples": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"num_beams": 4},
+    "beam-sampling": {"num_beams": 3, "do_sample": True},
+    "several-beams": {"num_beams": 4, "num_return_sequences": 4},
+    "penalties": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_equals_uncached_in_every_mode(family: str, mode: str):
+    model = tiny_model(family)
+    model.generation_config.eos_token_id = 2
+    with attach(model, PAPER):
+        cached = generate(model, **MODES[mode])
+        uncached = generate(model, use_cache=False, **MODES[mode])
+    assert torch.equal(cached, uncached)
+
+
+@torch.no_grad()
+def test_the_uncached_mode_is_the_oracle():
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts()
+    with attach(model, PAPER):
+        text = generate(model, use_cache=False)
+    active = torch.stack(
+        [
+            torch.tensor([n in (PAPER.prompt_layers() if c < 9 else PAPER.layers(c - 9)) for c in range(text.shape[1])])
+            for n in range(LAYERS)
+        ]
+    )
+    logits = oracle_logits(model, text, torch.cat([mask, mask.new_ones(3, 12)], 1), active)
+    assert torch.equal(logits[:, 8:-1].argmax(-1), text[:, 9:])
+
+
+def test_same_seed_same_samples():
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        one, two, other = (generate(model, seed=s, do_sample=True) for s in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+def test_streamer_processor_and_criteria_see_every_token():
+    class Digits:
+        """The least a streamer needs of a tokenizer."""
+
+        def decode(self, tokens, **_):
+            return " ".join(map(str, tokens)) + " "
+
+    class Collect(TextStreamer):
+        text = ""
+
+        def on_finalized_text(self, text, stream_end=False):
+            Collect.text += text
+
+    class Never(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            scores[:, 7] = -float("inf")
+            return scores
+
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        text = model.generate(
+            input_ids=torch.tensor([[5, 6, 8]]),
+            max_new_tokens=20,
+            do_sample=False,
+            streamer=Collect(Digits(), skip_prompt=True),
+            logits_processor=[Never()],
+            stopping_criteria=[lambda ids, scores: torch.tensor([ids.shape[1] >= 13])],
+        )
+    assert text.shape == (1, 13)
+    assert 7 not in text[0, 3:]
+    assert Collect.text.split() == [str(t) for t in text[0, 3:].tolist()]
+
+
+def test_far_past_seq_len_and_a_single_position():
+    model = tiny_model("llama")
+    for schedule in (PAPER, Schedule.paper(LAYERS, min_exit_layer=4, max_exit_layer=4, seq_len=1)):
+        with attach(model, schedule):
+            assert torch.equal(generate(model, max_new_tokens=60), generate(model, max_new_tokens=60, use_cache=False))
+
+
+def test_layers_run_and_keys_stored_are_the_schedules():
+    model = tiny_model("gemma3_text", sliding_window=64)
+    calls = [0] * LAYERS
+    for index, layer in enumerate(layer_list(model)):
+        layer.mlp.register_forward_hook(lambda m, a, o, i=index: calls.__setitem__(i, calls[i] + a[0].shape[1]))
+    for prompt in ("full", "max_exit"):
+        schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8, prompt=prompt)
+        calls[:] = [0] * LAYERS
+        with attach(model, schedule) as attachment:
+            out = generate(model, max_new_tokens=15, return_dict_in_generate=True)
+        # The last of 15 tokens is never fed back.
+        expected = [
+            9 * (layer in schedule.prompt_layers()) + sum(layer in schedule.layers(i) for i in range(14))
+            for layer in range(LAYERS)
+        ]
+        assert calls == expected
+        cache, stats = out.past_key_values, attachment.last_run
+        assert [cache.tokens_held(layer) for layer in range(LAYERS)] == expected
+        per_token = 3 * 2 * 2 * 8 * 4  # rows, keys and values, heads, head size, bytes
+        assert stats.kv_bytes == cache.kv_bytes() == sum(expected) * per_token
+        assert stats.kv_bytes_full == LAYERS * 23 * per_token
+        assert stats.kv_bytes_saved == stats.kv_bytes_full - stats.kv_bytes > 0
+        assert (stats.token_layers, stats.token_layers_full, stats.forwards) == (sum(expected), LAYERS * 23, 15)
+
+
+@torch.no_grad()
+def test_a_second_turn_runs_the_last_set_and_keeps_nestedness():
+    model = tiny_model("gemma3_text")
+    first = torch.tensor([[5, 6, 7, 8]])
+    more = torch.tensor([[11, 12, 13]])
+    with attach(model, PAPER):
+        turn = model.generate(input_ids=first, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        text = torch.cat([turn.sequences, more], 1)
+        again = model.generate(
+            input_ids=text,
+            past_key_values=turn.past_key_values,
+            max_new_tokens=6,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    final = again.sequences
+    # 4 prompt columns, 5 generated (the fifth is fed with the new turn, at its own position), then the last set.
+    active = torch.zeros(LAYERS, final.shape[1], dtype=torch.bool)
+    for column in range(final.shape[1]):
+        layers = range(LAYERS) if column < 4 else PAPER.layers(column - 4) if column < 9 else PAPER.layers(10**6)
+        active[list(layers), column] = True
+    expected = oracle_logits(model, final, torch.ones_like(final), active)
+    assert (torch.stack(again.logits, 1) - expected[:, 11:-1]).abs().max() < 1e-4
+    assert bool((active[:, 4:-1] >= active[:, 5:]).all())
+
+
+def test_rows_that_end_early_have_the_same_second_turn_as_alone():
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts()
+    with attach(model, PAPER):
+        free = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+        stop = int(free[0, 9 + 3])  # row 0 ends at its fourth token
+        options = {"do_sample": False, "eos_token_id": stop, "pad_token_id": 0, "return_dict_in_generate": True}
+        more = torch.tensor([[11, 12]])
+
+        def two_turns(ids, mask):
+            turn = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, **options)
+            text = torch.cat([turn.sequences, more.expand(len(ids), -1)], 1)
+            said = turn.sequences[:, ids.shape[1] :]
+            ended = (said == stop).cumsum(1) - (said == stop).long() > 0
+            long_mask = torch.cat([mask, (~ended).long(), torch.ones(len(ids), 2, dtype=torch.long)], 1)
+            again = model.generate(
+                input_ids=text,
+                attention_mask=long_mask,
+                past_key_values=turn.past_key_values,
+                max_new_tokens=6,
+                **(options | {"eos_token_id": None}),
+            )
+            return again.sequences[:, text.shape[1] :]
+
+        together = two_turns(ids, mask)
+        alone = torch.cat(
+            [two_turns(ids[r, mask[r].bool()][None], torch.ones(1, int(mask[r].sum()))) for r in range(3)]
+        )
+    assert torch.equal(together, alone)
+
+
+def test_a_prompt_prefix_can_be_cached_and_chunks_prefilled():
+    model = tiny_model("llama")
+    ids = torch.randint(3, VOCAB, (1, 10), generator=torch.Generator().manual_seed(2))
+    with attach(model, PAPER) as attachment, torch.no_grad():
+        plain = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+        cache = attachment.new_cache()
+        model(input_ids=ids[:, :6], past_key_values=cache)
+        reused = model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        chunked = model.generate(input_ids=ids, prefill_chunk_size=3, max_new_tokens=8, do_sample=False)
+    assert torch.equal(reused, plain)
+    assert torch.equal(chunked, plain)
+
+
+def test_inputs_embeds():
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts()
+    with attach(model, PAPER), torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+        text = model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=8, do_sample=False)
+        assert torch.equal(text, generate(model, max_new_tokens=8)[:, 9:])
+
+
+def test_no_prompt_at_all():
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        assert model.generate(max_new_tokens=5, do_sample=False).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"assistant_early_exit": 3}, "assistant_early_exit"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"cache_implementation": "quantized"}, "quantized"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        ({"dola_layers": "high"}, "dola_layers"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(options, named):
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        with pytest.raises(UnsupportedFeatureError, match=named):
+            generate(model, **options)
+        with pytest.raises(UnsupportedFeatureError, match="generate_batch"):
+            model.generate_batch([[1, 2]])
+        with pytest.raises(UnsupportedFeatureError, match="assistant_model"):
+            generate(model, assistant_model=tiny_model("llama", seed=4))
+        generate(model)
+
+
+def test_what_cannot_work_under_a_schedule_works_at_full_depth():
+    model = tiny_model("llama")
+    options = {"input_ids": torch.tensor([[5, 6, 5, 6, 5]]), "prompt_lookup_num_tokens": 2, "max_new_tokens": 6}
+    plain = model.generate(do_sample=False, **options)
+    with attach(model, Schedule.full(LAYERS)):
+        same = model.generate(do_sample=False, **options)
+    assert torch.equal(plain, same)
+
+
+def test_a_cache_under_a_schedule_cannot_be_rolled_back():
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        cache = generate(model, return_dict_in_generate=True).past_key_values
+    with pytest.raises(UnsupportedFeatureError, match="crop"):
+        cache.crop(-2)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.kv_bytes() == cache.kv_bytes_full() == 0

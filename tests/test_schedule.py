@@ -1,0 +1,131 @@
+"""Schedules: what runs where, what is refused, and JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode import Schedule
+from skipdecode.errors import ScheduleError
+
+
+def test_paper_is_linear_bottom_up_with_warm_up_and_last_layer_kept():
+    s = Schedule.paper(12, min_exit_layer=4, max_exit_layer=8, seq_len=5)
+    assert s.budgets == (8, 7, 6, 5, 4)
+    assert s.layers(0) == (0, 5, 6, 7, 8, 9, 10, 11)
+    assert s.layers(4) == (0, 9, 10, 11)
+    assert s.layers(10_000) == s.layers(4)
+    assert s.prompt_layers() == tuple(range(12))
+    assert s.nominal_speedup == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("layers", "speedup", "most", "least"), [(16, 2, 11, 5), (30, 2, 20, 10), (24, 1, 24, 24)])
+def test_from_speedup_keeps_the_papers_mean(layers, speedup, most, least):
+    s = Schedule.from_speedup(layers, nominal_speedup=speedup, seq_len=64)
+    assert (s.budgets[0], s.budgets[-1]) == (most, least)
+    assert s.nominal_speedup == pytest.approx(speedup, rel=0.02)
+
+
+def test_even_leaves_evenly_spaced_layers():
+    assert Schedule.even(9, 5).layers(0) == (0, 2, 4, 6, 8)
+    s = Schedule.even(30, (20, 15, 10))
+    gaps = [b - a for a, b in zip(s.layers(2), s.layers(2)[1:], strict=False)]
+    assert max(gaps) - min(gaps) <= 1
+    gaps = [b - a for a, b in zip(s.layers(0), s.layers(0)[1:], strict=False)]
+    assert max(gaps) <= 3
+
+
+def test_other_methods_are_points_of_the_same_space():
+    assert Schedule.power_law(30, 0.5, 4, min_exit_layer=5).budgets == (30, 15, 8, 5)
+    assert Schedule.top_down(6, (5, 3)).layers(1) == (0, 1, 2)
+    assert Schedule.constant(6, 3).layers(0) == (0, 4, 5)
+    assert Schedule.constant(6, 4, drop_order=(3, 1, 2)).layers(7) == (0, 2, 4, 5)
+    assert Schedule.from_layer_sets(6, [(0, 1, 4, 5), (0, 5), (0, 5)]).layers(1) == (0, 5)
+
+
+def test_degenerate_schedules():
+    assert Schedule.paper(4, min_exit_layer=4, max_exit_layer=4, seq_len=9).is_full
+    assert Schedule.full(1).layers(3) == (0,)
+    one = Schedule.paper(8, min_exit_layer=3, max_exit_layer=6, seq_len=1)
+    assert (one.budget(0), one.budget(1)) == (6, 3)
+    flat = Schedule.paper(8, min_exit_layer=5, max_exit_layer=5, seq_len=10)
+    assert flat.is_flat
+    assert not flat.is_full
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Schedule(6, (1, 2), (5, 6)), "not nested.*6 at position 1"),
+        (lambda: Schedule(6, (0, 1), (5,)), "warm-up layer 0"),
+        (lambda: Schedule(6, (1, 5), (5,)), "last layer 5"),
+        (lambda: Schedule(6, (1, 1), (5,)), "twice"),
+        (lambda: Schedule(6, (9,), (5,)), "accepted are 0 to 5"),
+        (lambda: Schedule(6, (1,), (4,)), "budget 4 at position 0.*give 5 to 6"),
+        (lambda: Schedule(6, (1,), (7,)), "budget 7"),
+        (lambda: Schedule(6, (1,), ()), "budgets is empty"),
+        (lambda: Schedule(6, (1,), (5.0,)), "5.0.*whole number"),
+        (lambda: Schedule(6, "12", (5,)), "drop_order"),
+        (lambda: Schedule(0, (), (1,)), "num_layers=0"),
+        (lambda: Schedule(True, (), (1,)), "num_layers=True"),
+        (lambda: Schedule(6, (), (6,), warmup_layers=7), "warmup_layers=7"),
+        (lambda: Schedule(6, (), (6,), prompt="half"), "'full' or 'max_exit'"),
+        (lambda: Schedule.paper(6, min_exit_layer=5, max_exit_layer=4, seq_len=3), "swap them"),
+        (lambda: Schedule.paper(6, min_exit_layer=2, max_exit_layer=4, seq_len=0), "seq_len=0"),
+        (lambda: Schedule.paper(6, min_exit_layer=1, max_exit_layer=4, seq_len=3), "budget 1 at position 2"),
+        (lambda: Schedule.from_speedup(6, 4, 10), "at most 3.00 is possible"),
+        (lambda: Schedule.from_speedup(6, 0.5, 10), "nominal_speedup=0.5"),
+        (lambda: Schedule.from_speedup(6, float("nan"), 10), "nominal_speedup=nan"),
+        (lambda: Schedule.power_law(6, 1.5, 10), "alpha=1.5"),
+        (lambda: Schedule.from_layer_sets(6, [(0, 5), (0, 3, 5)]), "layer 3 runs at position 1 but was skipped"),
+        (lambda: Schedule.from_layer_sets(6, []), "layer_sets is empty"),
+        (lambda: Schedule.from_json("{"), "must be JSON"),
+        (lambda: Schedule.from_json("[1]"), "JSON object, not list"),
+        (lambda: Schedule.from_json('{"num_layers": 6, "drop_order": []}'), "'budgets' is missing"),
+        (lambda: Schedule.from_dict(Schedule.full(6).to_dict() | {"exit": 3}), "unknown schedule field 'exit'"),
+        (lambda: Schedule.full(6).layers(-1), "position=-1"),
+        (lambda: Schedule.full(6).check_fits(7), "6 layers, but the model has 7"),
+    ],
+)
+def test_what_is_refused_says_which_value_and_what_is_accepted(make, says):
+    with pytest.raises(ScheduleError, match=says) as error:
+        make()
+    assert "\n" not in str(error.value)
+
+
+@st.composite
+def schedules(draw):
+    layers = draw(st.integers(2, 40))
+    warm_up = draw(st.integers(0, layers - 1))
+    order = draw(st.permutations(range(warm_up, layers - 1)))
+    floor = max(1, layers - len(order))
+    budgets = sorted(draw(st.lists(st.integers(floor, layers), min_size=1, max_size=30)), reverse=True)
+    return Schedule(layers, tuple(order), tuple(budgets), warm_up, draw(st.sampled_from(["full", "max_exit"])))
+
+
+@given(schedules())
+def test_sets_are_nested_and_json_goes_round(s):
+    assert Schedule.from_json(s.to_json()) == s
+    assert json.loads(s.to_json(indent=2)) == s.to_dict()
+    for position in range(s.seq_len + 2):
+        now, later = set(s.layers(position)), set(s.layers(position + 1))
+        assert later <= now
+        assert len(now) == s.budget(position)
+        assert set(range(s.warmup_layers)) | {s.num_layers - 1} <= later
+        for layer in range(s.num_layers):
+            drop = s.drop_position(layer)
+            assert (layer in now) == (drop is None or position < drop)
+    assert s.mean_budget(3) == pytest.approx(sum(len(s.layers(i)) for i in range(3)) / 3)
+    flat = s.flattened()
+    assert flat.is_flat
+    assert abs(flat.mean_budget() - s.mean_budget()) <= 0.5
+
+
+def test_schedules_need_no_torch():
+    code = "import sys, skipdecode.schedule, skipdecode.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
