@@ -1,0 +1,94 @@
+"""The house: arrows point down, files and functions stay small, public names are declared."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "skipdecode"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Lowest first. A module may import from its own layer and from those before it.
+LAYERS = [
+    {"errors", "checks", "registry", "cache_dir", "environment"},
+    {"budgets", "layer_order"},
+    {"schedule"},
+    {"geometry", "cost", "cost_solve"},
+    {"kernels"},
+    {"models"},
+    {"decoding"},
+    {"textgen"},
+    {"methods"},
+    {"tuning"},
+    {"evaluation"},
+    {"bench"},
+    {"serving"},
+    {"text_plot", "plots"},
+    {"cli"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+MOST_LINES = 330
+MOST_FUNCTION_LINES = 70
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_parts(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "skipdecode" else [f"skipdecode.{a.name}" for a in node.names]
+        elif isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        else:
+            continue
+        found |= {n.split(".")[1] for n in names if n.startswith("skipdecode.")}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_arrows_point_down(path: Path):
+    if path.parent == SOURCE and path.name == "__init__.py":
+        return
+    rank = RANK[part_of(path)]
+    up = {name for name in imported_parts(path) if name in RANK and RANK[name] > rank}
+    assert not up, f"{path.name} (layer {part_of(path)}) imports from above: {up}"
+    unknown = {n for n in imported_parts(path) if n not in RANK} - {"__version__", "Schedule", "attach", "SkipDecodeError"}
+    assert not unknown, f"{unknown} has no layer"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_and_functions_are_small(path: Path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno <= MOST_FUNCTION_LINES, node.name
+        assert not isinstance(node, ast.Assert), f"line {node.lineno}: assert is no validation"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_modules_say_what_they_are_and_what_they_export(path: Path):
+    tree = tree_of(path)
+    assert ast.get_docstring(tree), "a module docstring is missing"
+    module = "skipdecode." + ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    exported = next(
+        (
+            ast.literal_eval(node.value)
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        ),
+        [],
+    )
+    assert exported == sorted(exported), "__all__ is sorted"
+    loaded = importlib.import_module(module.removesuffix(".__init__")) if exported else None
+    for name in exported:
+        assert hasattr(loaded, name)
