@@ -13,6 +13,7 @@
     ├── ModelLoadError         a model name or directory that does not load
     ├── DataError              prompts or records that cannot be read; carries the line number
     ├── OutputError            results that cannot be written
+    ├── DivergedError          a tuning run whose loss is no longer a number
     └── MissingExtraError      an optional dependency is absent; says what to install
 
 Messages are one line: what was wrong, what is accepted, what to do.
@@ -24,6 +25,7 @@ __all__ = [
     "AlreadyAttachedError",
     "AttachError",
     "DataError",
+    "DivergedError",
     "MissingExtraError",
     "ModelLoadError",
     "OutputError",
@@ -98,6 +100,10 @@ class DataError(SkipDecodeError):
 
 class OutputError(SkipDecodeError):
     """Results that cannot be written."""
+
+
+class DivergedError(SkipDecodeError):
+    """A tuning run whose loss or gradient is no longer a number; the message says where the batch is recorded."""
 
 
 class MissingExtraError(SkipDecodeError, ImportError):

@@ -1,0 +1,1 @@
+"""Tuning under a schedule: data, aligned batches, objective, curricula, the run, and what it saves."""

@@ -1,0 +1,142 @@
+"""Length-grouped batches whose responses are aligned: prompts are padded on the left to one column.
+
+All responses then start at the same column, so the tokens that run a layer are an exact slice of the batch (a skipped
+token costs nothing, no row computes another row's tokens) and the logits of the prompt need not be computed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from skipdecode.tuning.data import Example
+
+__all__ = ["IGNORE", "Batch", "GroupedBatches", "collate"]
+
+IGNORE = -100
+"""Label of a column that is not response."""
+
+_POOL = 100
+"""Batches that are sorted by length together: enough to pad little, few enough to stay random."""
+
+
+@dataclass
+class Batch:
+    """Aligned rows.
+
+    Attributes
+    ----------
+    input_ids, attention_mask, position_ids, labels : Tensor
+        (rows, columns) of int64. Labels are `IGNORE` on prompt and padding and stand under their own token: the logits
+        of the column before predict them.
+    prompt_length : int
+        The column at which every response starts.
+    ids : tuple of str
+        The records.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    prompt_length: int
+    ids: tuple[str, ...]
+
+    @property
+    def targets(self) -> Tensor:
+        """Labels of the response columns, (rows, response columns)."""
+        return self.labels[:, self.prompt_length :]
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens that carry a loss."""
+        return int((self.labels != IGNORE).sum())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompts and responses without padding."""
+        return int(self.attention_mask.sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        names = ("input_ids", "attention_mask", "position_ids", "labels")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+
+def collate(examples: Sequence[Example], pad_id: int) -> Batch:
+    """Aligned batch of examples: prompts padded on the left, responses on the right, both with `pad_id`."""
+    prompt = max(len(e.prompt) for e in examples)
+    columns = prompt + max(len(e.response) for e in examples)
+    input_ids = torch.full((len(examples), columns), pad_id)
+    mask = torch.zeros_like(input_ids)
+    labels = torch.full_like(input_ids, IGNORE)
+    for row, example in enumerate(examples):
+        start, end = prompt - len(example.prompt), prompt + len(example.response)
+        input_ids[row, start:end] = torch.tensor((*example.prompt, *example.response))
+        mask[row, start:end] = 1
+        labels[row, prompt:end] = torch.tensor(example.response)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return Batch(input_ids, mask, positions, labels, prompt, tuple(e.id for e in examples))
+
+
+class GroupedBatches:
+    """Endless stream of batches of indices, records of like length together; each epoch has every record once.
+
+    A batch sampler for a DataLoader. Batch number n depends on `seed` and n only, so a run goes on at any batch.
+
+    Parameters
+    ----------
+    examples : sequence of Example
+        The records.
+    batch_size : int
+        Records in a batch; the last batch of an epoch may hold fewer.
+    seed : int
+        Seed of the order.
+    start : int
+        Number of the first batch.
+    """
+
+    drop_last = False
+
+    def __init__(self, examples: Sequence[Example], batch_size: int, *, seed: int, start: int = 0) -> None:
+        self.batch_size = batch_size
+        self._lengths = [(len(e.prompt), len(e.response)) for e in examples]
+        self._seed = seed
+        self._start = start
+
+    @property
+    def epoch_batches(self) -> int:
+        """Batches that hold every record once."""
+        return -(-len(self._lengths) // self.batch_size)
+
+    def epoch(self, number: int) -> list[list[int]]:
+        """The batches of one epoch."""
+        rng = random.Random(f"{self._seed}/{number}")
+        order = list(range(len(self._lengths)))
+        rng.shuffle(order)
+        pool = self.batch_size * _POOL
+        batches = [b for first in range(0, len(order), pool) for b in self._grouped(order[first : first + pool])]
+        rng.shuffle(batches)
+        return batches
+
+    def _grouped(self, records: list[int]) -> list[list[int]]:
+        """Batches of records that are alike in both lengths: bands of like responses, by prompt within a band."""
+        bands = max(1, round(math.sqrt(len(records) / self.batch_size)))
+        band = -(-len(records) // (bands * self.batch_size)) * self.batch_size
+        by_response = sorted(records, key=lambda i: (self._lengths[i][1], self._lengths[i][0], i))
+        batches: list[list[int]] = []
+        for first in range(0, len(records), band):
+            by_prompt = sorted(by_response[first : first + band], key=lambda i: (self._lengths[i], i))
+            batches += [by_prompt[i : i + self.batch_size] for i in range(0, len(by_prompt), self.batch_size)]
+        return batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        number, skipped = divmod(self._start, self.epoch_batches)
+        while True:
+            yield from self.epoch(number)[skipped:]
+            number, skipped = number + 1, 0

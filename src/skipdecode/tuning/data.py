@@ -1,0 +1,259 @@
+"""From JSONL records to token ids of prompt and response, through a template.
+
+Prompt and response are tokenised apart, the prompt exactly as generation will see it; the response ends with the
+tokenizer's end token. A record that cannot be used is a `Reject` with its line number, never a silent gap: the caller
+refuses the file or skips the records and says how many.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import DataError, UsageError
+
+__all__ = ["Example", "Reject", "Template", "load_examples", "read_records", "reject_summary"]
+
+_TOKENIZE_AT_ONCE = 1000
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One record as token ids; `response` ends with the end token."""
+
+    id: str
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A record that cannot be used: its 1-based line and why."""
+
+    line: int
+    reason: str
+
+
+class Template:
+    """Makes prompt and response text of a record.
+
+    Parameters
+    ----------
+    prompt : str
+        Text with record fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces.
+    response_field : str
+        The record's field that holds the response.
+    chat : bool
+        Put the prompt through the tokenizer's chat template as one user message.
+    id_field : str
+        The record's field that names it; a record without one is named after its line.
+
+    Raises
+    ------
+    UsageError
+        If the prompt names no field or holds more than plain fields.
+    """
+
+    def __init__(self, prompt: str, response_field: str, *, chat: bool = False, id_field: str = "id") -> None:
+        self.prompt = prompt
+        self.response_field = response_field
+        self.chat = chat
+        self.id_field = id_field
+        self.fields = _template_fields(prompt)
+
+    def id_of(self, record: dict[str, Any], line: int) -> str:
+        """The record's name."""
+        return str(record.get(self.id_field, f"line-{line}"))
+
+    def texts(self, record: dict[str, Any]) -> tuple[str, str]:
+        """Prompt and response of a record.
+
+        Raises
+        ------
+        DataError
+            If a field is missing or is no text, or the response is empty.
+        """
+        values = {name: _text(record, name) for name in self.fields}
+        response = _text(record, self.response_field).strip()
+        if not response:
+            raise DataError(f"empty response: field {self.response_field!r} has no text")
+        return self.prompt.format_map(values), response
+
+    def prompt_text(self, prompt: str, tokenizer: Any) -> str:
+        """The prompt as it is tokenised: as it is, or in the tokenizer's chat template."""
+        if not self.chat:
+            return prompt
+        message = [{"role": "user", "content": prompt}]
+        return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Reject]]:
+    """Line number and record of every line that is not blank; a line that is no JSON object in UTF-8 is a `Reject`.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be opened.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    with file:
+        for line, raw in enumerate(file, start=1):
+            if raw.strip():
+                yield line, _parse(raw, line)
+
+
+def load_examples(
+    path: Path,
+    template: Template,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> tuple[list[Example], list[Reject]]:
+    """Read and tokenise a file of records.
+
+    Parameters
+    ----------
+    path : Path
+        JSON lines.
+    template : Template
+        Makes prompt and response.
+    tokenizer : PreTrainedTokenizerBase
+        Must have an end token.
+    max_length : int, optional
+        Most tokens of prompt and response together, such as the model's context; longer records are rejects.
+    limit : int, optional
+        Only the first `limit` lines.
+    skip_bad : bool
+        Leave rejects out and return them, instead of refusing the file.
+
+    Returns
+    -------
+    list of Example, list of Reject
+
+    Raises
+    ------
+    DataError
+        If there are rejects and `skip_bad` is false (all are counted, the first ones named), or nothing is left.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end token: a tuned model could not learn where a response ends")
+    examples: list[Example] = []
+    rejects: list[Reject] = []
+    rows = _rows(path, template, limit, rejects)
+    while chunk := list(islice(rows, _TOKENIZE_AT_ONCE)):
+        _tokenize(chunk, template, tokenizer, max_length, examples, rejects)
+    rejects.sort(key=lambda reject: reject.line)
+    if rejects and not skip_bad:
+        raise DataError(f"{path}: {reject_summary(rejects)}; mend them, or skip them with --bad-records skip")
+    if not examples:
+        raise DataError(f"{path}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
+    return examples, rejects
+
+
+def reject_summary(rejects: Sequence[Reject]) -> str:
+    """One line: how many records cannot be used, why, and where the first ones are."""
+    kinds = Counter(reject.reason.split(":")[0] for reject in rejects)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    shown = "; ".join(f"line {r.line}: {r.reason}" for r in rejects[:_SHOWN])
+    more = f"; and {len(rejects) - _SHOWN} more" if len(rejects) > _SHOWN else ""
+    return f"{len(rejects)} records cannot be used ({counts}): {shown}{more}"
+
+
+def _rows(
+    path: Path, template: Template, limit: int | None, rejects: list[Reject]
+) -> Iterator[tuple[int, str, str, str]]:
+    """Line, id, prompt text and response text of the usable records; the others go to `rejects`."""
+    first_line: dict[str, int] = {}
+    for line, record in islice(read_records(path), limit):
+        if isinstance(record, Reject):
+            rejects.append(record)
+            continue
+        name = template.id_of(record, line)
+        if name in first_line:
+            rejects.append(Reject(line, f"duplicate id: {name!r} is the id of line {first_line[name]} too"))
+            continue
+        first_line[name] = line
+        try:
+            prompt, response = template.texts(record)
+        except DataError as error:
+            rejects.append(Reject(line, str(error)))
+            continue
+        yield line, name, prompt, response
+
+
+def _tokenize(
+    chunk: Sequence[tuple[int, str, str, str]],
+    template: Template,
+    tokenizer: Any,
+    max_length: int | None,
+    examples: list[Example],
+    rejects: list[Reject],
+) -> None:
+    texts = [template.prompt_text(prompt, tokenizer) for _, _, prompt, _ in chunk]
+    # A chat template writes its own special tokens.
+    prompts = tokenizer(texts, add_special_tokens=not template.chat)["input_ids"]
+    responses = tokenizer([response for *_, response in chunk], add_special_tokens=False)["input_ids"]
+    for (line, name, *_), prompt, response in zip(chunk, prompts, responses, strict=True):
+        example = Example(name, tuple(prompt), (*response, tokenizer.eos_token_id))
+        if not prompt:
+            rejects.append(Reject(line, "empty prompt: the first response token needs one to follow"))
+        elif max_length is not None and len(example) > max_length:
+            what = "response" if len(example.response) > max_length else "record"
+            rejects.append(
+                Reject(
+                    line, f"{what} longer than the context: {len(prompt)} + {len(response) + 1} of {max_length} tokens"
+                )
+            )
+        else:
+            examples.append(example)
+
+
+def _parse(raw: bytes, line: int) -> dict[str, Any] | Reject:
+    try:
+        record = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return Reject(line, f"not UTF-8: byte {error.start + 1} of the line")
+    except json.JSONDecodeError as error:
+        return Reject(line, f"not JSON: {error.msg} at character {error.pos + 1}")
+    if not isinstance(record, dict):
+        return Reject(line, f"not a JSON object: a {type(record).__name__}")
+    return record
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    if name not in record:
+        present = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"missing field: {name!r}; the record has {present}")
+    value = record[name]
+    if not isinstance(value, str | int | float):
+        raise DataError(f"field is no text: {name!r} is a {type(value).__name__}")
+    return str(value)
+
+
+def _template_fields(prompt: str) -> tuple[str, ...]:
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise UsageError(f"prompt template: {error}; write {{{{ and }}}} for braces") from None
+    fields = tuple(name for _, name, _, _ in parts if name is not None)
+    if not fields:
+        raise UsageError("prompt template: it names no field of the record; write one in braces, as in '{text}'")
+    for _, name, spec, conversion in parts:
+        if name is not None and (spec or conversion or not name or set(name) & set(".[]")):
+            raise UsageError(f"prompt template: {{{name}}} is not accepted: only plain field names stand in braces")
+    return tuple(dict.fromkeys(fields))

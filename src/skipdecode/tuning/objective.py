@@ -1,0 +1,144 @@
+"""What a training step minimises: cross-entropy on the response under the schedule, and self-distillation.
+
+    loss = (1 - w) * CE + w * T^2 * KL(teacher || student),    both summed over response tokens
+
+The teacher is the same model at full depth, without gradients and without dropout. `initial` is the weights before
+tuning: with LoRA the model with its adapter off, so there is no second copy; with all weights tuned a frozen copy,
+which costs the model's memory once more. `current` is the weights of the moment: no copy either way, but the teacher is
+only as good as tuning leaves full depth, so it goes with a curriculum that also trains full depth.
+Temperature as in Hinton et al., arXiv 1503.02531: T^2 keeps the gradient's size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from skipdecode.models.attach import Attachment
+from skipdecode.models.families import unwrap
+from skipdecode.tuning.collate import IGNORE, Batch
+
+__all__ = ["Losses", "Objective", "Teacher", "response_logits"]
+
+
+@dataclass
+class Losses:
+    """Sums over the response tokens of one batch; `total` has a gradient, the parts have none."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    kl: Tensor
+    tokens: int
+
+
+def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tensor:
+    """Logits that predict the response columns, (rows, response columns, vocabulary).
+
+    With `attached` the teacher-forced parallel form under the model's schedule. The last prompt token predicts response
+    token 0; the last response token is not fed, for nothing follows it. Where the model can, the head runs on these
+    columns only.
+    """
+    columns = batch.targets.shape[1]
+    accepted = _forward_parameters(model)
+    extra: dict[str, Any] = {"prompt_length": batch.prompt_length} if attached else {}
+    if "position_ids" in accepted:
+        extra["position_ids"] = batch.position_ids[:, :-1]
+    if "logits_to_keep" in accepted:
+        extra["logits_to_keep"] = columns
+    mask = batch.attention_mask[:, :-1]
+    out = model(input_ids=batch.input_ids[:, :-1], attention_mask=mask, use_cache=False, **extra)
+    logits: Tensor = out.logits
+    return logits[:, -columns:]
+
+
+class Teacher:
+    """The same model at full depth; see the module's text.
+
+    Parameters
+    ----------
+    attachment : Attachment
+        Of the student.
+    model : Module
+        The student as it is called in training (prepared, perhaps wrapped for several devices).
+    adapter : PeftModel or None
+        The student's PEFT wrapper, whose adapter is off while teaching; None where it stays on or there is none.
+    copy : Module or None
+        A frozen copy that teaches instead of the student.
+    """
+
+    def __init__(self, attachment: Attachment, model: Any, *, adapter: Any = None, copy: Any = None) -> None:
+        self._attachment = attachment
+        self._model = model
+        self._adapter = adapter
+        self._copy = copy
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits that predict the response columns, as `response_logits`, without gradients."""
+        if self._copy is not None:
+            return response_logits(self._copy, batch, attached=False)
+        adapter_off = contextlib.nullcontext() if self._adapter is None else self._adapter.disable_adapter()
+        with self._attachment.paused(), adapter_off, _evaluating(self._model):
+            return response_logits(self._model, batch)
+
+
+class Objective:
+    """Cross-entropy plus self-distillation of one batch.
+
+    Parameters
+    ----------
+    teacher : Teacher or None
+        Asked only when `weight` is above 0.
+    weight : float
+        w above, 0 to 1.
+    temperature : float
+        T above.
+    """
+
+    def __init__(self, teacher: Teacher | None = None, weight: float = 0.0, temperature: float = 1.0) -> None:
+        self._teacher = teacher if weight > 0 else None
+        self._weight = weight
+        self._temperature = temperature
+
+    def __call__(self, model: Any, batch: Batch) -> Losses:
+        """Losses of a batch under the schedule that is attached."""
+        targets = batch.targets
+        counted = targets != IGNORE
+        student = response_logits(model, batch)[counted].float()
+        cross_entropy = functional.cross_entropy(student, targets[counted], reduction="sum")
+        tokens = int(counted.sum())
+        if self._teacher is None:
+            return Losses(cross_entropy, cross_entropy.detach(), cross_entropy.new_zeros(()), tokens)
+        kl = self._divergence(self._teacher.logits(batch)[counted].float(), student)
+        total = (1 - self._weight) * cross_entropy + self._weight * kl
+        return Losses(total, cross_entropy.detach(), kl.detach(), tokens)
+
+    def _divergence(self, teacher: Tensor, student: Tensor) -> Tensor:
+        warmth = self._temperature
+        target = functional.log_softmax(teacher / warmth, dim=-1)
+        guess = functional.log_softmax(student / warmth, dim=-1)
+        return functional.kl_div(guess, target, reduction="sum", log_target=True) * warmth**2
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Dropout off for a while."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _forward_parameters(model: Any) -> frozenset[str]:
+    while hasattr(model, "module"):
+        model = model.module
+    return frozenset(inspect.signature(type(unwrap(model)).forward).parameters)

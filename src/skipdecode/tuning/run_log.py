@@ -1,0 +1,103 @@
+"""A run's log: JSON lines as it goes, TensorBoard on request, and the loss curve as a picture at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import MissingExtraError
+
+__all__ = ["LOG_FILE", "PICTURE_FILE", "RunLog", "draw_curve", "read_log"]
+
+LOG_FILE = "log.jsonl"
+PICTURE_FILE = "loss.png"
+
+
+class RunLog:
+    """Writes rows of kind "train" and "dev".
+
+    Parameters
+    ----------
+    directory : Path
+        Where the log lies.
+    keep_steps : int
+        Rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that come again.
+    tensorboard : bool
+        Write events to `directory`/tensorboard too.
+
+    Raises
+    ------
+    MissingExtraError
+        TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, directory: Path, *, keep_steps: int, tensorboard: bool) -> None:
+        path = directory / LOG_FILE
+        rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
+        path.write_text("".join(map(_line, rows)), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._events = _event_writer(directory / "tensorboard", keep_steps) if tensorboard else None
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One row; it is on its way to the disk when this returns."""
+        self._file.write(_line({"kind": kind, "step": step, **values}))
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log; none if there is no file. A last line that a kill cut off is left out."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def draw_curve(directory: Path) -> Path:
+    """Draw the log's losses to `directory`/loss.png.
+
+    Raises
+    ------
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("the picture of the loss curve", "plot") from None
+    rows = read_log(directory / LOG_FILE)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for kind, style in (("train", "-"), ("dev", "o-")):
+        points = [(row["step"], row["cross_entropy"]) for row in rows if row["kind"] == kind]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=kind, linewidth=1, markersize=4)
+    axes.set(xlabel="optimizer step", ylabel="cross-entropy per response token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = directory / PICTURE_FILE
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _event_writer(directory: Path, keep_steps: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MissingExtraError("--tensorboard", "tensorboard") from None
+    # TensorBoard hides older events from the first repeated step on.
+    return SummaryWriter(str(directory), purge_step=keep_steps + 1 if keep_steps else None)

@@ -1,0 +1,296 @@
+"""A tuning run, from a loaded model to a saved one.
+
+Built on accelerate: one process or many, by its launcher. Everything that a step depends on besides the weights (batch,
+learning rate, schedule) is a function of the step's number, so a resumed run repeats an unbroken one to the bit on one
+device, and the same seed gives the same result twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import gather_object, set_seed
+from tqdm import tqdm
+
+from skipdecode.errors import DivergedError
+from skipdecode.models.attach import attach
+from skipdecode.schedule import Schedule
+from skipdecode.tuning.adapters import add_lora, choose_precision, make_optimizer
+from skipdecode.tuning.checkpoint import Checkpoints
+from skipdecode.tuning.collate import Batch, GroupedBatches, collate
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.curriculum import make_curriculum
+from skipdecode.tuning.data import Example
+from skipdecode.tuning.evaluate import dev_loss
+from skipdecode.tuning.objective import Objective, Teacher
+from skipdecode.tuning.run_log import RunLog, draw_curve
+from skipdecode.tuning.save import merge_adapter, save_tuned
+from skipdecode.tuning.speed import SpeedReport, compare_speed
+from skipdecode.tuning.step import StepReport, TrainStep
+
+__all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
+
+DIVERGED_FILE = "diverged.json"
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a run came to. Losses are cross-entropy per response token; tokens count prompts and responses."""
+
+    steps: int
+    best_step: int
+    best_dev_loss: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    precision: str
+    speed: SpeedReport | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        speed = None if self.speed is None else asdict(self.speed) | {"ratio": self.speed.ratio}
+        return asdict(self) | {"speed": speed}
+
+
+class Tuner:
+    """One tuning run.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Trained in place; a LoRA adapter is added unless `config.full`.
+    tokenizer : PreTrainedTokenizerBase
+        For padding; saved with the model.
+    train, dev : sequence of Example
+        Records.
+    schedule : Schedule
+        The target.
+    config : TuneConfig
+        Everything else.
+    out : Path
+        Directory of the run: the log, checkpoints while it runs, the best model at the end.
+    base_name : str, optional
+        How a saved adapter names its base model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        train: Sequence[Example],
+        dev: Sequence[Example],
+        schedule: Schedule,
+        config: TuneConfig,
+        out: Path,
+        base_name: str | None = None,
+    ) -> None:
+        self._tokenizer, self._train, self._dev, self._config = tokenizer, train, dev, config
+        self._schedule, self._out, self._base_name = schedule, out, base_name
+        self._checkpoint_dir = out / "checkpoints"
+        self._curriculum = make_curriculum(schedule, config)
+        self._accelerator = _make_accelerator(config, schedule)
+        self._set_up(model)
+        self._dev_batches = [
+            functools.partial(self._collate, dev, indices)
+            for indices in GroupedBatches(dev, config.batch_size, seed=0).epoch(0)
+        ]
+
+    def run(self, *, resume: bool = False) -> TuneResult:
+        """Train, keep the best weights on the dev records, and save them to `out`.
+
+        Parameters
+        ----------
+        resume : bool
+            Go on from the newest checkpoint in `out`, if there is one.
+
+        Raises
+        ------
+        DivergedError
+            If the loss or its gradient is not finite; step and records are in `out`/diverged.json.
+        """
+        self._out.mkdir(parents=True, exist_ok=True)
+        if resume:
+            self._checkpoints.resume()
+        else:
+            self._checkpoints.remove()
+        try:
+            self._train_all()
+            result = self._result()
+        finally:
+            self._attachment.detach()
+        self._finish()
+        return result
+
+    # ------------------------------------------------------------------ set-up
+
+    def _set_up(self, model: Any) -> None:
+        config = self._config
+        set_seed(config.seed)
+        needs_copy = config.full and config.distill_weight > 0 and config.teacher == "initial"
+        frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = model.requires_grad_(True) if config.full else add_lora(model, config)
+        self._adapter = None if config.full else model
+        self._attachment = attach(model, self._schedule)
+        self._model, optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
+        self._model.train()
+        if frozen is not None:
+            frozen.to(self._accelerator.device)
+        switch_off = self._adapter if config.teacher == "initial" else None
+        teacher = Teacher(self._attachment, self._model, adapter=switch_off, copy=frozen)
+        objective = Objective(teacher, config.distill_weight, config.temperature)
+        self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
+        self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
+
+    def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
+        pad = self._tokenizer.pad_token_id
+        batch = collate([examples[i] for i in indices], self._tokenizer.eos_token_id if pad is None else pad)
+        return batch.to(self._accelerator.device)
+
+    # ------------------------------------------------------------------ the loop
+
+    def _train_all(self) -> None:
+        config, progress = self._config, self._checkpoints.progress
+        main = self._accelerator.is_main_process
+        log = RunLog(self._out, keep_steps=progress.step, tensorboard=config.tensorboard) if main else None
+        world, rank = self._accelerator.num_processes, self._accelerator.process_index
+        first = progress.step * config.accumulation * world
+        numbers = GroupedBatches(self._train, config.batch_size, seed=config.seed, start=first)
+        mine = islice(numbers, rank, None, world)
+        bar = tqdm(
+            total=config.steps, initial=progress.step, desc="tune", unit="step", disable=not main, file=sys.stderr
+        )
+        try:
+            while progress.step < config.steps:
+                batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
+                report, row = self._train_step(batches)
+                bar.update()
+                bar.set_postfix(
+                    loss=f"{report.loss:.4f}", dev=_shown(progress.best_loss), tokens_per_s=row["tokens_per_s"]
+                )
+                if log is not None:
+                    log.write("train", progress.step, row)
+                if progress.step % config.eval_every == 0 or progress.step == config.steps:
+                    losses = self._evaluate()
+                    if log is not None:
+                        log.write("dev", progress.step, losses)
+                if progress.step % config.checkpoint_every == 0 and progress.step < config.steps:
+                    self._checkpoints.save()
+        finally:
+            bar.close()
+            if log is not None:
+                log.close()
+
+    def _train_step(self, batches: Sequence[Batch]) -> tuple[StepReport, dict[str, Any]]:
+        progress = self._checkpoints.progress
+        schedule = self._attachment.schedule = self._curriculum.schedule_at(progress.step)
+        rate = self._config.learning_rate_at(progress.step)
+        start = time.perf_counter()
+        report = self._step(batches, rate)
+        seconds = time.perf_counter() - start
+        row = asdict(report) | {
+            "learning_rate": rate,
+            "tokens_per_s": round(report.tokens / seconds),
+            "schedule": schedule.name,
+            "mean_budget": schedule.mean_budget(),
+        }
+        if not report.is_finite:
+            self._stop(batches, row)
+        progress.step += 1
+        progress.tokens += report.tokens
+        progress.seconds += seconds
+        return report, row
+
+    def _stop(self, batches: Sequence[Batch], row: dict[str, Any]) -> None:
+        step = self._checkpoints.progress.step + 1
+        ids = gather_object([name for batch in batches for name in batch.ids])
+        path = self._out / DIVERGED_FILE
+        if self._accelerator.is_main_process:
+            # Text, because JSON has no NaN.
+            values = {name: str(value) if isinstance(value, float) else value for name, value in row.items()}
+            path.write_text(json.dumps({"step": step, "ids": ids, **values}, indent=1) + "\n", encoding="utf-8")
+        raise DivergedError(
+            f"loss {row['loss']:g} with gradient norm {row['gradient_norm']:g} at step {step}: stopped before the "
+            f"update; the records are named in {path}; lower --learning-rate or mend them"
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        """Dev losses by schedule and their mean, `cross_entropy`; saves the weights if it is the best so far."""
+        progress = self._checkpoints.progress
+        losses = dev_loss(self._accelerator, self._model, self._attachment, self._curriculum.goals, self._dev_batches)
+        mean = sum(losses.values()) / len(losses)
+        if progress.best_loss is None or mean < progress.best_loss:
+            progress.best_loss, progress.best_step = mean, progress.step
+            weights = self._accelerator.get_state_dict(self._model)
+            if self._accelerator.is_main_process:
+                self._save(self._checkpoint_dir / "best", weights)
+        return {"cross_entropy": mean, **losses}
+
+    # ------------------------------------------------------------------ the end
+
+    def _result(self) -> TuneResult:
+        progress, config = self._checkpoints.progress, self._config
+        speed = None
+        if config.compare_batches:
+            indices = islice(
+                GroupedBatches(self._train, config.batch_size, seed=config.seed), config.compare_batches + 1
+            )
+            batches = [self._collate(self._train, chosen) for chosen in indices]
+            speed = compare_speed(self._accelerator, self._model, self._attachment, self._schedule, batches)
+        return TuneResult(
+            steps=progress.step,
+            best_step=progress.best_step,
+            best_dev_loss=float("nan") if progress.best_loss is None else progress.best_loss,
+            tokens=progress.tokens,
+            seconds=round(progress.seconds, 3),
+            tokens_per_s=progress.tokens / progress.seconds,
+            precision="bf16" if self._accelerator.mixed_precision == "bf16" else "fp32",
+            speed=speed,
+        )
+
+    def _save(self, directory: Path, weights: Any = None) -> None:
+        model = self._accelerator.unwrap_model(self._model)
+        save_tuned(model, self._tokenizer, self._schedule, directory, base_name=self._base_name, state_dict=weights)
+
+    def _finish(self) -> None:
+        """Put the best model into `out`; the checkpoints go last, so a kill in here loses nothing."""
+        if self._accelerator.is_main_process:
+            best = self._checkpoint_dir / "best"
+            if self._config.merge:
+                merged = merge_adapter(self._adapter, best)
+                best = self._checkpoint_dir / "merged"
+                save_tuned(merged, self._tokenizer, self._schedule, best)
+            shutil.copytree(best, self._out, dirs_exist_ok=True)
+            draw_curve(self._out)
+        self._accelerator.wait_for_everyone()
+        self._checkpoints.remove()
+
+
+def _make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
+    # Layers that not even the prompt runs get no gradient, which several devices must be told.
+    unused = DistributedDataParallelKwargs(find_unused_parameters=schedule.prompt == "max_exit")
+    accelerator = Accelerator(
+        mixed_precision=choose_precision(config.precision, PartialState().device),
+        gradient_accumulation_steps=config.accumulation,
+        kwargs_handlers=[unused],
+    )
+    if (deepspeed := accelerator.state.deepspeed_plugin) is not None:
+        # It wants the batch size, which it would else read from a data loader.
+        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = config.batch_size
+    return accelerator
+
+
+def _shown(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
