@@ -154,7 +154,7 @@ def _parse(text: str, where: str) -> Task:
         mark = getattr(e, "problem_mark", None)
         problem = getattr(e, "problem", None) or "cannot be read"
         raise DataError(f"{where} is not YAML: {problem}", mark.line + 1 if mark else None) from None
-    if not isinstance(data, dict):
+    if node is None or not isinstance(data, dict):
         raise DataError(f"{where} must hold fields and values, such as 'prompt: \"{{text}}\"'")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
     return _task(data, lines, where)
