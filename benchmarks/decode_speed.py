@@ -1,0 +1,141 @@
+"""Decode-phase wall-clock time of transformers' path under schedules, next to nominal and to the cost model's prediction.
+
+One process, one model, alternating rounds: full depth, then each nominal speed-up, then again. The prompt is run once and
+its cache copied, so that only decoding is timed. Random weights: the time of a step does not depend on their values.
+
+    python benchmarks/decode_speed.py --geometry opt-1.3b --batch 8 --out results/decode-opt-1.3b-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skipdecode import Schedule, attach
+from skipdecode.bench.step_cost import measure_cost
+from skipdecode.environment import environment
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "opt-1.3b": {
+        "model_type": "opt",
+        "hidden_size": 2048,
+        "ffn_dim": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 2048,
+    },
+    "opt-125m": {"model_type": "opt"},
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def build(geometry: str, dtype: torch.dtype) -> Any:
+    """A causal LM of real geometry with random weights."""
+    values = dict(GEOMETRIES[geometry])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def decode_seconds(model: Any, cache: Any, token: torch.Tensor, new_tokens: int) -> tuple[float, Any]:
+    """Seconds of the `new_tokens` - 1 steps after the prompt, greedy; and the cache they filled."""
+    cache = copy.deepcopy(cache)
+    start = time.perf_counter()
+    for _ in range(new_tokens - 1):
+        logits = model(input_ids=token, past_key_values=cache).logits
+        token = logits[:, -1:].argmax(-1)
+    return time.perf_counter() - start, cache
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; returns the result document."""
+    model = build(options.geometry, getattr(torch, options.dtype))
+    layers = model.config.num_hidden_layers
+    cost = measure_cost(model, batch=options.batch, prompt_len=options.prompt, reuse=False, progress=True)
+    schedules = {1.0: Schedule.full(layers)}
+    schedules |= {s: Schedule.from_speedup(layers, s, options.new) for s in options.nominal}
+    seconds: dict[float, list[float]] = {s: [] for s in schedules}
+    held: dict[float, tuple[int, int]] = {}
+    prompt = torch.randint(5, 1000, (options.batch, options.prompt))
+    with attach(model, schedules[1.0]) as attachment:
+        cache = attachment.new_cache()
+        with torch.inference_mode():
+            logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
+        token = logits[:, -1:].argmax(-1)
+        bar = tqdm(total=options.rounds * len(schedules), unit="run")
+        for _ in range(options.rounds):
+            for speedup, schedule in schedules.items():
+                attachment.schedule = schedule
+                taken, filled = decode_seconds(model, cache, token, options.new)
+                seconds[speedup].append(taken)
+                held[speedup] = (filled.kv_bytes(), filled.kv_bytes_full())
+                bar.update()
+        bar.close()
+    medians = {s: statistics.median(values) for s, values in seconds.items()}
+    rows = []
+    for speedup, schedule in schedules.items():
+        predicted = cost.speedup(schedule, options.prompt, options.new)
+        measured = medians[1.0] / medians[speedup]
+        rows.append(
+            {
+                "engine": "transformers",
+                "batch": options.batch,
+                "nominal_speedup": speedup,
+                "mean_layers": schedule.mean_budget(options.new - 1),
+                "decode_tokens_per_s": options.batch * (options.new - 1) / medians[speedup],
+                "decode_speedup": measured,
+                "predicted_speedup": predicted,
+                "measured_over_predicted": measured / predicted,
+                "seconds": seconds[speedup],
+                "kv_bytes": held[speedup][0],
+                "kv_bytes_full": held[speedup][1],
+            }
+        )
+    config = {k: v for k, v in vars(options).items() if k != "out"}
+    return {"environment": environment(), "config": config, "cost_model": cost.to_dict(), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="opt-1.3b")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--batch", type=int, default=8, help="rows")
+    parser.add_argument("--prompt", type=int, default=32, help="prompt tokens of a row")
+    parser.add_argument("--new", type=int, default=96, help="generated tokens of a row")
+    parser.add_argument("--nominal", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="nominal speed-ups")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians count")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    document = run(options)
+    document["config"]["command"] = f"python benchmarks/decode_speed.py --geometry {options.geometry} --out {options.out}"
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"{'nominal':>8} {'layers':>7} {'tokens/s':>9} {'measured':>9} {'predicted':>10} {'ratio':>6}")
+    for row in document["rows"]:
+        print(
+            f"{row['nominal_speedup']:8.1f} {row['mean_layers']:7.1f} {row['decode_tokens_per_s']:9.1f} "
+            f"{row['decode_speedup']:8.2f}x {row['predicted_speedup']:9.2f}x {row['measured_over_predicted']:6.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
