@@ -26,8 +26,8 @@ AFTER = 2**40
 class LayerPlan:
     """What one layer does: it runs on the first `count` columns; `keep` (batch, count) marks the tokens it is for.
 
-    `keep` is None where all of them are, which is always so in decoding. A ragged teacher-forced batch is the one case in
-    which a row's columns beyond its own count are computed, with the rest of the layer's rows.
+    `keep` is None where all of them are, which is always so in decoding. A ragged teacher-forced batch is the one case
+    in which a row's columns beyond its own count are computed, with the rest of the layer's rows.
     """
 
     count: int
@@ -53,7 +53,12 @@ class StepPlan:
         """Plan for rows of their own; `positions` (batch, columns) of whole numbers, non-decreasing along a row."""
         if schedule.prompt == "max_exit":
             positions = positions.clamp(min=0)
-        return cls(positions.shape[1], tuple(_row_plan(schedule, positions, n) for n in range(schedule.num_layers)))
+        columns = positions.shape[1]
+        drops = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
+        limits = torch.tensor([AFTER + 1 if d is None else d for d in drops], device=positions.device)
+        active = positions < limits[:, None, None]
+        counts = active.sum(-1).tolist()  # one transfer for all layers
+        return cls(columns, tuple(_row_plan(c, a) for c, a in zip(counts, active, strict=True)))
 
 
 def _effective(schedule: Schedule, position: int) -> int:
@@ -67,15 +72,9 @@ def _first(depth: list[int], drop: int | None) -> int:
     return next((i for i, position in enumerate(depth) if position >= drop), len(depth))
 
 
-def _row_plan(schedule: Schedule, positions: Tensor, layer: int) -> LayerPlan:
-    drop = schedule.drop_position(layer)
-    columns = positions.shape[1]
-    if drop is None:
-        return LayerPlan(columns)
-    active = positions < drop
-    counts = active.sum(1)
-    most = int(counts.max())
-    return LayerPlan(most, None if most == int(counts.min()) else active[:, :most])
+def _row_plan(counts: list[int], active: Tensor) -> LayerPlan:
+    most = max(counts)
+    return LayerPlan(most, None if most == min(counts) else active[:, :most])
 
 
 def label_positions(labels: Tensor) -> Tensor:
