@@ -1,0 +1,1 @@
+"""Measurements of the machine and of decoding on it."""

@@ -1,0 +1,38 @@
+"""Small files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from skipdecode.errors import OutputError
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path: Path | str, data: str | bytes) -> None:
+    """Write a file in one step, its directory too if need be: readers see the old content or the new, never a part.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be written; an existing file is then as it was.
+    """
+    path = Path(path)
+    content = data.encode() if isinstance(data, str) else data
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        # mkstemp makes private files; these are ordinary ones.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except OSError as e:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
