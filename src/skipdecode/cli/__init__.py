@@ -1,7 +1,8 @@
 """The command line: one verb, one module, imported only when it is called, so that --help stays quick.
 
-A verb module has a docstring (its first line is the help line), a frozen `Config` dataclass whose fields are the options
-(`skipdecode.cli.options.option`), and `run(config) -> int`.
+A verb module has a docstring (its first line is the help line), a frozen `Config` dataclass whose fields are the
+options (`skipdecode.cli.options.option`), and `run(config) -> int`. `prepare_parser(parser, arguments)`, where there is
+one, sets other defaults before the arguments are parsed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ VERBS = {
     "demo": "the main job on the embedded default model: full depth and schedules, side by side",
     "plan": "a schedule for a model and a speed target, as a picture, with nominal and real speed-up",
     "generate": "text for every prompt of a file, in batches, with fewer layers per token",
+    "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
     "info": "versions, devices, supported families, cached models",
 }
 _INTERRUPTED = 130
@@ -40,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"skipdecode.cli.{verb}")
         parser = argparse.ArgumentParser(prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=_Help)
         add_options(parser, module.Config)
+        if hasattr(module, "prepare_parser"):
+            module.prepare_parser(parser, arguments[1:])
         parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        return int(module.run(config_from(module.Config, parser.parse_args(arguments[1:]))))
+        return int(module.run(config_from(module.Config, parser.parse_intermixed_args(arguments[1:]))))
     except SkipDecodeError as error:
         return _fail(str(error), error.exit_code, debug)
     except KeyboardInterrupt:

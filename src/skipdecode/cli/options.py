@@ -42,7 +42,10 @@ def option(
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add an option for every field of `config` that was made with `option`."""
+    """Add an option for every field of `config` that was made with `option`.
+
+    A lower layer's dataclass that must not import this module writes the metadata itself; only `help` is needed.
+    """
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
         if "help" in field.metadata:
@@ -67,10 +70,10 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: A
         return
     many = typing.get_origin(kind) is tuple
     value_type = typing.get_args(kind)[0] if many else kind
-    keywords["type"] = _reader(meta["parse"] or value_type)
-    if meta["choices"] is not None:
+    keywords["type"] = _reader(meta.get("parse") or value_type)
+    if meta.get("choices") is not None:
         keywords["choices"] = tuple(meta["choices"])
-    if meta["positional"]:
+    if meta.get("positional"):
         nargs = ("+" if required else "*") if many else (None if required else "?")
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
         return

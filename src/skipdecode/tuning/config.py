@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ DEFAULT_LORA_RANK = 16
 
 
 def _field(help: str, default: Any, choices: Sequence[str] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+    return field(default=default, metadata={"help": help, "choices": choices, "parse": str if choices else None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +90,22 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulation", "eval_every", "checkpoint_every"):
-            _check(name, getattr(self, name) >= 1, getattr(self, name), "1 or more")
-        for name in ("learning_rate", "temperature", "lora_alpha", "lora_rank"):
-            value = getattr(self, name)
-            _check(name, value is None or (value > 0 and math.isfinite(value)), value, "a finite number above 0")
-        for name in ("weight_decay", "clip", "compare_batches", "seed"):
-            value = getattr(self, name)
-            _check(name, value >= 0 and math.isfinite(value), value, "0 or more")
+            _check(name, getattr(self, name), lambda v: isinstance(v, int) and v >= 1, "a whole number of 1 or more")
+        for name in ("compare_batches", "seed"):
+            _check(name, getattr(self, name), lambda v: isinstance(v, int) and v >= 0, "a whole number of 0 or more")
+        if self.lora_rank is not None:
+            _check("lora_rank", self.lora_rank, lambda v: isinstance(v, int) and v >= 1, "a whole number of 1 or more")
+        for name in ("learning_rate", "temperature"):
+            _check(name, getattr(self, name), lambda v: v > 0, "a finite number above 0")
+        if self.lora_alpha is not None:
+            _check("lora_alpha", self.lora_alpha, lambda v: v > 0, "a finite number above 0")
+        for name in ("weight_decay", "clip"):
+            _check(name, getattr(self, name), lambda v: v >= 0, "a finite number of 0 or more")
         for name in ("warmup_fraction", "curriculum_fraction", "distill_weight"):
-            _check(name, 0 <= getattr(self, name) <= 1, getattr(self, name), "a number from 0 to 1")
-        _check("lora_dropout", 0 <= self.lora_dropout < 1, self.lora_dropout, "a number in [0, 1)")
+            _check(name, getattr(self, name), lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        _check("lora_dropout", self.lora_dropout, lambda v: 0 <= v < 1, "a number in [0, 1)")
         for value in self.sampled_speedups:
-            _check("sampled_speedups", value >= 1 and math.isfinite(value), value, "numbers of 1 or more")
+            _check("sampled_speedups", value, lambda v: v >= 1, "finite numbers of 1 or more")
         if self.full and (self.lora_rank is not None or self.merge):
             raise UsageError("--full tunes all weights: it takes no --lora-rank and no --merge")
 
@@ -119,6 +123,7 @@ class TuneConfig:
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _check(name: str, good: bool, value: object, accepted: str) -> None:
-    if not good:
+def _check(name: str, value: Any, good: Callable[[Any], bool], accepted: str) -> None:
+    # The type is checked too: values may come from a recipe file.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not good(value):
         raise UsageError(f"--{name.replace('_', '-')} {value} is not accepted: give {accepted}")

@@ -230,6 +230,8 @@ def _parse(raw: bytes, line: int) -> dict[str, Any] | Reject:
         return Reject(line, f"not UTF-8: byte {error.start + 1} of the line")
     except json.JSONDecodeError as error:
         return Reject(line, f"not JSON: {error.msg} at character {error.pos + 1}")
+    except (ValueError, RecursionError) as error:
+        return Reject(line, f"not JSON that can be read: {type(error).__name__}")
     if not isinstance(record, dict):
         return Reject(line, f"not a JSON object: a {type(record).__name__}")
     return record
@@ -242,7 +244,10 @@ def _text(record: dict[str, Any], name: str) -> str:
     value = record[name]
     if not isinstance(value, str | int | float):
         raise DataError(f"field is no text: {name!r} is a {type(value).__name__}")
-    return str(value)
+    text = str(value)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"field is no text: {name!r} has half of a surrogate pair")
+    return text
 
 
 def _template_fields(prompt: str) -> tuple[str, ...]:

@@ -1,0 +1,209 @@
+"""Fine-tune a model under a schedule, as a LoRA adapter or in all weights.
+
+Every response token runs only the layers that the schedule gives it, so a skipped layer costs nothing here either.
+On several devices: accelerate launch -m skipdecode.cli tune ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skipdecode.cli.options import option
+from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.environment import environment
+from skipdecode.errors import MissingExtraError, OutputError, UsageError
+from skipdecode.schedule import Schedule
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.recipe import (
+    RECIPE_FILE,
+    check_same_run,
+    data_entry,
+    make_recipe,
+    read_recipe,
+    write_recipe,
+)
+
+if TYPE_CHECKING:
+    from skipdecode.models.hub import LoadedModel
+    from skipdecode.tuning.data import Example
+    from skipdecode.tuning.trainer import TuneResult
+
+__all__ = ["Config", "prepare_parser", "run"]
+
+_NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
+
+
+def _template(text: str) -> str:
+    # A shell has no easy way to write a line break.
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TuneConfig, ScheduleOptions):
+    """Options of `skipdecode tune`."""
+
+    model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
+    train: str = option("JSON lines to train on", default="")
+    dev: str = option("JSON lines to choose the best weights by", default="")
+    out: str = option("directory for the tuned model, its recipe and its log", default="")
+    resume: bool = option("go on from the last checkpoint in --out, if there is one", default=False)
+    recipe: str | None = option("read options from a recipe.json; options given here come first", default=None)
+    json: bool = option("print the result as one JSON document", default=False)
+
+    prompt_template: str | None = option(
+        "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
+        default=None,
+        parse=_template,
+    )
+    prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
+    response_field: str | None = option("the field that is the response", default=None)
+    chat: bool = option("put the prompt through the model's chat template as a user message", default=False)
+    bad_records: str = option(
+        "what to do about records that cannot be used: refuse the file, or skip them and say which",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
+    max_length: int | None = option("most tokens of prompt and response (default: the model's context)", default=None)
+    seq_len: int | None = option(
+        "positions over which --nominal-speedup lowers the depth (default: the 95th percentile of the responses' lengths)",
+        default=None,
+    )
+    train_records: int | None = option("only the first N lines of --train", default=None)
+    dev_records: int | None = option("only the first N lines of --dev", default=256)
+
+
+def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Take the options of `--recipe` as defaults."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--recipe")
+    path = early.parse_known_args(arguments)[0].recipe
+    if path is None:
+        return
+    options = read_recipe(Path(path))["options"]
+    known = {f.name for f in fields(Config)} - set(_NOT_IN_RECIPE)
+    if unknown := sorted(set(options) - known):
+        raise UsageError(f"recipe {path}: unknown option {unknown[0]!r}; accepted are {', '.join(sorted(known))}")
+    parser.set_defaults(**options)
+
+
+def run(config: Config) -> int:
+    """Tune and save; prints what came of it."""
+    for name in ("model", "train", "dev", "out"):
+        if not getattr(config, name):
+            raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
+    check_schedule_options(config)
+    out = Path(config.out)
+    _check_out(out, config.resume)
+    try:
+        from accelerate import PartialState
+    except ImportError:
+        raise MissingExtraError("tuning", "tune") from None
+    loaded = _load(config)
+    examples = {name: _examples(config, name, loaded) for name in ("train", "dev")}
+    schedule = _schedule(config, loaded, examples["train"][0])
+    data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
+    options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
+    recipe = make_recipe(options, schedule, data, environment())
+    state = PartialState()
+    if config.resume and (out / RECIPE_FILE).is_file():
+        stored = read_recipe(out / RECIPE_FILE)
+        check_same_run(stored, recipe)
+        if stored["result"] is not None:
+            raise UsageError(f"{out} holds a finished run: there is nothing to resume")
+    state.wait_for_everyone()
+    if state.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        write_recipe(recipe, out)
+    result = _tune(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
+    if state.is_main_process:
+        write_recipe(recipe | {"result": result.to_dict()}, out)
+        print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
+    return 0
+
+
+def _tune(
+    config: Config, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule, out: Path
+) -> TuneResult:
+    from skipdecode.tuning.trainer import Tuner
+
+    base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
+    tuner = Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
+    return tuner.run(resume=config.resume)
+
+
+def _check_out(out: Path, resume: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"--out {out} is a file: give a directory")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"--out {out} is not empty: give --resume to go on with the run in it, or another directory")
+
+
+def _load(config: Config) -> LoadedModel:
+    import torch
+
+    from skipdecode.models.hub import load_model
+
+    # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
+    as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
+    loaded = load_model(config.model, dtype="auto" if as_stored else "float32")
+    if not hasattr(loaded.model, "get_base_model"):
+        return loaded
+    if not (config.full or config.merge):
+        raise UsageError(
+            f"{config.model} is an adapter, and one on top of it would have no base: add --merge or --full"
+        )
+    return replace(loaded, model=loaded.model.merge_and_unload())
+
+
+def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
+    from skipdecode.tuning.data import Template, load_examples, reject_summary
+
+    if (config.prompt_template is None) == (config.prompt_field is None):
+        raise UsageError("give --prompt-template or --prompt-field, one of the two")
+    if config.response_field is None:
+        raise UsageError("--response-field is missing: name the field of the record that is the response")
+    prompt = f"{{{config.prompt_field}}}" if config.prompt_template is None else config.prompt_template
+    template = Template(prompt, config.response_field, chat=config.chat)
+    context = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limits = [limit for limit in (config.max_length, context) if limit is not None]
+    examples, rejects = load_examples(
+        Path(getattr(config, name)),
+        template,
+        loaded.tokenizer,
+        max_length=min(limits, default=None),
+        limit=config.train_records if name == "train" else config.dev_records,
+        skip_bad=config.bad_records == "skip",
+    )
+    if rejects:
+        print(f"skipdecode: --{name}: {reject_summary(rejects)}", file=sys.stderr)
+    return examples, len(rejects)
+
+
+def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:
+    """The schedule asked for; its positions are by default the 95th percentile of the responses' lengths."""
+    lengths = sorted(len(example.response) for example in train)
+    layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
+    longest = lengths[round(0.95 * (len(lengths) - 1))]
+    choice = choose_schedule(config, layers, carried=loaded.schedule, default_seq_len=longest)
+    print(f"skipdecode: schedule {choice.schedule.name}: {choice.origin}", file=sys.stderr)
+    return choice.schedule
+
+
+def _summary(result: TuneResult, schedule: Schedule, out: Path) -> str:
+    lines = [
+        f"tuned for {schedule.name} (nominal {schedule.nominal_speedup:.2f}x): {out}",
+        f"dev cross-entropy {result.best_dev_loss:.4f} at step {result.best_step} of {result.steps}",
+        f"{result.tokens_per_s:.0f} tokens/s over {result.tokens} tokens in {result.precision}",
+    ]
+    if result.speed is not None:
+        lines.append(
+            f"forward and backward on the same batches: {result.speed.tokens_per_s:.0f} tokens/s, "
+            f"{result.speed.full_depth_tokens_per_s:.0f} at full depth ({result.speed.ratio:.2f}x)"
+        )
+    return "\n".join(lines)

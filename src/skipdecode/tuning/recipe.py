@@ -1,0 +1,88 @@
+"""The recipe of a run: every option, the schedule, the data's digests, the environment, and what came of it.
+
+`recipe.json` lies in the run's directory from its start, so a resumed run can be checked against it, and repeats the
+run when it is given to `skipdecode tune --recipe`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import DataError, UsageError
+from skipdecode.schedule import Schedule
+
+__all__ = ["RECIPE_FILE", "check_same_run", "data_entry", "make_recipe", "read_recipe", "write_recipe"]
+
+RECIPE_FILE = "recipe.json"
+_FORMAT = 1
+_MUST_AGREE = ("options", "schedule", "data")
+
+
+def make_recipe(
+    options: Mapping[str, Any], schedule: Schedule, data: Mapping[str, Any], environment: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A recipe without result; JSON-ready."""
+    recipe = {
+        "format": _FORMAT,
+        "options": dict(options),
+        "schedule": schedule.to_dict(),
+        "data": dict(data),
+        "environment": dict(environment),
+        "result": None,
+    }
+    # Once through JSON, so that it compares equal to one that was read.
+    loaded: dict[str, Any] = json.loads(json.dumps(recipe))
+    return loaded
+
+
+def data_entry(path: Path, records: int, rejects: int) -> dict[str, Any]:
+    """What a recipe says of a data file; its name without the directory, for the digest tells more."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "sha256": digest, "records": records, "skipped": rejects}
+
+
+def write_recipe(recipe: Mapping[str, Any], directory: Path) -> None:
+    """Write `directory`/recipe.json; it is there whole or not at all."""
+    path = directory / RECIPE_FILE
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe from its file.
+
+    Raises
+    ------
+    DataError
+        If the file cannot be read or is no recipe.
+    """
+    try:
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"recipe {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise DataError(f"recipe {path}: not JSON: {error}") from None
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
+        raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
+    if recipe.get("format", _FORMAT) != _FORMAT:
+        raise DataError(f"recipe {path}: format {recipe['format']!r} is not known, this version reads {_FORMAT}")
+    return recipe
+
+
+def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise UsageError, naming the first difference, unless a resumed run is the run that was started."""
+    for part in _MUST_AGREE:
+        before, after = stored.get(part) or {}, now[part]
+        for name in sorted(before.keys() | after.keys()):
+            if before.get(name) != after.get(name):
+                raise UsageError(
+                    f"--resume: {name} of the {part} was {before.get(name)!r} when the run was started and is now "
+                    f"{after.get(name)!r}; resume with the same, or start a new run in another --out"
+                )
