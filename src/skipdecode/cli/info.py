@@ -1,0 +1,132 @@
+"""Versions, devices, supported families, cached models.
+
+What to paste into a bug report. Names no host and no user, except in the path of the cache.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+from skipdecode.cli.options import option
+
+__all__ = ["Config", "run"]
+
+_NOT_FOR_USERS = "dev"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of `skipdecode info`."""
+
+    json: bool = option("print one JSON document", default=False)
+
+
+def run(config: Config) -> int:
+    """Print the report on stdout."""
+    report = _report()
+    print(json.dumps(report, indent=2) if config.json else _text(report))
+    return 0
+
+
+def _report() -> dict[str, Any]:
+    from skipdecode import __version__
+    from skipdecode.environment import environment
+    from skipdecode.models.families import FAMILIES
+    from skipdecode.models.store import cached_models
+    from skipdecode.paths import cache_dir
+
+    machine = environment()
+    models = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in cached_models()]
+    return {
+        "skipdecode": __version__,
+        "commit": machine["commit"],
+        "python": machine["python"],
+        "packages": machine["packages"],
+        "extras": _extras(),
+        "os": machine["os"],
+        "cpu": {
+            "model": machine["cpu"],
+            "cores": machine["cores"],
+            "torch_threads": machine["threads"],
+            "simd": _simd(),
+            "memory_gib": machine["memory_gib"],
+        },
+        "gpus": _gpus(),
+        "model_types": sorted(FAMILIES),
+        "cache": {"path": str(cache_dir()), "models": models},
+    }
+
+
+def _simd() -> str:
+    """The widest vector instructions torch uses here, such as AVX2."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in found]
+
+
+def _extras() -> dict[str, dict[str, str | None]]:
+    """For each optional extra, the version of each package it brings; None for an absent one."""
+    from packaging.requirements import Requirement
+
+    try:
+        metadata = importlib.metadata.metadata("skipdecode")
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    wanted = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
+    return {
+        extra: {
+            r.name: _version(r.name) for r in wanted if r.marker is not None and r.marker.evaluate({"extra": extra})
+        }
+        for extra in sorted(metadata.get_all("Provides-Extra") or [])
+        if extra != _NOT_FOR_USERS
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(report: dict[str, Any]) -> str:
+    cpu, cache, packages = report["cpu"], report["cache"], report["packages"]
+    versions = [
+        f"python {report['python']}",
+        *(f"{p} {v}" for p, v in packages.items() if p in ("torch", "transformers")),
+    ]
+    memory = "unknown memory" if cpu["memory_gib"] is None else f"{cpu['memory_gib']} GiB"
+    lines = [
+        f"skipdecode {report['skipdecode']}" + (f" ({report['commit'][:12]})" if report["commit"] else ""),
+        "  " + ", ".join(versions) + f", {report['os']}",
+        "extras",
+        *(f"  {extra:<12} {_extra_line(extra, found)}" for extra, found in report["extras"].items()),
+        "devices",
+        f"  {'cpu':<12} {cpu['model']}, {cpu['cores']} cores ({cpu['torch_threads']} torch threads), "
+        f"{cpu['simd']}, {memory}",
+        *(f"  {f'cuda:{i}':<12} {g['name']}, {g['memory_gib']} GiB" for i, g in enumerate(report["gpus"])),
+        *([] if report["gpus"] else ["  no GPU that torch can use"]),
+        "supported families (model types)",
+        *textwrap.wrap(", ".join(report["model_types"]), 100, initial_indent="  ", subsequent_indent="  "),
+        f"cached models in {cache['path']}",
+        *(f"  {m['name']:<12} {m['bytes'] / 1e6:,.0f} MB, {m['source'] or 'source unknown'}" for m in cache["models"]),
+        *([] if cache["models"] else ["  none yet"]),
+    ]
+    return "\n".join(lines)
+
+
+def _extra_line(extra: str, found: dict[str, str | None]) -> str:
+    if missing := [package for package, version in found.items() if version is None]:
+        return f"absent: {', '.join(missing)} (pip install 'skipdecode[{extra}]')"
+    return ", ".join(f"{package} {version}" for package, version in found.items())

@@ -1,0 +1,57 @@
+"""One quick question to the hub before anything is fetched from it.
+
+The hub's own client retries for half a minute when there is no network, once per file. One request with a short timeout
+first tells "not there" from "not reachable".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["HubAnswer", "ask_hub"]
+
+_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class HubAnswer:
+    """What the hub says about a model.
+
+    Parameters
+    ----------
+    state : {"found", "absent", "unreachable"}
+        `absent` also stands for a model that this user may not read.
+    reason : str
+        In words, for users; empty when found.
+    revision : str or None
+        The commit, when found.
+    """
+
+    state: Literal["found", "absent", "unreachable"]
+    reason: str = ""
+    revision: str | None = None
+
+
+def ask_hub(repo_id: str) -> HubAnswer:
+    """Whether the hub has this model: one request, answered within seconds; none when offline mode is on."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    try:
+        info = HfApi().model_info(repo_id, timeout=_TIMEOUT_SECONDS)
+    except HFValidationError:
+        return HubAnswer("absent", "it has not the form of a hub id")
+    except GatedRepoError:
+        return HubAnswer(
+            "absent", "the hub keeps it behind terms: accept them on its page and log in with 'hf auth login'"
+        )
+    except RepositoryNotFoundError:
+        return HubAnswer("absent", "the hub has no such public model (a private one needs 'hf auth login')")
+    except OfflineModeIsEnabled:
+        return HubAnswer("unreachable", "offline mode is on (HF_HUB_OFFLINE)")
+    except Exception as e:  # The HTTP library under the client, and with it the class, differs between its versions.
+        return HubAnswer(
+            "unreachable", f"the hub cannot be reached ({' '.join(str(e).split())[:120] or type(e).__name__})"
+        )
+    return HubAnswer("found", revision=info.sha)

@@ -1,0 +1,48 @@
+"""Tiny checkpoints, tokenizers and adapters on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tiny import tiny_model
+
+IDS = torch.tensor([[5, 6, 7, 8]])
+
+
+def save_tokenizer(folder: Path) -> None:
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", "red", "green", "blue", "one", "two"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+
+
+def save_checkpoint(folder: Path, schedule: Any = None, tokenizer: bool = True, dtype: Any = torch.float32) -> Any:
+    model = tiny_model("llama").to(dtype)
+    if schedule is not None:
+        model.config.skipdecode = schedule
+    model.save_pretrained(folder)
+    if tokenizer:
+        save_tokenizer(folder)
+    return model
+
+
+def save_adapter(folder: Path, base: str) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("llama"), config).eval()
+    model.save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+    return model
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits

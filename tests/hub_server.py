@@ -1,0 +1,96 @@
+"""A model hub on this machine: the few requests that the hub's client makes, answered from a directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from skipdecode.models import hub_probe
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def _handler(models: dict[str, Path]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0].strip("/")
+            for name, folder in models.items():
+                if path.startswith(f"api/models/{name}/tree/"):
+                    return self._json([_entry(f) for f in sorted(folder.iterdir())])
+                if path.startswith(f"api/models/{name}"):
+                    return self._json({"id": name, "sha": COMMIT, "siblings": []})
+                if path.startswith(f"{name}/resolve/"):
+                    return self._file(folder / path.split("/")[-1])
+            return self._refuse("RepoNotFound")
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def _json(self, value: object) -> None:
+            self._answer(json.dumps(value).encode(), {})
+
+        def _file(self, file: Path) -> None:
+            if not file.is_file():
+                return self._refuse("EntryNotFound")
+            headers = {"ETag": f'"{_digest(file)}"', "X-Repo-Commit": COMMIT}
+            return self._answer(file.read_bytes(), headers)
+
+        def _answer(self, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(200)
+            for key, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def _refuse(self, code: str) -> None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Quiet."""
+
+    return Handler
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha1(file.read_bytes(), usedforsecurity=False).hexdigest()
+
+
+def _entry(file: Path) -> dict[str, object]:
+    return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _digest(file)}
+
+
+@contextmanager
+def hub_of(models: dict[str, Path]) -> Iterator[str]:
+    """Serve directories by hub id; yields the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(models))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def use_hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the hub's client in this process ask the server at `address`, with a cache of its own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(hub_probe, "_TIMEOUT_SECONDS", 1.0)

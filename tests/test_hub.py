@@ -1,0 +1,236 @@
+"""Models by name: directories, adapters, hub ids, and what every wrong name or file says."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, T5Config
+
+from checkpoints import logits, save_adapter, save_checkpoint
+from hub_server import COMMIT, hub_of, use_hub
+from skipdecode import Schedule
+from skipdecode.errors import ModelLoadError, ScheduleError, UsageError
+from skipdecode.models import smollm2
+from skipdecode.models.hub import load_config, load_model
+from skipdecode.models.store import add_model
+from tiny import LAYERS, tiny_model
+
+SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# ---------------------------------------------------------------------- directories
+
+
+def test_a_directory_gives_the_same_model_and_a_tokenizer_ready_for_batches(checkpoint: Path) -> None:
+    loaded = load_model(str(checkpoint), device="cpu")
+    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
+    assert not loaded.model.training
+    assert (loaded.name, loaded.path, loaded.schedule) == (str(checkpoint), checkpoint, None)
+    batch = loaded.tokenizer(["red", "red green blue"], padding=True)
+    assert batch["input_ids"] == [[2, 2, 4], [4, 5, 6]]
+    assert batch["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_the_dtype_is_the_checkpoints_unless_given(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", dtype=torch.bfloat16)
+    assert load_model(str(tmp_path / "model"), device="cpu").model.dtype == torch.bfloat16
+    assert load_model(str(tmp_path / "model"), dtype="float32", device="cpu").model.dtype == torch.float32
+
+
+def test_a_checkpoint_carries_its_schedule(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", SCHEDULE.to_dict())
+    assert load_model(str(tmp_path / "model")).schedule == SCHEDULE
+
+
+@pytest.mark.parametrize(
+    ("carried", "message"),
+    [
+        (Schedule.constant(LAYERS + 1, 4).to_dict(), f"is for {LAYERS + 1} layers, the model has {LAYERS}"),
+        (SCHEDULE.to_dict() | {"budgets": [3, 4]}, "config.json: budgets are not nested"),
+        ([1, 2], "config.json: a schedule is a JSON object"),
+    ],
+)
+def test_a_wrong_carried_schedule_is_refused_with_its_place(tmp_path: Path, carried: Any, message: str) -> None:
+    save_checkpoint(tmp_path / "model", carried)
+    with pytest.raises(ScheduleError, match=message):
+        load_model(str(tmp_path / "model"))
+
+
+def test_config_alone_needs_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    config = load_config(str(checkpoint))
+    assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", LAYERS, 32)
+
+
+def test_a_model_without_tokenizer_is_an_error_unless_none_is_needed(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", tokenizer=False)
+    with pytest.raises(ModelLoadError, match=r"has no tokenizer: put a tokenizer\.json"):
+        load_model(str(tmp_path / "model"))
+    assert load_model(str(tmp_path / "model"), require_tokenizer=False).tokenizer is None
+
+
+def test_a_broken_tokenizer_is_not_taken_for_an_absent_one(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="its tokenizer does not load"):
+        load_model(str(checkpoint), require_tokenizer=False)
+
+
+def test_missing_weights_are_refused_not_made_up(checkpoint: Path) -> None:
+    weights = load_file(checkpoint / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"1 weights are missing, such as model.layers.3.mlp.up_proj.weight"):
+        load_model(str(checkpoint))
+
+
+def test_a_cut_off_weights_file_is_one_line(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelLoadError, match="its weights do not load") as caught:
+        load_model(str(checkpoint))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"model_type": "no-such-family"}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_a_broken_config_is_one_line(checkpoint: Path, content: str) -> None:
+    (checkpoint / "config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match="its config does not load") as caught:
+        load_model(str(checkpoint))
+    assert "\n" not in str(caught.value)
+
+
+def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -> None:
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
+    t5 = T5Config(d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=9)
+    refused = {
+        "encoder-decoder": AutoModelForSeq2SeqLM.from_config(t5),
+        "BertForMaskedLM": BertForMaskedLM(BertConfig(**small)),
+        "LlamaModel": AutoModel.from_config(tiny_model("llama").config),
+    }
+    for said, model in refused.items():
+        model.save_pretrained(tmp_path / said)
+        with pytest.raises(ModelLoadError, match=f"{said}.*a decoder-only causal language model is needed"):
+            load_model(str(tmp_path / said))
+
+
+# ---------------------------------------------------------------------- wrong requests
+
+
+def test_unknown_names_list_what_is_accepted(tmp_path: Path) -> None:
+    accepted = "accepted are a local directory, a hub id \\(owner/name\\) or 'smollm2-135m'"
+    (tmp_path / "file.bin").touch()
+    for name, said in [
+        ("", "there is no such directory"),
+        ("no/such/directory", "there is no such directory"),
+        (str(tmp_path / "absent"), "there is no such directory"),
+        (str(tmp_path / "file.bin"), "is a file"),
+        ("owner/name", "offline mode is on"),
+    ]:
+        with pytest.raises(ModelLoadError, match=f"{said}.*{accepted}"):
+            load_model(name)
+
+
+def test_a_directory_without_a_model_says_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"a config\.json or an adapter_config\.json is needed"):
+        load_model(str(tmp_path))
+
+
+def test_unknown_dtypes_and_devices_are_usage_errors(checkpoint: Path) -> None:
+    with pytest.raises(UsageError, match="dtype 'int3' is not accepted: give one of auto, float32"):
+        load_model(str(checkpoint), dtype="int3")
+    with pytest.raises(UsageError, match="device 'toaster' is not accepted"):
+        load_model(str(checkpoint), device="toaster")
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path, checkpoint: Path) -> None:
+    tuned = save_adapter(tmp_path / "adapter", str(checkpoint))
+    (tmp_path / "adapter" / "skipdecode.json").write_text(SCHEDULE.to_json())
+    loaded = load_model(str(tmp_path / "adapter"), device="cpu")
+    torch.testing.assert_close(logits(loaded.model), logits(tuned))
+    assert not torch.allclose(logits(loaded.model), logits(tiny_model("llama")), atol=1e-3)
+    assert loaded.schedule == SCHEDULE
+    assert loaded.path == tmp_path / "adapter"
+    assert loaded.tokenizer is not None
+    assert load_config(str(tmp_path / "adapter")).num_hidden_layers == LAYERS
+
+
+def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> None:
+    add_model(smollm2.NAME, lambda folder: save_checkpoint(folder, SCHEDULE.to_dict()) and "test")
+    tuned = save_adapter(tmp_path / "adapter", smollm2.NAME)
+    loaded = load_model(str(tmp_path / "adapter"), device="cpu")
+    torch.testing.assert_close(logits(loaded.model), logits(tuned))
+    assert loaded.schedule == SCHEDULE
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not the JSON object of a PEFT adapter"),
+        ("[]", "is not the JSON object of a PEFT adapter"),
+        ("{}", "names no base model"),
+        ('{"base_model_name_or_path": "SELF"}', "is an adapter itself"),
+        ('{"base_model_name_or_path": "/no/such/base"}', "model '/no/such/base' is not known"),
+    ],
+)
+def test_a_broken_adapter_says_why(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(content.replace("SELF", str(tmp_path)))
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(str(tmp_path))
+
+
+# ---------------------------------------------------------------------- the hub
+
+
+def test_a_hub_id_loads_and_stays_loadable_without_the_hub(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_of({"owner/tiny": checkpoint}) as address:
+        use_hub(address, tmp_path, monkeypatch)
+        loaded = load_model("owner/tiny", device="cpu")
+        assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
+        assert loaded.path.name == COMMIT
+        with pytest.raises(ModelLoadError, match=r"'owner/absent' is not known.*no such public model"):
+            load_model("owner/absent")
+    again = load_model("owner/tiny", device="cpu")
+    assert again.path == loaded.path
+
+
+def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        use_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
+        start = time.monotonic()
+        with pytest.raises(
+            ModelLoadError, match=r"neither a local directory nor in the hub's local cache.*cannot be reached"
+        ):
+            load_model("owner/tiny")
+        assert time.monotonic() - start < 10

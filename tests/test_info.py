@@ -1,0 +1,89 @@
+"""`skipdecode info`: the report as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import skipdecode
+from skipdecode.cli import main
+from skipdecode.models.families import FAMILIES
+from skipdecode.models.store import add_model
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(["info", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_tells_versions_devices_families_and_an_empty_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = report(capsys)
+    assert found["skipdecode"] == skipdecode.__version__
+    assert found["python"] == platform.python_version()
+    assert found["packages"]["torch"] == str(torch.__version__)
+    assert found["cpu"]["cores"] >= 1
+    assert found["cpu"]["simd"] == torch.backends.cpu.get_cpu_capability()
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["model_types"] == sorted(FAMILIES)
+    assert found["cache"] == {"path": str(tmp_path / "cache"), "models": []}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_extras_are_those_of_the_package_with_absent_ones_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.metadata
+
+    real = importlib.metadata.version
+
+    def without_peft(package: str) -> str:
+        if package == "peft":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_peft)
+    extras = report(capsys)["extras"]
+    assert {"gguf", "peft", "plot"} <= set(extras)
+    assert "dev" not in extras
+    assert extras["peft"] == {"peft": None}
+    assert extras["plot"] == {"matplotlib": real("matplotlib")}
+    main(["info"])
+    assert "absent: peft (pip install 'skipdecode[peft]')" in capsys.readouterr().out
+
+
+def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+    def build(folder: Path) -> str:
+        (folder / "model.safetensors").write_bytes(bytes(3_000_000))
+        return "somewhere"
+
+    path = add_model("some-model", build)
+    (model,) = report(capsys)["cache"]["models"]
+    assert model == {"name": "some-model", "path": str(path), "bytes": 3_000_010, "source": "somewhere"}
+    main(["info"])
+    assert "some-model   3 MB, somewhere" in capsys.readouterr().out
+
+
+def test_text_names_what_a_bug_report_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for said in (
+        f"skipdecode {skipdecode.__version__}",
+        f"torch {torch.__version__}",
+        "cores",
+        str(tmp_path / "cache"),
+    ):
+        assert said in text
+    assert all(family in text for family in FAMILIES)
+    assert max(map(len, text.splitlines())) < 200

