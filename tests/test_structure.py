@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Lowest first. A module may import from its own layer and from those before it.
 LAYERS = [
-    {"errors", "checks", "registry", "cache_dir", "environment"},
+    {"errors", "checks", "registry", "paths", "cache_dir", "environment"},
     {"budgets", "layer_order"},
     {"schedule"},
     {"geometry", "cost", "cost_solve"},
