@@ -61,6 +61,10 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything, positions too; the objects stay."""
+        for layer in self.layers:
+            # Older transformers zero the tensors of a growing layer, and so keep its length.
+            layer.keys = layer.values = None
+            layer.is_initialized = False
         super().reset()
         self.length = 0
         self.fed = self.prompt_length = None
