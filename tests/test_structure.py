@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "checks", "registry", "paths", "environment"},
     {"budgets", "layer_order"},
     {"schedule"},
-    {"geometry", "cost", "cost_solve"},
+    {"config_sizes", "geometry", "cost", "cost_solve"},
     {"kernels"},
     {"models"},
     {"decoding"},

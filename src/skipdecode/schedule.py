@@ -18,7 +18,6 @@ from skipdecode.budgets import check_budgets, least_budget, linear, one_or_more
 from skipdecode.errors import ScheduleError
 
 __all__ = ["PromptDepth", "Schedule"]
-
 PromptDepth = Literal["full", "max_exit"]
 REQUIRED = ("num_layers", "drop_order", "budgets")
 FIELDS = (*REQUIRED, "warmup_layers", "prompt", "name")
@@ -169,7 +168,7 @@ class Schedule:
     ) -> Self:
         """`budget` layers at every generation position; bottom up unless `drop_order` is given.
 
-        With a `drop_order` by block influence this is static depth pruning of the generated part (ShortGPT).
+        By block influence this is static depth pruning of the generated part (ShortGPT).
         """
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
         return cls(num_layers, tuple(order), (budget,), warmup_layers, prompt, name)
