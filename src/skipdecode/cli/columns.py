@@ -1,0 +1,55 @@
+"""Texts side by side in a terminal, or one below the other where it is too narrow; and small tables."""
+
+from __future__ import annotations
+
+import textwrap
+import unicodedata
+from collections.abc import Sequence
+
+__all__ = ["side_by_side", "table"]
+
+_LEAST_WIDTH = 22
+_GAP = 2
+_NO_GLYPH = "\N{WHITE SQUARE}"
+
+
+def side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
+    """Lines of at most `width` columns that show `texts` under their `titles`.
+
+    White space is collapsed. Characters that are not one column wide, or cannot be printed, become a square.
+    """
+    column = (width - _GAP * (len(texts) - 1)) // len(texts)
+    shown = [_one_line(t) or "(no text)" for t in texts]
+    if column < _LEAST_WIDTH:
+        return [
+            line
+            for title, text in zip(titles, shown, strict=True)
+            for line in textwrap.wrap(f"{title}: {text}", width, subsequent_indent="    ")
+        ]
+    cells = [[t[:column], "-" * column, *textwrap.wrap(text, column)] for t, text in zip(titles, shown, strict=True)]
+    height = max(map(len, cells))
+    gap = " " * _GAP
+    return [
+        gap.join((cell[row] if row < len(cell) else "").ljust(column) for cell in cells).rstrip()
+        for row in range(height)
+    ]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; the first column is text, the others are figures, set to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        ).rstrip()
+        for row in (header, *rows)
+    ]
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if _is_plain(c) else _NO_GLYPH for c in " ".join(text.split()))
+
+
+def _is_plain(character: str) -> bool:
+    wide = unicodedata.east_asian_width(character) in "WF" or unicodedata.combining(character)
+    return character.isprintable() and not wide
