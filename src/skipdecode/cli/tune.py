@@ -71,7 +71,7 @@ class Config(TuneConfig, ScheduleOptions):
     )
     max_length: int | None = option("most tokens of prompt and response (default: the model's context)", default=None)
     seq_len: int | None = option(
-        "positions over which --nominal-speedup lowers the depth (default: the 95th percentile of the responses' lengths)",
+        "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the responses' lengths)",
         default=None,
     )
     train_records: int | None = option("only the first N lines of --train", default=None)

@@ -171,7 +171,8 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     shown = "; ".join(f"line {r.line}: {r.reason}" for r in rejects[:_SHOWN])
     more = f"; and {len(rejects) - _SHOWN} more" if len(rejects) > _SHOWN else ""
-    return f"{len(rejects)} records cannot be used ({counts}): {shown}{more}"
+    noun = "record" if len(rejects) == 1 else "records"
+    return f"{len(rejects)} {noun} cannot be used ({counts}): {shown}{more}"
 
 
 def _rows(

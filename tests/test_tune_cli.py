@@ -1,0 +1,184 @@
+"""`skipdecode tune`: from files to a tuned directory, its recipe, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.models.hub import load_model
+from skipdecode.tuning.run_log import read_log
+from tuning_data import LAYERS, records, save_model, write_jsonl
+
+Files = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    where = tmp_path_factory.mktemp("tune")
+    return {
+        "model": str(save_model(where / "model")),
+        "train": str(write_jsonl(where / "train.jsonl", records(24))),
+        "dev": str(write_jsonl(where / "dev.jsonl", records(6, seed=1))),
+    }
+
+
+def arguments(files: Files, out: Path, *more: str, steps: int = 6) -> list[str]:
+    options = f"--train {files['train']} --dev {files['dev']} --out {out} --steps {steps} --batch-size 4"
+    fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
+    pace = "--eval-every 3 --checkpoint-every 2 --compare-batches 1 --lora-rank 2"
+    return ["tune", files["model"], *options.split(), *fields, *pace.split(), *more]
+
+
+def curve(out: Path) -> list[tuple[str, int, float]]:
+    return [(row["kind"], row["step"], row["cross_entropy"]) for row in read_log(out / "log.jsonl")]
+
+
+def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert main(arguments(files, out, "--nominal-speedup", "2", "--json")) == 0
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert told == json.loads((out / "recipe.json").read_text())
+    assert told["result"]["steps"] == 6
+    assert told["result"]["speed"]["full_depth_tokens_per_s"] > 0
+    assert told["data"]["train"]["records"] == 24
+    assert told["options"]["prompt_template"] == "{colour} {thing}\n"
+    loaded = load_model(str(out))
+    # Positions: the 95th percentile of the responses' lengths, end token included.
+    lengths = sorted(len(r["ref"]) + 1 for r in records(24))
+    assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
+    assert "loss=" in printed.err
+    assert "100%" in printed.err
+
+
+def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    assert main(arguments(files, first, "--nominal-speedup", "2", "--seed", "3")) == 0
+    data = ["--train", files["train"], "--dev", files["dev"]]
+    recipe = ["tune", "--recipe", str(first / "recipe.json"), *data]
+    assert main([*recipe, "--out", str(again)]) == 0
+    assert main([*recipe, "--out", str(other), "--seed", "0"]) == 0
+    assert curve(again) == curve(first) != curve(other)
+
+
+def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path: Path) -> None:
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    command = arguments(files, killed, "--nominal-speedup", "2", "--resume", steps=40)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skipdecode.cli", *command], env=environment, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 120
+    while len(read_log(killed / "log.jsonl")) < 12 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert 12 <= len(read_log(killed / "log.jsonl")) < 50
+    assert not (killed / "adapter_config.json").exists()
+    assert main(command) == 0
+    assert main(arguments(files, unbroken, "--nominal-speedup", "2", steps=40)) == 0
+    assert curve(killed) == curve(unbroken)
+    assert main(command) == 2  # finished
+
+
+def refused(capsys: Any, command: list[str], code: int = 2) -> str:
+    assert main(command) == code
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.startswith("skipdecode: ")]
+    assert not printed.out
+    assert "Traceback" not in printed.err
+    return lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--batch-size", "0"], "--batch-size 0 is not accepted"),
+        (["--full"], "--full tunes all weights: it takes no --lora-rank"),
+        (["--prompt-field", "colour"], "give --prompt-template or --prompt-field"),
+        (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup both name a schedule"),
+        (["--schedule", "none.json"], "none.json"),
+        (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
+        (["--prompt-template", "{colour"], "prompt template"),
+        (["--lora-targets", "nothing"], "--lora-targets nothing"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    files: Files, tmp_path: Path, capsys: Any, change: list[str], message: str
+) -> None:
+    assert message in refused(capsys, arguments(files, tmp_path / "out", *change))
+
+
+@pytest.mark.parametrize("missing", ["model", "--train", "--dev", "--out", "--response-field"])
+def test_what_is_missing_is_named(files: Files, tmp_path: Path, capsys: Any, missing: str) -> None:
+    command = arguments(files, tmp_path / "out")
+    at = 1 if missing == "model" else command.index(missing)
+    del command[at : at + (1 if missing == "model" else 2)]
+    assert f"{'MODEL' if missing == 'model' else missing} is missing" in refused(capsys, command)
+
+
+def test_bad_records_are_refused_or_skipped_by_line(files: Files, tmp_path: Path, capsys: Any) -> None:
+    rows = [*records(8), {"colour": "red", "thing": "car"}, {"colour": "red", "thing": "car", "ref": ""}]
+    bad = files | {"train": str(write_jsonl(tmp_path / "bad.jsonl", rows))}
+    told = refused(capsys, arguments(bad, tmp_path / "a"), code=1)
+    assert "2 records cannot be used (1 missing field, 1 empty response): line 9:" in told
+    assert not (tmp_path / "a").exists()
+    assert main(arguments(bad, tmp_path / "b", "--bad-records", "skip", "--json", steps=2)) == 0
+    printed = capsys.readouterr()
+    assert "--train: 2 records cannot be used" in printed.err
+    assert json.loads(printed.out)["data"]["train"] | {"sha256": ""} == {
+        "file": "bad.jsonl",
+        "sha256": "",
+        "records": 8,
+        "skipped": 2,
+    }
+
+
+def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert main(arguments(files, out)) == 0
+    capsys.readouterr()
+    assert "is not empty" in refused(capsys, arguments(files, out))
+    told = refused(capsys, arguments(files, out, "--resume", "--learning-rate", "0.5"))
+    assert "learning_rate of the options was 0.0003 when the run was started and is now 0.5" in told
+    other = files | {"train": str(write_jsonl(tmp_path / "other.jsonl", records(23)))}
+    assert "train of the data was" in refused(capsys, arguments(other, out, "--resume"))
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        ('{"options": {"stepz": 3}}', 2, "unknown option 'stepz'"),
+        ('{"options": {"steps": [3]}}', 2, "--steps"),
+        ("[]", 1, "the key 'options'"),
+        ("{", 1, "not JSON"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(
+    files: Files, tmp_path: Path, capsys: Any, content: str, code: int, message: str
+) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(content)
+    data = ["--train", files["train"], "--dev", files["dev"], "--out", str(tmp_path / "out")]
+    recipe_command = ["tune", files["model"], "--recipe", str(path), *data]
+    assert message in refused(capsys, recipe_command, code)
+
+
+def test_an_adapter_can_be_tuned_on_when_it_is_merged(files: Files, tmp_path: Path, capsys: Any) -> None:
+    assert main(arguments(files, tmp_path / "first", "--nominal-speedup", "2")) == 0
+    capsys.readouterr()
+    on_top = files | {"model": str(tmp_path / "first")}
+    assert "add --merge or --full" in refused(capsys, arguments(on_top, tmp_path / "a", "--nominal-speedup", "3"))
+    assert main(arguments(on_top, tmp_path / "b", "--nominal-speedup", "3", "--merge")) == 0
+    assert load_model(str(tmp_path / "b")).schedule.name == "skipdecode-3x"

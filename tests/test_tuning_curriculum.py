@@ -1,0 +1,98 @@
+"""Which schedule a step runs under, and what a run may be told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipdecode import Schedule
+from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.curriculum import Fixed, Lower, Sampled, make_curriculum
+
+TARGET = Schedule.from_speedup(12, 3, 20)
+
+
+def test_without_a_curriculum_every_step_runs_the_target() -> None:
+    curriculum = make_curriculum(TARGET, TuneConfig())
+    assert isinstance(curriculum, Fixed)
+    assert {curriculum.schedule_at(step) for step in range(5)} == {TARGET}
+
+
+@given(st.integers(1, 50), st.integers(0, 60))
+def test_lowering_starts_at_full_depth_never_deepens_and_arrives(steps: int, step: int) -> None:
+    curriculum = Lower(TARGET, steps)
+    assert curriculum.schedule_at(0).is_full
+    assert curriculum.schedule_at(steps) == curriculum.schedule_at(steps + step) == TARGET
+    now, later = curriculum.schedule_at(step), curriculum.schedule_at(step + 1)
+    assert all(set(later.layers(i)) <= set(now.layers(i)) for i in range(25))
+    assert all(set(TARGET.layers(i)) <= set(now.layers(i)) for i in range(25))
+
+
+def test_lowering_takes_the_stated_part_of_the_run() -> None:
+    curriculum = make_curriculum(TARGET, TuneConfig(steps=40, curriculum="lower", curriculum_fraction=0.25))
+    assert curriculum.schedule_at(9) != TARGET
+    assert curriculum.schedule_at(10) == TARGET
+
+
+def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
+    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 3), seed=5)
+    curriculum = make_curriculum(TARGET, config)
+    assert isinstance(curriculum, Sampled)
+    assert [round(s.nominal_speedup) for s in curriculum.goals] == [3, 1, 2]  # the target once, although 3 is named
+    drawn = [curriculum.schedule_at(step) for step in range(300)]
+    assert drawn == [make_curriculum(TARGET, config).schedule_at(step) for step in range(300)]
+    assert all(60 < drawn.count(goal) < 140 for goal in curriculum.goals)
+    assert drawn[:20] != [Sampled(curriculum.goals, 6).schedule_at(step) for step in range(20)]
+
+
+def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:
+    even = Schedule.even(12, TARGET.budgets)
+    curriculum = make_curriculum(even, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
+    steep, flat = curriculum.goals
+    assert flat.drop_order == even.drop_order
+    assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
+
+
+def test_sampling_needs_a_second_schedule() -> None:
+    with pytest.raises(ScheduleError, match="second schedule"):
+        make_curriculum(Schedule.full(12), TuneConfig(curriculum="sampled", sampled_speedups=(1,)))
+
+
+def test_learning_rate_rises_then_falls_to_almost_nothing() -> None:
+    config = TuneConfig(steps=100, learning_rate=1.0, warmup_fraction=0.1)
+    rates = [config.learning_rate_at(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.001
+    assert TuneConfig(warmup_fraction=0, learning_rate=1.0).learning_rate_at(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("steps", 0),
+        ("batch_size", 2.5),
+        ("learning_rate", 0),
+        ("learning_rate", float("nan")),
+        ("lora_rank", 0),
+        ("distill_weight", 1.1),
+        ("temperature", 0),
+        ("curriculum_fraction", -1),
+        ("lora_dropout", 1),
+        ("clip", -1),
+        ("sampled_speedups", (0.5,)),
+        ("steps", "many"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_accepted(option: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} .* is not accepted: give"):
+        TuneConfig(**{option: value})
+
+
+def test_full_and_lora_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="takes no --lora-rank"):
+        TuneConfig(full=True, lora_rank=4)
+    assert TuneConfig(full=True).rank == 0

@@ -1,0 +1,134 @@
+"""Records to token ids, and batches whose responses are aligned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipdecode.errors import DataError, UsageError
+from skipdecode.tuning.collate import IGNORE, GroupedBatches, collate
+from skipdecode.tuning.data import Example, Template, load_examples
+from tuning_data import byte_tokenizer, records, write_jsonl
+
+TEMPLATE = Template("{colour} {thing}\n", "ref")
+BAD = {
+    "missing field": {"colour": "red", "ref": "x"},
+    "empty response": {"colour": "red", "thing": "car", "ref": "  "},
+    "field is no text": {"colour": ["red"], "thing": "car", "ref": "x"},
+    "not UTF-8": b'{"colour": "r\xffd", "thing": "car", "ref": "x"}',
+    "not JSON": b'{"colour": ',
+    "not a JSON object": [1, 2],
+    "duplicate id": {"id": "r1", "colour": "red", "thing": "car", "ref": "x"},
+    "response longer than the context": {"colour": "red", "thing": "car", "ref": "x" * 80},
+    "record longer than the context": {"colour": "red" * 20, "thing": "car", "ref": "x" * 30},
+}
+
+
+def load(path: Path, **options: object) -> object:
+    return load_examples(path, TEMPLATE, byte_tokenizer(), max_length=64, **options)
+
+
+def test_tokens_are_those_of_prompt_and_response_and_end_with_the_end_token(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    examples, rejects = load(
+        write_jsonl(tmp_path / "a.jsonl", [*records(3), {"colour": "red", "thing": 7, "ref": " a b "}])
+    )
+    assert not rejects
+    assert [e.id for e in examples] == ["r0", "r1", "r2", "line-4"]
+    assert tokenizer.decode(examples[3].prompt) == "red 7\n"
+    assert tokenizer.decode(examples[3].response) == "a b</s>"
+    assert list(examples[3].prompt) == tokenizer("red 7\n")["input_ids"]
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_record_refuses_the_file_with_its_line_and_kind(tmp_path: Path, kind: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*records(3), BAD[kind]])
+    with pytest.raises(DataError, match=rf"1 record cannot be used \(1 {kind}\): line 4: {kind}"):
+        load(path)
+
+
+def test_bad_records_are_skipped_and_counted_on_request(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*records(2), *BAD.values(), b"", *records(4)[2:]])
+    examples, rejects = load(path, skip_bad=True)
+    assert [e.id for e in examples] == ["r0", "r1", "r2", "r3"]
+    assert [(r.line, r.reason.split(":")[0]) for r in rejects] == list(enumerate(BAD, start=3))
+
+
+def test_nothing_usable_is_an_error_even_when_bad_records_are_skipped(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no usable record: 1 record cannot be used"):
+        load(write_jsonl(tmp_path / "a.jsonl", [BAD["empty response"]]), skip_bad=True)
+    with pytest.raises(DataError, match="no usable record"):
+        load(write_jsonl(tmp_path / "b.jsonl", [b""]))
+    with pytest.raises(DataError, match="No such file"):
+        load(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize("text", ["no field", "{", "{a.__class__}", "{a!r}", "{a:>9}", "{}", "{a[0]}"])
+def test_templates_hold_plain_fields_only(text: str) -> None:
+    with pytest.raises(UsageError, match="prompt template"):
+        Template(text, "ref")
+
+
+def test_chat_prompts_go_through_the_tokenizers_template(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
+    path = write_jsonl(tmp_path / "a.jsonl", records(1))
+    (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
+    assert tokenizer.decode(example.prompt) == f"<s>user: {records(1)[0]['thing']}</s>bot:"
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def example(number: int, prompt: int, response: int) -> Example:
+    return Example(f"e{number}", tuple(range(10, 10 + prompt)), tuple(range(100, 100 + response)))
+
+
+@given(LENGTHS)
+def test_responses_start_at_one_column_and_labels_mark_exactly_them(lengths: list[tuple[int, int]]) -> None:
+    examples = [example(i, *pair) for i, pair in enumerate(lengths)]
+    batch = collate(examples, pad_id=0)
+    for row, one in enumerate(examples):
+        start, end = batch.prompt_length - len(one.prompt), batch.prompt_length + len(one.response)
+        assert batch.input_ids[row, start:end].tolist() == [*one.prompt, *one.response]
+        assert batch.attention_mask[row].nonzero().flatten().tolist() == list(range(start, end))
+        assert batch.position_ids[row, start:end].tolist() == list(range(len(one)))
+        labels = batch.labels[row]
+        assert labels[batch.prompt_length : end].tolist() == list(one.response)
+        assert (labels[: batch.prompt_length] == IGNORE).all()
+        assert (labels[end:] == IGNORE).all()
+    assert batch.tokens == sum(map(len, examples))
+    assert batch.response_tokens == sum(len(one.response) for one in examples)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 300), st.integers(1, 7), st.integers(0, 80))
+def test_every_epoch_has_every_record_once_and_any_batch_can_be_the_first(count: int, size: int, start: int) -> None:
+    examples = [example(i, 1 + i * 7 % 11, 1 + i * 5 % 13) for i in range(count)]
+    batches = GroupedBatches(examples, size, seed=3)
+    assert Counter(i for batch in batches.epoch(1) for i in batch) == Counter(range(count))
+    stream = iter(batches)
+    for _ in range(start):
+        next(stream)
+    later = iter(GroupedBatches(examples, size, seed=3, start=start))
+    assert [next(stream) for _ in range(3)] == [next(later) for _ in range(3)]
+
+
+def test_batches_hold_records_of_like_length() -> None:
+    examples = [example(i, 1 + i * 7 % 40, 1 + i * 5 % 60) for i in range(1600)]
+    padded = 0
+    for batch in GroupedBatches(examples, 16, seed=0).epoch(0):
+        prompts, responses = zip(*((len(examples[i].prompt), len(examples[i].response)) for i in batch), strict=True)
+        padded += len(batch) * (max(prompts) + max(responses))
+    # Random batches would use less than 0.6 of their columns.
+    assert sum(map(len, examples)) / padded > 0.85
+
+
+def test_another_seed_is_another_order() -> None:
+    examples = [example(i, 1 + i % 5, 1 + i % 7) for i in range(40)]
+    first, again, other = (GroupedBatches(examples, 4, seed=s).epoch(0) for s in (1, 1, 2))
+    assert first == again != other

@@ -1,0 +1,176 @@
+"""The objective: teacher-forced loss under a schedule, its equality with cached decoding, and the teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch.nn import functional
+
+from skipdecode import Schedule, attach
+from skipdecode.tuning.adapters import make_optimizer
+from skipdecode.tuning.collate import IGNORE, Batch, collate
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.data import Example
+from skipdecode.tuning.objective import Objective, Teacher, response_logits
+from skipdecode.tuning.step import TrainStep
+from tiny import LAYERS, VOCAB, tiny_model
+
+SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+FAMILIES = ["llama", "gpt2", "opt", "gemma3_text", "gpt_neox", "bloom", "qwen3_moe"]
+
+
+def batch_of(*lengths: tuple[int, int], seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, VOCAB, (count,), generator=generator).tolist())
+
+    return collate([Example(f"e{i}", ids(p), ids(r)) for i, (p, r) in enumerate(lengths)], pad_id=0)
+
+
+BATCH = batch_of((7, 12), (3, 5), (5, 1))
+
+
+def cached_loss(attachment: Any, model: Any, batch: Batch) -> float:
+    """Sum of the cross-entropy of the response tokens, decoded with a cache, one token at a time."""
+    cache = attachment.new_cache(batch.prompt_length)
+    loss, end = 0.0, batch.prompt_length
+    ids, mask, positions = batch.input_ids, batch.attention_mask, batch.position_ids
+    keywords: Callable[[slice], dict[str, Any]] = (
+        (lambda part: {}) if model.config.model_type == "bloom" else (lambda part: {"position_ids": positions[:, part]})
+    )
+    part = slice(0, end)
+    while end < ids.shape[1]:
+        out = model(ids[:, part], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **keywords(part))
+        loss += functional.cross_entropy(
+            out.logits[:, -1], batch.labels[:, end], reduction="sum", ignore_index=IGNORE
+        ).item()
+        part, end = slice(end, end + 1), end + 1
+    return loss
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+def test_loss_equals_the_loss_of_cached_decoding(family: str, prompt: str) -> None:
+    model = tiny_model(family)
+    schedule = Schedule(LAYERS, SCHEDULE.drop_order, SCHEDULE.budgets, prompt=prompt)
+    with torch.no_grad(), attach(model, schedule) as attachment:
+        losses = Objective()(model, BATCH)
+        assert losses.tokens == 18
+        assert losses.total.item() / 18 == pytest.approx(cached_loss(attachment, model, BATCH) / 18, abs=1e-4)
+
+
+def test_loss_is_the_models_own_loss_with_the_same_labels() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad(), attach(model, SCHEDULE):
+        out = model(BATCH.input_ids, attention_mask=BATCH.attention_mask, labels=BATCH.labels)
+        assert Objective()(model, BATCH).total.item() / 18 == pytest.approx(out.loss.item(), abs=1e-5)
+
+
+def test_other_rows_do_not_change_a_rows_logits() -> None:
+    model = tiny_model("llama")
+    alone = batch_of((7, 12))
+    with torch.no_grad(), attach(model, SCHEDULE):
+        torch.testing.assert_close(
+            response_logits(model, alone)[0], response_logits(model, BATCH)[0], atol=1e-5, rtol=1e-5
+        )
+
+
+def lora_model(dropout: float = 0.0) -> Any:
+    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def full_depth(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return response_logits(model, BATCH, attached=False)
+
+
+def test_the_teacher_of_a_lora_model_is_the_base_model_at_full_depth() -> None:
+    base = full_depth(tiny_model("llama"))
+    model = lora_model(dropout=0.5).train()
+    with attach(model, SCHEDULE) as attachment:
+        taught = Teacher(attachment, model, adapter=model).logits(BATCH)
+        student = response_logits(model, BATCH)
+    torch.testing.assert_close(taught, base)
+    assert not taught.requires_grad
+    assert student.requires_grad
+    assert model.training
+    assert not torch.allclose(student, base, atol=0.1)
+
+
+def test_the_current_teacher_is_the_tuned_model_at_full_depth_without_dropout() -> None:
+    model = lora_model(dropout=0.5)
+    tuned = full_depth(model.eval())
+    with attach(model.train(), SCHEDULE) as attachment:
+        torch.testing.assert_close(Teacher(attachment, model).logits(BATCH), tuned)
+
+
+def test_the_frozen_copy_teaches_what_the_model_was() -> None:
+    model, copy = tiny_model("llama"), tiny_model("llama")
+    before = full_depth(copy)
+    with attach(model, SCHEDULE) as attachment:
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        torch.testing.assert_close(Teacher(attachment, model, copy=copy).logits(BATCH), before)
+
+
+def test_distillation_is_the_forward_divergence_at_the_temperature() -> None:
+    model, warmth, weight = lora_model(), 2.0, 0.25
+    base = tiny_model("llama")
+    with attach(model, SCHEDULE) as attachment:
+        losses = Objective(Teacher(attachment, model, adapter=model), weight, warmth)(model, BATCH)
+        student = response_logits(model, BATCH).detach()
+    teacher = (full_depth(base) / warmth).softmax(-1)
+    terms = teacher * (teacher.log() - (student / warmth).softmax(-1).log())
+    expected = terms.sum(-1)[BATCH.targets != IGNORE].sum().item() * warmth**2
+    assert losses.kl.item() == pytest.approx(expected, rel=1e-4)
+    mixed = 0.75 * losses.cross_entropy.item() + 0.25 * expected
+    assert losses.total.item() == pytest.approx(mixed, rel=1e-4)
+
+
+def test_without_weight_no_teacher_is_asked() -> None:
+    model = tiny_model("llama")
+    with attach(model, SCHEDULE):
+        losses = Objective(None, weight=0.0)(model, BATCH)
+    assert losses.kl.item() == 0
+    assert losses.total.item() == losses.cross_entropy.item()
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
+    from accelerate import Accelerator
+
+    parts = [batch_of((7, 12), (3, 5)), batch_of((2, 3), seed=1)]
+    rows = [
+        Example(name, tuple(ids[mask > 0][:p].tolist()), tuple(ids[mask > 0][p:].tolist()))
+        for part in parts
+        for name, ids, mask, p in zip(
+            part.ids,
+            part.input_ids,
+            part.attention_mask,
+            (part.attention_mask[:, : part.prompt_length]).sum(1).tolist(),
+            strict=True,
+        )
+    ]
+    results = []
+    for batches in (parts, [collate(rows, 0)]):
+        model = tiny_model("llama")
+        accelerator = Accelerator(gradient_accumulation_steps=len(batches))
+        with attach(model, SCHEDULE):
+            prepared, optimizer = accelerator.prepare(model, make_optimizer(model, TuneConfig(full=True)))
+            report = TrainStep(accelerator, prepared, optimizer, Objective(), clip=0.0)(batches, 1e-2)
+        results.append((report, model.lm_head.weight.detach().clone()))
+    (several, weights), (one, expected) = results
+    assert several.tokens == one.tokens == sum(map(len, rows))
+    assert several.loss == pytest.approx(one.loss, rel=1e-5)
+    assert several.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-3)
+    torch.testing.assert_close(weights, expected, atol=2e-3, rtol=0)

@@ -1,0 +1,248 @@
+"""Whole runs on a tiny model: repeatable, resumable, stopped by NaN, and saved so that they load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
+
+from skipdecode import Schedule, attach
+from skipdecode.errors import DivergedError
+from skipdecode.models.hub import load_model
+from skipdecode.tuning.collate import GroupedBatches, collate
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.data import Example
+from skipdecode.tuning.objective import Objective
+from skipdecode.tuning.run_log import read_log
+from skipdecode.tuning.trainer import Tuner
+from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model
+
+TARGET = Schedule.from_speedup(LAYERS, 2, 16)
+TOKENIZER = byte_tokenizer()
+BASICS: dict[str, Any] = {"steps": 8, "batch_size": 4, "eval_every": 3, "checkpoint_every": 3, "compare_batches": 0}
+
+
+def examples(count: int, seed: int) -> list[Example]:
+    return [
+        Example(
+            r["id"],
+            tuple(TOKENIZER(f"{r['colour']} {r['thing']}\n")["input_ids"]),
+            (*TOKENIZER(r["ref"])["input_ids"], TOKENIZER.eos_token_id),
+        )
+        for r in records(count, seed)
+    ]
+
+
+TRAIN, DEV = examples(24, 0), examples(6, 1)
+
+
+def tune(
+    out: Path, *, train: list[Example] = TRAIN, resume: bool = False, changes: dict[str, Any] | None = None
+) -> Any:
+    """Run with `changes`; keys that start with `model_` go to the model's config."""
+    options = BASICS | (changes or {})
+    model = tuning_model(options.pop("model_type", "llama"), **options.pop("model_options", {}))
+    return Tuner(model, TOKENIZER, train, DEV, TARGET, TuneConfig(**options), out).run(resume=resume)
+
+
+def losses(out: Path, kind: str = "train") -> list[tuple[int, float]]:
+    return [(row["step"], row["cross_entropy"]) for row in read_log(out / "log.jsonl") if row["kind"] == kind]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(next(iter(out.glob("*model.safetensors"))))
+
+
+class Interrupted(list[Example]):
+    """Records whose n-th use is Ctrl-C."""
+
+    left = 4 * 7 + 1  # in the eighth step, two after the checkpoint at step 6
+
+    def __getitem__(self, index: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora with dropout": {"lora_dropout": 0.3, "distill_weight": 0.5},
+    "full": {"full": True, "distill_weight": 0.5},
+    "full with dropout": {
+        "full": True,
+        "model_type": "gpt2",
+        "model_options": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0},
+    },
+    "lower": {"full": True, "curriculum": "lower"},
+    "sampled": {"curriculum": "sampled", "sampled_speedups": (1.0, 3.0)},
+    "checkpointing": {"full": True, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, kind: str) -> None:
+    tune(tmp_path / "unbroken", changes=KINDS[kind])
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path / "broken", train=Interrupted(TRAIN), changes=KINDS[kind])
+    assert [step for step, _ in losses(tmp_path / "broken")] == list(range(1, 8))
+    assert not list((tmp_path / "broken").glob("*model.safetensors"))
+    tune(tmp_path / "broken", resume=True, changes=KINDS[kind])
+    for what in ("train", "dev"):
+        assert losses(tmp_path / "broken", what) == losses(tmp_path / "unbroken", what)
+    expected = weights(tmp_path / "unbroken")
+    for name, tensor in weights(tmp_path / "broken").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_same_seed_gives_the_same_result_and_another_one_does_not(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        tune(tmp_path / name, changes={"seed": seed, "lora_dropout": 0.3})
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    first, second = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 1e-2}, {"full": True, "distill_weight": 0.2}])
+def test_tuning_lowers_the_loss_under_the_schedule(tmp_path: Path, changes: dict[str, Any]) -> None:
+    result = tune(tmp_path, changes={"steps": 30, "eval_every": 10} | changes)
+    dev = losses(tmp_path, "dev")
+    assert [step for step, _ in dev] == [10, 20, 30]
+    assert dev[-1][1] < dev[0][1] - 0.1
+    assert result.best_dev_loss == min(loss for _, loss in dev)
+
+
+def dev_loss_of(model: Any, schedule: Schedule) -> float:
+    batch = collate(DEV, 0)
+    with torch.no_grad(), attach(model, schedule):
+        parts = Objective()(model, batch)
+    return float(parts.cross_entropy) / parts.tokens
+
+
+def test_the_best_weights_on_the_dev_records_are_kept(tmp_path: Path) -> None:
+    # Such a rate ruins the model after it was good, so the last weights are not the best.
+    changes = {"full": True, "steps": 12, "eval_every": 1, "learning_rate": 3.0, "warmup_fraction": 1.0}
+    result = tune(tmp_path, changes=changes)
+    dev = dict(losses(tmp_path, "dev"))
+    assert result.best_step < 12
+    assert dev[result.best_step] == min(dev.values()) == result.best_dev_loss
+    assert dev_loss_of(load_model(str(tmp_path)).model, TARGET) == pytest.approx(result.best_dev_loss, abs=1e-4)
+
+
+def test_a_tuned_directory_loads_and_carries_the_schedule(tmp_path: Path) -> None:
+    result = tune(tmp_path, changes={"full": True})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert Schedule.from_dict(model.config.skipdecode) == TARGET
+    assert dev_loss_of(model, TARGET) == pytest.approx(result.best_dev_loss, abs=1e-4)
+    loaded = load_model(str(tmp_path))
+    assert loaded.schedule == TARGET
+    assert loaded.tokenizer("red")["input_ids"] == TOKENIZER("red")["input_ids"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"log.jsonl", "loss.png", "config.json", "tokenizer.json"} <= left
+    assert "checkpoints" not in left
+
+
+def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base")
+    changes = {"lora_rank": 2, "learning_rate": 1e-2}
+    for name, more in (("adapter", {}), ("merged", {"merge": True})):
+        config = TuneConfig(**(BASICS | changes | more))
+        model = load_model(str(base)).model
+        Tuner(model, TOKENIZER, TRAIN, DEV, TARGET, config, tmp_path / name, base_name=str(base)).run()
+    adapter, merged = load_model(str(tmp_path / "adapter")), load_model(str(tmp_path / "merged"))
+    assert adapter.schedule == merged.schedule == TARGET
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    assert not hasattr(merged.model, "get_base_model")
+    ids = torch.arange(3, 40).unsqueeze(0)
+    with torch.no_grad():
+        torch.testing.assert_close(adapter.model(ids).logits, merged.model(ids).logits, atol=1e-4, rtol=1e-4)
+        assert not torch.allclose(merged.model(ids).logits, load_model(str(base)).model(ids).logits, atol=1e-2)
+
+
+def test_nan_stops_the_run_before_the_update_and_names_the_records(tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=r"at step \d+: stopped before the update"):
+        tune(tmp_path, changes={"full": True, "learning_rate": 1e30, "clip": 0, "warmup_fraction": 0})
+    told = json.loads((tmp_path / "diverged.json").read_text())
+    good = losses(tmp_path)
+    assert told["step"] == len(good) + 1
+    assert all(math.isfinite(loss) for _, loss in good)
+    indices = GroupedBatches(TRAIN, 4, seed=0).epoch(0)[told["step"] - 1]
+    assert told["ids"] == [TRAIN[i].id for i in indices]
+
+
+def test_a_failed_run_leaves_the_model_without_a_schedule(tmp_path: Path) -> None:
+    model = tuning_model()
+    config = TuneConfig(**(BASICS | {"full": True, "learning_rate": 1e30, "clip": 0, "warmup_fraction": 0}))
+    with pytest.raises(DivergedError):
+        Tuner(model, TOKENIZER, TRAIN, DEV, TARGET, config, tmp_path).run()
+    attach(model, TARGET).detach()
+
+
+def test_the_log_counts_real_tokens_and_follows_the_curriculum(tmp_path: Path) -> None:
+    result = tune(tmp_path, changes={"steps": 6, "curriculum": "lower", "curriculum_fraction": 0.5, "accumulation": 2})
+    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "train"]
+    # 6 steps of 2 batches of 4: the 24 records, twice.
+    assert sum(row["tokens"] for row in rows) == result.tokens == 2 * sum(map(len, TRAIN))
+    assert result.tokens_per_s == pytest.approx(result.tokens / result.seconds, rel=0.01)
+    assert rows[0]["mean_budget"] == LAYERS
+    assert [row["schedule"] for row in rows[3:]] == [TARGET.name] * 3
+    assert rows[-1]["mean_budget"] == TARGET.mean_budget()
+
+
+def test_sampled_budgets_are_judged_at_every_speed_up(tmp_path: Path) -> None:
+    result = tune(tmp_path, changes={"curriculum": "sampled", "sampled_speedups": (1.0, 3.0)})
+    row = next(row for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "dev")
+    by_schedule = [row[name] for name in (TARGET.name, "full", "skipdecode-3x")]
+    assert row["cross_entropy"] == pytest.approx(sum(by_schedule) / 3)
+    assert result.best_dev_loss <= row["cross_entropy"]
+
+
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
+    for name in ("plain", "checkpointed"):
+        tune(tmp_path / name, changes={"full": True, "gradient_checkpointing": name == "checkpointed"})
+    plain, checkpointed = losses(tmp_path / "plain"), losses(tmp_path / "checkpointed")
+    assert [loss for _, loss in plain] == pytest.approx([loss for _, loss in checkpointed], rel=1e-4)
+
+
+def test_speed_is_reported_next_to_full_depth(tmp_path: Path) -> None:
+    result = tune(tmp_path, changes={"steps": 2, "compare_batches": 2})
+    assert result.speed.batches == 2
+    assert result.speed.tokens_per_s > 0
+    assert result.to_dict()["speed"]["ratio"] == result.speed.tokens_per_s / result.speed.full_depth_tokens_per_s
+    assert losses(tmp_path)  # measuring writes nothing into the log
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[Callable[[], None]]:
+    """accelerate fixes the arithmetic of a process at its first use; this lets a test choose."""
+    AcceleratorState._reset_state()
+    yield AcceleratorState._reset_state
+    AcceleratorState._reset_state()
+
+
+def test_bf16_trains_fp32_weights(tmp_path: Path, fresh_accelerate: Any) -> None:
+    result = tune(tmp_path, changes={"full": True, "precision": "bf16"})
+    assert result.precision == "bf16"
+    assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.float32}
+    assert losses(tmp_path)[-1][1] < losses(tmp_path)[0][1]
+
+
+def test_tensorboard_events_are_written_on_request(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tune(tmp_path, changes={"tensorboard": True})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("train/cross_entropy")]
+    assert found == [(step, pytest.approx(loss)) for step, loss in losses(tmp_path)]
