@@ -40,7 +40,7 @@ class BertScore(MeanMetric):
         model, layers = _resolve(options)
         if layers is None and model not in model2layers:
             raise UsageError(
-                f"--bertscore-model {model} is not in bert_score's table: give the layer to compare with --bertscore-layers"
+                f"--bertscore-model {model} is not in bert_score's table: name the layer with --bertscore-layers"
             )
         layers = layers or model2layers[model]
         try:

@@ -63,7 +63,7 @@ class Meteor(_Coco):
 
 
 class Cider(_Coco):
-    """Mean CIDEr-D, 0 to 10 (Vedantam et al., 2015); words are weighted by how rare the references at hand make them."""
+    """Mean CIDEr-D, 0 to 10 (Vedantam et al., 2015); words that are rare in the references at hand weigh more."""
 
     name = "cider"
 

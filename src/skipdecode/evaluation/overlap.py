@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -18,25 +19,33 @@ class _Sacre(Metric):
     sacre_class: ClassVar[str]
 
     def __init__(self, options: MetricOptions) -> None:
-        try:
-            from sacrebleu import metrics
-        except ImportError:
-            raise MissingExtraError(f"the metric {self.name}", "eval") from None
-        self._metric: Any = getattr(metrics, self.sacre_class)()
+        self._metric = _library(self.sacre_class)
         self.signature = ""
 
     def _rows(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[float]]:
-        most = max((len(texts) for texts in references), default=0)
+        if not outputs:
+            return []
+        most = max(len(texts) for texts in references)
         # sacrebleu takes one stream a reference; None stands where a record has fewer.
         streams = [[texts[i] if i < len(texts) else None for texts in references] for i in range(most)]
         # These two are what sacrebleu's own significance tests are made of; it has no public name for them.
-        rows: list[list[float]] = self._metric._extract_corpus_statistics(list(outputs), streams) if outputs else []
-        self.signature = str(self._metric.get_signature()) if outputs else ""
+        rows: list[list[float]] = self._metric._extract_corpus_statistics(list(outputs), streams)
+        self.signature = str(self._metric.get_signature())
         return rows
 
-    def score(self, total: Table) -> float:
+    @classmethod
+    def score(cls, total: Table) -> float:
         """Corpus score, 0 to 100; see `Metric.score`."""
-        return float(self._metric._compute_score_from_stats([int(n) for n in total]).score)
+        return float(_library(cls.sacre_class)._compute_score_from_stats([int(n) for n in total]).score)
+
+
+@functools.cache
+def _library(name: str) -> Any:
+    try:
+        from sacrebleu import metrics
+    except ImportError:
+        raise MissingExtraError("BLEU and chrF", "eval") from None
+    return getattr(metrics, name)()
 
 
 class Bleu(_Sacre):

@@ -63,6 +63,8 @@ class Task:
         Longest output.
     description, licence : str
         For readers.
+    chat : bool
+        Put the prompt into the model's chat template, as one message of the user.
     merge_same_prompt : bool
         Records with the same prompt become one with all their references.
     stop : tuple of str
@@ -84,6 +86,7 @@ class Task:
     max_new_tokens: int
     description: str = ""
     licence: str = ""
+    chat: bool = False
     merge_same_prompt: bool = False
     stop: tuple[str, ...] = ()
     truncate: str | None = None
@@ -181,7 +184,7 @@ _KINDS: dict[str, type] = {
     "name": str, "prompt": str, "description": str, "licence": str, "truncate": str,
     "references": tuple, "metrics": tuple, "stop": tuple,
     "max_new_tokens": int, "max_prompt_tokens": int,
-    "merge_same_prompt": bool, "response_tokens": dict, "hub": dict,
+    "chat": bool, "merge_same_prompt": bool, "response_tokens": dict, "hub": dict,
 }  # fmt: skip
 _ACCEPTED = {
     str: "text",

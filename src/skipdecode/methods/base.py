@@ -19,7 +19,7 @@ from skipdecode.errors import UsageError
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["Generation", "LayerCount", "Method", "Timed", "fed_tokens", "left_pad"]
+__all__ = ["Generation", "LayerCount", "Method", "Timed", "end_tokens", "fed_tokens", "left_pad"]
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,13 @@ class Timed(Method):
 def fed_tokens(rows: Sequence[Sequence[int]]) -> int:
     """Tokens of the output that were fed back: all but each row's last."""
     return sum(max(0, len(row) - 1) for row in rows)
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """Tokens that end a text: those of the model's generation config and the tokenizer's own."""
+    configured = unwrap(model).generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:

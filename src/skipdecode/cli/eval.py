@@ -1,0 +1,223 @@
+"""Quality, fidelity and measured speed of a method on a task; runs compared with paired intervals; an HTML report.
+
+  skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
+  skipdecode eval --compare runs/1x runs/2x --report report.html
+
+The first form generates an output for every record, next to the same model at full depth on the same batches in turn,
+scores it, and writes OUT/run.json and OUT/outputs.jsonl. The second reads such runs; all are compared to the first.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method
+from skipdecode.cli.options import option
+from skipdecode.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from skipdecode.evaluation.compare import Pair
+    from skipdecode.evaluation.metrics import Metric
+    from skipdecode.evaluation.records import Records
+    from skipdecode.evaluation.results import Run
+    from skipdecode.evaluation.tasks import Task
+    from skipdecode.models.hub import LoadedModel
+
+__all__ = ["Config", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(MethodOptions):
+    """Options of `skipdecode eval`."""
+
+    model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
+    task: str = option("e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml)", default="")
+    data: str | None = option(
+        "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
+    )
+    out: str | None = option("directory for run.json and outputs.jsonl", default=None)
+    overwrite: bool = option("replace a run that is in --out already", default=False)
+    name: str | None = option("the run's name in tables (default: the method's)", default=None)
+    metrics: tuple[str, ...] = option(
+        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's); with --compare also "
+        "exact_match, token_agreement, top1_agreement, kl",
+        default=(),
+    )
+    bertscore_model: str = option(
+        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
+    )
+    bertscore_layers: int | None = option("its layer that is compared (default: bert_score's table)", default=None)
+    limit: int | None = option("only the first N records", default=None)
+    batch_size: int = option("rows decoded together, also at full depth", default=16)
+    max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None)
+    chat: bool = option("put prompts into the model's chat template", default=False)
+    full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
+    resamples: int = option("draws of the bootstrap", default=1000)
+    seed: int = option("of the bootstrap; decoding is greedy", default=0)
+    samples: int = option("outputs kept in run.json for readers", default=8)
+    dtype: str = option(
+        "of the weights; auto is the checkpoint's own",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+    compare: tuple[str, ...] = option("runs (run.json or its directory) to compare with the first of them", default=())
+    report: str | None = option("file for an HTML report of this run, or of the runs of --compare", default=None)
+    json: bool = option("print one JSON document instead of tables", default=False)
+
+
+def run(config: Config) -> int:
+    """Evaluate or compare."""
+    if config.compare:
+        if config.model or config.task or config.out:
+            raise UsageError("--compare reads finished runs: leave out MODEL, --task and --out")
+        return _compare(config)
+    for value, flag in ((config.model, "MODEL"), (config.task, "--task"), (config.out, "--out")):
+        if not value:
+            raise UsageError(f"{flag} is needed (or --compare RUN.json ... to read finished runs)")
+    return _evaluate(config)
+
+
+# ---------------------------------------------------------------------- finished runs
+
+
+def _compare(config: Config) -> int:
+    from skipdecode.evaluation.compare import compare_runs
+    from skipdecode.evaluation.results import load_run
+
+    runs = [load_run(path) for path in config.compare]
+    pairs = compare_runs(runs, config.metrics, resamples=config.resamples, seed=config.seed)
+    _show(config, runs, pairs)
+    return 0
+
+
+def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
+    from skipdecode.evaluation.tables import pairs_table, runs_table
+    from skipdecode.files import write_whole
+
+    if config.report is not None:
+        from skipdecode.evaluation.report import html_report
+
+        write_whole(config.report, html_report(runs, pairs))
+    if config.json:
+        print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
+        return
+    print(runs_table(runs))
+    if pairs:
+        print(f"\n{pairs_table(pairs)}")
+
+
+# ---------------------------------------------------------------------- a new run
+
+
+def _evaluate(config: Config) -> int:
+    from skipdecode.evaluation.records import load_records
+    from skipdecode.evaluation.results import check_directory
+    from skipdecode.evaluation.run import Settings
+    from skipdecode.evaluation.tasks import load_task
+
+    check_method_options(config)
+    if config.limit is not None and config.limit < 1:
+        raise UsageError(f"--limit {config.limit} is not accepted: give 1 or more")
+    settings = Settings(
+        batch_size=config.batch_size,
+        max_new_tokens=config.max_new_tokens,
+        full_depth=config.full_depth,
+        resamples=config.resamples,
+        seed=config.seed,
+        samples=config.samples,
+    )
+    task = load_task(config.task)
+    task = replace(task, chat=task.chat or config.chat)
+    records = load_records(task, config.data).limited(config.limit)
+    if records.skipped:
+        lines = ", ".join(f"{line} ({reason})" for line, reason in records.skipped[:5])
+        _note(f"{len(records.skipped)} records left out; lines {lines}{' ...' if len(records.skipped) > 5 else ''}")
+    directory = Path(config.out or "")
+    check_directory(directory, overwrite=config.overwrite)
+    metrics = _metrics(config, task)
+    _show(config, [_run(config, settings, task, records, metrics, directory)], ())
+    return 0
+
+
+def _metrics(config: Config, task: Task) -> list[Metric]:
+    from skipdecode.evaluation.metrics import MetricOptions, make_metrics
+
+    options = MetricOptions(config.bertscore_model, config.bertscore_layers, config.device)
+    return make_metrics(config.metrics or task.metrics, options)
+
+
+def _run(
+    config: Config, settings: Any, task: Task, records: Records, metrics: Sequence[Metric], directory: Path
+) -> Run:
+    from skipdecode.evaluation.run import Subject, evaluate
+    from skipdecode.methods.base import end_tokens
+    from skipdecode.models.families import decoder_layers, unwrap
+    from skipdecode.models.hub import load_model
+    from skipdecode.textgen.prompts import context_length
+
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    _check_template(loaded, task)
+    layers = len(decoder_layers(unwrap(loaded.model)))
+    seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
+    method, origin = choose_method(config, layers, carried=loaded.schedule, default_seq_len=seq_len)
+    _note(f"{method.name}: {origin}")
+    subject = Subject(
+        loaded.model,
+        loaded.tokenizer,
+        method,
+        end_tokens(loaded.model, loaded.tokenizer),
+        context_length(unwrap(loaded.model)),
+    )
+    about = {
+        "name": config.name,
+        "model": config.model,
+        "data": None if config.data is None else Path(config.data).name,
+        "limit": config.limit,
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": str(loaded.model.device),
+    }
+    return evaluate(subject, task, records, metrics, settings, out=directory, config=about, progress=_bars())
+
+
+def _check_template(loaded: LoadedModel, task: Task) -> None:
+    """Say so when the model was tuned on prompts of another form: its scores would mean little."""
+    from skipdecode.tuning.recipe import RECIPE_FILE, read_recipe
+
+    path = loaded.path / RECIPE_FILE
+    if not path.is_file():
+        return
+    options = read_recipe(path)["options"]
+    tuned = options.get("prompt_template")
+    if tuned is not None and (tuned, bool(options.get("chat"))) != (task.prompt, task.chat):
+        _note(f"the model was tuned with the prompt {tuned!r}, chat={bool(options.get('chat'))}; this task's differs")
+
+
+def _bars() -> Any:
+    from tqdm import tqdm
+
+    from skipdecode.evaluation.run import Progress
+
+    class Bars(Progress):
+        """A bar a stage, on stderr."""
+
+        @contextmanager
+        def stage(self, name: str, total: int) -> Iterator[Any]:
+            """See `Progress.stage`."""
+            # A log file gets a line now and then, a terminal a moving bar.
+            pause = 0.2 if sys.stderr.isatty() else 10.0
+            with tqdm(total=total, desc=name, unit="record", mininterval=pause, file=sys.stderr) as bar:
+                yield bar
+
+    return Bars()
+
+
+def _note(message: str) -> None:
+    print(f"skipdecode: {message}", file=sys.stderr)

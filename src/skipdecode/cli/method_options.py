@@ -1,0 +1,103 @@
+"""Options that name a decoding method: a schedule, or one of the methods that are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skipdecode.cli.options import option
+from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
+from skipdecode.errors import UsageError
+from skipdecode.methods import METHODS
+from skipdecode.methods.schedules import SCHEDULES, Budget, build_schedule
+from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from skipdecode.methods.base import Method
+
+__all__ = ["MethodOptions", "check_method_options", "choose_method"]
+
+_OTHERS = tuple(name for name in METHODS if name != "schedule")
+_SCHEDULES = tuple(name for name in SCHEDULES if name not in _OTHERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(ScheduleOptions):
+    """Base of a verb's `Config`."""
+
+    seq_len: int | None = option(
+        "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the task's responses)",
+        default=None,
+    )
+    method: str | None = option(
+        "how to decode; schedules by name need --nominal-speedup (default: what --schedule, --nominal-speedup or the "
+        "checkpoint say)",
+        default=None,
+        choices=(*_OTHERS, *_SCHEDULES),
+    )
+    warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1)
+    drop_order: str | None = option("schedule file whose order of layers --nominal-speedup takes", default=None)
+    exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None)
+    draft_tokens: int = option("longest draft of prompt_lookup", default=10)
+
+
+def check_method_options(options: MethodOptions) -> None:
+    """Refuse, before a model is loaded, options that contradict each other.
+
+    Raises
+    ------
+    UsageError, ScheduleError
+    """
+    check_schedule_options(options)
+    if options.method in _OTHERS and (options.schedule or options.nominal_speedup):
+        raise UsageError(f"--method {options.method} has no schedule: leave out --schedule and --nominal-speedup")
+    if options.method in _SCHEDULES and options.nominal_speedup is None:
+        raise UsageError(f"--method {options.method} needs --nominal-speedup")
+    if options.drop_order is not None and options.nominal_speedup is None:
+        raise UsageError("--drop-order belongs to --nominal-speedup: give both, or neither")
+    if options.exit_layer is not None and options.method != "self_speculation":
+        raise UsageError("--exit-layer belongs to --method self_speculation")
+
+
+def choose_method(
+    options: MethodOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
+) -> tuple[Method, str]:
+    """The method that the options name for a model of `num_layers` layers, and where it is from in words.
+
+    Parameters
+    ----------
+    carried : Schedule or None
+        The schedule of the model's checkpoint.
+    default_seq_len : int
+        Positions for `--nominal-speedup` without `--seq-len`.
+
+    Raises
+    ------
+    UsageError, ScheduleError
+    """
+    check_method_options(options)
+    if options.method == "self_speculation":
+        exit_layer = max(1, num_layers // 3) if options.exit_layer is None else options.exit_layer
+        return METHODS.get("self_speculation")(exit_layer), f"drafts from {exit_layer} of {num_layers} layers"
+    if options.method == "prompt_lookup":
+        return METHODS.get("prompt_lookup")(options.draft_tokens), f"drafts of up to {options.draft_tokens} tokens"
+    if options.nominal_speedup is not None:
+        schedule, seq_len = _built(options, num_layers, default_seq_len)
+        origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
+    elif options.method == "full":
+        schedule, origin = Schedule.full(num_layers), "every layer"
+    else:
+        choice = choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
+        schedule, origin = choice.schedule, choice.origin
+    if schedule.is_full:
+        return METHODS.get("full")(), origin
+    return METHODS.get("schedule")(schedule), origin
+
+
+def _built(options: MethodOptions, num_layers: int, default_seq_len: int) -> tuple[Schedule, int]:
+    seq_len = default_seq_len if options.seq_len is None else options.seq_len
+    order = None if options.drop_order is None else read_schedule(options.drop_order).drop_order
+    budget = Budget(
+        num_layers, options.nominal_speedup or 1.0, seq_len, warmup_layers=options.warmup_layers, drop_order=order
+    )
+    return build_schedule(options.method or "skipdecode", budget), seq_len

@@ -1,0 +1,131 @@
+"""A run as data: ``run.json`` (what was run, scores, speed, buckets, samples) and ``outputs.jsonl`` (a line a record).
+
+Tables, comparisons and reports are made from these two files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipdecode.errors import DataError, OutputError
+from skipdecode.files import write_whole
+
+__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "check_directory", "load_run", "save_run"]
+
+FORMAT = 1
+RUN_FILE = "run.json"
+OUTPUTS_FILE = "outputs.jsonl"
+_NEEDED = ("format", "name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, read back.
+
+    Parameters
+    ----------
+    path : Path
+        Its ``run.json``.
+    data : mapping
+        The document.
+    """
+
+    path: Path
+    data: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Label in tables."""
+        return str(self.data["name"])
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Wall-clock speed-up over full depth in the same run; None if it was not measured."""
+        value = self.data.get("measured_speedup")
+        return None if value is None else float(value)
+
+    def score(self, metric: str) -> float | None:
+        """A score, or None if the run does not have it."""
+        entry = self.data["metrics"].get(metric)
+        return None if entry is None else float(entry["score"])
+
+    @cached_property
+    def outputs(self) -> list[dict[str, Any]]:
+        """Rows of the outputs file, in the order of the data; raises DataError if it is missing or broken."""
+        path = self.path.parent / str(self.data["outputs"])
+        rows = []
+        try:
+            with path.open(encoding="utf-8") as file:
+                for line, text in enumerate(file, 1):
+                    try:
+                        rows.append(json.loads(text))
+                    except json.JSONDecodeError as e:
+                        raise DataError(f"{path} is broken: {e.msg}; run the evaluation again", line) from None
+        except OSError as e:
+            raise DataError(f"{self.path} names the outputs {path}, which cannot be read: {e.strerror}") from None
+        if len(rows) != self.data["n"]:
+            raise DataError(f"{path} has {len(rows)} of {self.data['n']} records: run the evaluation again")
+        return rows
+
+    def table(self, metric: str) -> NDArray[np.float64]:
+        """Statistics of each record, shape (records, k)."""
+        try:
+            return np.asarray([row["statistics"][metric] for row in self.outputs], dtype=np.float64)
+        except KeyError:
+            raise DataError(
+                f"{self.path} has no statistics of {metric}: run it again with --metrics {metric}"
+            ) from None
+
+
+def load_run(path: str | Path) -> Run:
+    """A run from its ``run.json``, or from the directory that holds it.
+
+    Raises
+    ------
+    DataError
+        The file cannot be read, or is not such a document.
+    """
+    file = Path(path)
+    file = file / RUN_FILE if file.is_dir() else file
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise DataError(f"cannot read the run {file}: {e.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+        raise DataError(f"{file} is not a run: it must be JSON that `skipdecode eval` wrote ({e})") from None
+    missing = [name for name in _NEEDED if name not in data] if isinstance(data, dict) else ["format"]
+    if missing or data["format"] != FORMAT:
+        what = (
+            f"it lacks {missing[0]!r}" if missing else f"its format is {data['format']!r}, this version reads {FORMAT}"
+        )
+        raise DataError(f"{file} is not a run of `skipdecode eval`: {what}")
+    return Run(file, data)
+
+
+def check_directory(directory: Path, *, overwrite: bool) -> None:
+    """Refuse, before any heavy work, a directory that cannot take a run or holds one already."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise OutputError(f"cannot make the directory {directory}: {e.strerror}") from None
+    if (directory / RUN_FILE).exists() and not overwrite:
+        raise OutputError(f"{directory} holds a run already: give --overwrite to replace it, or another --out")
+    if not os.access(directory, os.W_OK):
+        raise OutputError(f"cannot write into {directory}: permission denied")
+
+
+def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> Run:
+    """Write the outputs, then the document, each in one step, so that a run that is there is whole."""
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outputs)
+    write_whole(directory / OUTPUTS_FILE, lines)
+    write_whole(directory / RUN_FILE, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    return Run(directory / RUN_FILE, data)

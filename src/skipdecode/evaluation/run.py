@@ -1,0 +1,298 @@
+"""One evaluation: a model under a method on a task, from records to a result that can be repeated from what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipdecode.environment import environment
+from skipdecode.errors import UsageError
+from skipdecode.evaluation.buckets import Bucket, buckets_of
+from skipdecode.evaluation.fidelity import FREE_RUNNING, TEACHER_FORCED, free_running
+from skipdecode.evaluation.generate import Outputs, batches, generate_all
+from skipdecode.evaluation.metrics import Metric
+from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
+from skipdecode.evaluation.records import Records
+from skipdecode.evaluation.results import FORMAT, OUTPUTS_FILE, Run, save_run
+from skipdecode.evaluation.scored import Scored
+from skipdecode.evaluation.tasks import Task
+from skipdecode.evaluation.teacher_forced import teacher_forced
+from skipdecode.methods.base import Method
+from skipdecode.methods.full import Full
+
+__all__ = ["Progress", "Settings", "Subject", "evaluate"]
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is done.
+
+    Parameters
+    ----------
+    batch_size : int
+        Rows of a batch, also of full depth beside the method.
+    max_new_tokens : int, optional
+        In place of the task's.
+    full_depth : bool
+        Run full depth on the same batches, for fidelity and measured speed.
+    resamples, seed : int
+        Of the bootstrap intervals.
+    samples : int
+        Outputs copied into the result for readers.
+    """
+
+    batch_size: int = 16
+    max_new_tokens: int | None = None
+    full_depth: bool = True
+    resamples: int = 1000
+    seed: int = 0
+    samples: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_new_tokens", "resamples", "samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not accepted: give 1 or more")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        In eval mode, nothing attached.
+    tokenizer : transformers tokenizer
+        The model's.
+    method : Method
+        How it decodes.
+    eos : set of int
+        Tokens that end an output.
+    context : int, optional
+        Tokens that the model's positions reach.
+    """
+
+    model: Any
+    tokenizer: Any
+    method: Method
+    eos: set[int]
+    context: int | None = None
+
+
+class Progress:
+    """Told what is being done; this one says nothing."""
+
+    def stage(self, name: str, total: int) -> AbstractContextManager[Any]:
+        """A context whose value has ``update(count)``, for a stage of `total` records."""
+        return nullcontext(_Silent())
+
+
+class _Silent:
+    def update(self, count: int) -> None:
+        """Nothing."""
+
+
+def evaluate(
+    subject: Subject,
+    task: Task,
+    records: Records,
+    metrics: Sequence[Metric],
+    settings: Settings,
+    *,
+    out: Path,
+    config: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> Run:
+    """Generate, score and save.
+
+    Parameters
+    ----------
+    metrics : sequence of Metric
+        From `make_metrics`.
+    out : Path
+        A directory; ``run.json`` and ``outputs.jsonl`` are written there.
+    config : mapping
+        What the caller wants kept (model name, data file, a name for tables).
+
+    Raises
+    ------
+    SkipDecodeError
+        A method that does not fit the model, a prompt too long for it, results that cannot be written.
+    """
+    told = progress or Progress()
+    method = subject.method
+    method.check(subject.model)
+    settings = replace(
+        settings,
+        max_new_tokens=settings.max_new_tokens or task.max_new_tokens,
+        batch_size=min(settings.batch_size, method.max_batch or settings.batch_size),
+    )
+    prompts = _prompts(subject, task, records, settings)
+    outputs = _generate(subject, prompts, settings, told)
+    texts = _texts(subject, task, outputs.tokens)
+    scored = _score(subject, metrics, records, prompts, outputs, texts, settings, told)
+    reference_lengths = [reference_tokens(record, subject.tokenizer) for record in records.items]
+    full_texts = _texts(subject, task, outputs.full)
+    rows = []
+    for i, record in enumerate(records.items):
+        row = {
+            "id": record.id,
+            "prompt": task.render(record.values),
+            "references": list(record.references),
+            "output": texts[i],
+            "tokens": outputs.tokens[i],
+            "prompt_tokens": len(prompts[i]),
+            "reference_tokens": reference_lengths[i],
+        }
+        if full_texts:
+            row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
+        rows.append(row | {"statistics": scored.of_record(i)})
+    about = {
+        **config,
+        "task": asdict(task),
+        "method": method.settings(),
+        "settings": asdict(settings),
+        "data_sha256": records.digest(),
+        "skipped_records": [list(entry) for entry in records.skipped],
+    }
+    return save_run(out, _document(rows, about, method, scored, outputs, settings), rows)
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def _prompts(subject: Subject, task: Task, records: Records, settings: Settings) -> list[list[int]]:
+    room = None if subject.context is None else subject.context - (settings.max_new_tokens or 0)
+    return [encode_prompt(task, record, subject.tokenizer, room=room) for record in records.items]
+
+
+def _generate(subject: Subject, prompts: list[list[int]], settings: Settings, progress: Progress) -> Outputs:
+    alone = isinstance(subject.method, Full) or not settings.full_depth
+    with progress.stage("generate", len(prompts)) as bar:
+        return generate_all(
+            subject.model,
+            subject.method,
+            None if alone else Full(),
+            prompts,
+            batch_size=settings.batch_size,
+            max_new_tokens=settings.max_new_tokens or 1,
+            eos=subject.eos,
+            progress=bar.update,
+        )
+
+
+def _texts(subject: Subject, task: Task, rows: list[list[int]]) -> list[str]:
+    return [task.cut(subject.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in rows]
+
+
+def _score(
+    subject: Subject,
+    metrics: Sequence[Metric],
+    records: Records,
+    prompts: list[list[int]],
+    outputs: Outputs,
+    texts: Sequence[str],
+    settings: Settings,
+    progress: Progress,
+) -> Scored:
+    references = [record.references for record in records.items]
+    tables: dict[str, Table] = {}
+    signatures: dict[str, str] = {}
+    for metric in metrics:
+        with progress.stage(metric.name, len(texts)) as bar:
+            tables[metric.name] = metric.statistics(texts, references)
+            bar.update(len(texts))
+        signatures[metric.name] = metric.signature
+    if outputs.full:
+        tables |= free_running(outputs.tokens, outputs.full)
+        if subject.method.schedule is not None:
+            tables |= _teacher_forced(subject, prompts, outputs, settings.batch_size, progress)
+    return Scored(tables, FREE_RUNNING | TEACHER_FORCED | signatures)
+
+
+def _teacher_forced(
+    subject: Subject, prompts: list[list[int]], outputs: Outputs, batch_size: int, progress: Progress
+) -> dict[str, Table]:
+    schedule = subject.method.schedule
+    tables = {name: np.zeros((len(prompts), 2)) for name in TEACHER_FORCED}
+    with progress.stage("fidelity", len(prompts)) as bar:
+        for indices in batches([len(p) for p in prompts], batch_size):
+            rows, full = [prompts[i] for i in indices], [outputs.full[i] for i in indices]
+            if schedule is not None:
+                for name, table in teacher_forced(subject.model, schedule, rows, full).items():
+                    tables[name][indices] = table
+            bar.update(len(indices))
+    return tables
+
+
+# ---------------------------------------------------------------------- the document
+
+
+def _document(
+    rows: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+    method: Method,
+    scored: Scored,
+    outputs: Outputs,
+    settings: Settings,
+) -> dict[str, Any]:
+    lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
+    return {
+        "format": FORMAT,
+        "kind": "eval",
+        "name": str(about.get("name") or method.name),
+        "n": len(rows),
+        **_speed(method, outputs, settings),
+        "metrics": scored.summary(resamples=settings.resamples, seed=settings.seed),
+        "buckets": {
+            axis: [_bucket(b, scored, outputs) for b in buckets_of(values)] for axis, values in lengths.items()
+        },
+        "samples": [_sample(rows[i]) for i in _spread(len(rows), settings.samples)],
+        "outputs": OUTPUTS_FILE,
+        "config": about,
+        "environment": environment(),
+    }
+
+
+def _speed(method: Method, outputs: Outputs, settings: Settings) -> dict[str, Any]:
+    yardstick = isinstance(method, Full)
+    measured = outputs.speedup(seed=settings.seed, resamples=settings.resamples)
+    nominal = 1.0 if yardstick else None if method.schedule is None else method.schedule.nominal_speedup
+    return {
+        "nominal_speedup": nominal,
+        "measured_speedup": 1.0 if yardstick else None if measured is None else measured.estimate,
+        "measured_speedup_interval": None if measured is None else measured.to_dict(),
+        "measured_speedup_with_prompt": 1.0 if yardstick else outputs.speedup_with_prompt(),
+        "speed": outputs.timing.to_dict(),
+        "full_depth_speed": outputs.full_timing.to_dict() if outputs.full_timing.rows else None,
+    }
+
+
+def _bucket(bucket: Bucket, scored: Scored, outputs: Outputs) -> dict[str, Any]:
+    return {
+        "low": bucket.low,
+        "high": bucket.high,
+        "n": len(bucket.indices),
+        "mean_output_tokens": sum(len(outputs.tokens[i]) for i in bucket.indices) / len(bucket.indices),
+        "metrics": scored.scores(bucket.indices),
+    }
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: row[name] for name in ("id", "prompt", "output")} | {"reference": row["references"][0]}
+    return kept | ({"full_output": row["full_output"]} if "full_output" in row else {})
+
+
+def _spread(total: int, wanted: int) -> list[int]:
+    """Indices evenly over the data, the same for every run on it."""
+    count = min(total, wanted)
+    return [i * total // count for i in range(count)]
