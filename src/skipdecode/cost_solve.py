@@ -158,8 +158,8 @@ class Assessment:
         Mean step in `use`, and at full depth.
     bound, least_budget : float, int
         Speed-up with the least budget that this drop order allows, and that budget.
-    bound_at_half : float
-        Speed-up with half the layers.
+    bound_at_half, half_budget : float, int
+        Speed-up with half the layers, and how many those are.
     fixed_share : float
         Share of a full step that cannot be skipped.
     kv_bytes_held, kv_bytes_saved : int
@@ -177,6 +177,7 @@ class Assessment:
     bound: float
     least_budget: int
     bound_at_half: float
+    half_budget: int
     fixed_share: float
     kv_bytes_held: int
     kv_bytes_saved: int
@@ -200,6 +201,7 @@ def assess(
     lockstep, continuous = (cost.speedup(schedule, prompt_len, new_tokens, u) for u in uses)
     full = cost.sequence_seconds(Schedule.full(cost.num_layers), prompt_len, new_tokens) / (new_tokens - 1)
     least = max(1, cost.num_layers - len(schedule.drop_order))
+    half = max(least, _rounded(cost.num_layers / 2))
     speedup = lockstep if use == "lockstep" else continuous
     return Assessment(
         use=use,
@@ -212,7 +214,8 @@ def assess(
         step_seconds_full=full,
         bound=cost.bound(least, prompt_len, new_tokens),
         least_budget=least,
-        bound_at_half=cost.bound(max(1, _rounded(cost.num_layers / 2)), prompt_len, new_tokens),
+        bound_at_half=cost.bound(half, prompt_len, new_tokens),
+        half_budget=half,
         fixed_share=cost.fixed_share(prompt_len, new_tokens),
         kv_bytes_held=geometry.kv_bytes_held(schedule, prompt_len, new_tokens, cost.batch),
         kv_bytes_saved=geometry.kv_bytes_saved(schedule, prompt_len, new_tokens, cost.batch),

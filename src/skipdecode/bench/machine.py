@@ -13,11 +13,11 @@ __all__ = ["measure_bandwidth", "measure_flops", "measure_machine", "synchronize
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
-_REPEATS = 5
+_REPEATS = 3
 
 
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
-    """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes about a second.
+    """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes less than a second.
 
     On a CPU the rate is that of fp32, whatever `dtype`: good kernels multiply bf16 weights as fp32, while a CPU without
     bf16 instructions runs torch's bf16 product many times slower than it needs to.

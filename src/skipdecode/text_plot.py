@@ -1,0 +1,71 @@
+"""A schedule as text: layers × generation positions, top layer first. Pure Python."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from skipdecode.schedule import Schedule
+
+__all__ = ["schedule_picture", "shows_blocks"]
+
+_BLOCKS = ("█", "·", "└", "│", "─")
+_ASCII = ("#", ".", "+", "|", "-")
+_WIDEST_POSITION = 8
+
+
+def shows_blocks(encoding: str | None) -> bool:
+    """Whether text in this encoding (a stream's `encoding`) can hold the block characters."""
+    try:
+        "".join(_BLOCKS).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def schedule_picture(schedule: Schedule, positions: int | None = None, *, width: int = 80, blocks: bool = True) -> str:
+    """Layers × positions: filled where a layer runs.
+
+    Where positions outnumber the columns, a column stands for several and is filled if the layer runs at half of them
+    or more; where they are few, a position takes several columns.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    positions : int, optional
+        Generation positions to show. Default: the schedule's `seq_len`.
+    width : int
+        Most characters of a line.
+    blocks : bool
+        Block characters, or plain ASCII.
+
+    Returns
+    -------
+    str
+        A heading, one line a layer, an axis, and the axis' numbers; no line end after the last.
+    """
+    shown = schedule.seq_len if positions is None else max(1, positions)
+    margin = max(len(str(schedule.num_layers - 1)), len("layer")) + 2
+    columns = max(1, min(shown, width - margin))
+    stretch = max(1, min((width - margin) // columns, _WIDEST_POSITION))
+    runs, left_out, corner, side, floor = _BLOCKS if blocks else _ASCII
+    edges = [shown * column // columns for column in range(columns + 1)]
+    lines = ["layer, by generation position"]
+    for layer in reversed(range(schedule.num_layers)):
+        end = schedule.drop_position(layer)
+        middles = (left + right for left, right in pairwise(edges))
+        cells = (runs if end is None or 2 * end >= twice else left_out for twice in middles)
+        lines.append(f"{layer:>{margin - 2}} {side}" + "".join(cell * stretch for cell in cells))
+    lines.append(" " * (margin - 1) + corner + floor * (columns * stretch))
+    lines.append(_numbers(edges[:-1], margin, stretch))
+    return "\n".join(lines)
+
+
+def _numbers(starts: list[int], margin: int, stretch: int) -> str:
+    """The axis' numbers: the position at which a column begins, about every quarter."""
+    columns = len(starts)
+    line = " " * margin
+    for column in sorted({columns * quarter // 4 for quarter in range(4)}):
+        at = margin + column * stretch
+        if at == margin or at > len(line):
+            line = line.ljust(at) + str(starts[column])
+    return line

@@ -1,0 +1,416 @@
+"""The cost model against known bounds, real parameter counts, real caches and a simulated stream; solved budgets."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
+
+from skipdecode import Schedule, attach
+from skipdecode.bench.machine import measure_machine
+from skipdecode.bench.step_cost import measure_cost
+from skipdecode.cost import CostModel, Machine
+from skipdecode.cost_solve import assess, solve, why_flat
+from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
+from skipdecode.geometry import ModelGeometry
+from skipdecode.models.families import decoder_layers
+from tiny import LAYERS, OPTIONS, tiny_model
+
+SMOLLM2 = LlamaConfig(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+)
+
+
+def opt(layers: int, hidden: int) -> OPTConfig:
+    return OPTConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        word_embed_proj_dim=hidden,
+        ffn_dim=4 * hidden,
+        num_attention_heads=32,
+    )
+
+
+READS_ONLY = Machine(bandwidth=30e9)
+
+
+def smollm2(batch: int = 8) -> CostModel:
+    return CostModel.predicted(ModelGeometry.from_config(SMOLLM2), READS_ONLY, batch)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [(SMOLLM2, 1.65), (opt(24, 2048), 1.85), (opt(32, 4096), 1.94)],
+    ids=["smollm2", "1.3b", "6.7b"],
+)
+def test_known_bounds_at_half_depth_in_bf16(config, bound):
+    for given_as in (config, config.to_dict()):
+        geometry = ModelGeometry.from_config(given_as)
+        cost = CostModel.predicted(geometry, READS_ONLY)
+        assert cost.bound(geometry.num_layers // 2, 0, 2) == pytest.approx(bound, abs=0.01)
+
+
+# Large enough that norms and biases, which are counted roughly, do not matter.
+_LARGER = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "ffn_dim": 704,
+    "n_embd": 256,
+    "word_embed_proj_dim": 256,
+    "head_dim": 64,
+    "moe_intermediate_size": 192,
+    "shared_expert_intermediate_size": 320,
+    "rotary_dim": 32,
+}
+
+
+@pytest.mark.parametrize("family", OPTIONS)
+def test_sizes_are_those_of_the_real_model(family):
+    config = AutoConfig.for_model(family, **{k: _LARGER.get(k, v) for k, v in OPTIONS[family].items()})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = decoder_layers(model)
+    real = sum(p.numel() for p in layers.parameters()) / len(layers)
+    geometry = ModelGeometry.from_config(config, dtype_bytes=1)
+    every_expert = 10**6
+    assert geometry.layer_bytes(every_expert) == pytest.approx(real, rel=0.003)
+    assert geometry.fixed_bytes(0) == pytest.approx(model.get_output_embeddings().weight.numel(), rel=0.03)
+    assert geometry.weight_bytes() == pytest.approx(model.num_parameters(), rel=0.05)
+    assert ModelGeometry.from_config(config.to_dict(), 1) == geometry
+
+
+def test_falcon_with_grouped_heads():
+    config = AutoConfig.for_model(
+        "falcon",
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+    )
+    with torch.device("meta"):
+        layers = decoder_layers(AutoModelForCausalLM.from_config(config))
+    real = sum(p.numel() for p in layers.parameters()) / 2
+    assert ModelGeometry.from_config(config, 1).layer_bytes() == pytest.approx(real, rel=0.01)
+
+
+def test_experts_read_grow_with_the_batch():
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=4)
+    geometry = ModelGeometry.from_config(config, 1)
+    assert geometry.num_experts == 8
+    one, few, many = (geometry.layer_bytes(batch) for batch in (1, 4, 1000))
+    assert few == pytest.approx(one + geometry.expert_params * (8 * (1 - 0.75**4) - 2))
+    assert many == pytest.approx(one + 6 * geometry.expert_params)
+    assert 2 * one == pytest.approx(geometry.layer_flops())  # A token computes what a batch of one reads.
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"])
+@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+def test_kv_bytes_are_those_of_a_real_cache(family, prompt, schedule):
+    plan = Schedule(LAYERS, schedule.drop_order, schedule.budgets, schedule.warmup_layers, prompt)
+    model = tiny_model(family)
+    ids = torch.randint(3, 100, (3, 7))
+    with attach(model, plan) as attachment:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    geometry = ModelGeometry.from_config(model.config, 4)
+    assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == attachment.last_run.kv_bytes
+    full = geometry.kv_bytes_held(Schedule.full(LAYERS), 7, 6, batch=3)
+    assert geometry.kv_bytes_saved(plan, 7, 6, batch=3) == full - attachment.last_run.kv_bytes
+
+
+def test_a_config_without_sizes_is_refused():
+    with pytest.raises(ModelLoadError, match="hidden_size"):
+        ModelGeometry.from_config({"num_hidden_layers": 4})
+    with pytest.raises(ModelLoadError, match="'many' for num_hidden_layers"):
+        ModelGeometry.from_config(SMOLLM2.to_dict() | {"num_hidden_layers": "many"})
+
+
+# ---------------------------------------------------------------------- seconds
+
+
+def test_a_step_is_its_parts():
+    cost = CostModel(num_layers=10, batch=2, fixed_seconds=5.0, layer_seconds=1.0, kv_seconds=0.01)
+    assert cost.step_seconds(4, 100) == pytest.approx(5 + 4 * (1 + 1))
+    schedule = Schedule.paper(10, min_exit_layer=4, max_exit_layer=6, seq_len=3)
+    # Three steps, of 6, 5 and 4 layers, after 20 prompt tokens; a token reads itself too.
+    expected = 15 + (6 + 5 + 4) + 0.01 * (6 * 21 + 5 * 22 + 4 * 23)
+    assert cost.sequence_seconds(schedule, 20, 4) == pytest.approx(expected)
+    assert cost.fixed_share(20, 2) == pytest.approx(5 / (5 + 10 * (1 + 0.21)))
+
+
+def test_sliding_window_layers_stop_reading_at_the_window():
+    cost = CostModel(4, 1, 0.0, 1.0, kv_seconds=1.0, window=10, window_share=0.5)
+    assert cost.step_seconds(4, 10) == pytest.approx(4 * 11)
+    assert cost.step_seconds(4, 30) == pytest.approx(4 * (1 + 20))
+
+
+def test_prediction_takes_the_slower_of_reads_and_arithmetic():
+    geometry = ModelGeometry.from_config(SMOLLM2)
+    reads = CostModel.predicted(geometry, READS_ONLY, 1)
+    assert reads.layer_seconds == pytest.approx(3_540_096 * 2 / 30e9)
+    assert reads.fixed_seconds == pytest.approx(49152 * 576 * 2 / 30e9, rel=0.001)
+    assert reads.kv_seconds == pytest.approx(2 * 3 * 64 * 2 / 30e9)
+    slow = Machine(30e9, flops=1e9)
+    busy = CostModel.predicted(geometry, slow, 4)
+    assert busy.layer_seconds == pytest.approx(4 * 2 * 3_540_096 / 1e9)
+    launched = CostModel.predicted(geometry, Machine(30e9, launch_seconds=1.0), 1)
+    assert launched.step_seconds(30) == pytest.approx(reads.step_seconds(30) + 31)
+
+
+def test_a_stream_of_mixed_ages_costs_what_a_simulation_says():
+    cost = smollm2(batch=6)
+    schedule = Schedule.paper(30, min_exit_layer=5, max_exit_layer=25, seq_len=40)
+    draw = random.Random(0)
+    steps = [max(schedule.budget(draw.randrange(60)) for _ in range(6)) for _ in range(40_000)]
+    assert cost.layers_per_step(schedule, 61, "continuous") == pytest.approx(sum(steps) / len(steps), rel=0.005)
+
+
+costs = st.builds(
+    CostModel,
+    num_layers=st.integers(2, 24),
+    batch=st.integers(1, 64),
+    fixed_seconds=st.floats(0, 10),
+    layer_seconds=st.floats(0.01, 10),
+    kv_seconds=st.floats(0, 0.01),
+)
+
+
+@st.composite
+def costs_and_schedules(draw):
+    cost = draw(costs)
+    budgets = sorted(draw(st.lists(st.integers(2, cost.num_layers), min_size=1, max_size=12)), reverse=True)
+    return cost, Schedule(cost.num_layers, tuple(range(1, cost.num_layers - 1)), tuple(budgets))
+
+
+@settings(deadline=None)
+@given(costs_and_schedules(), st.integers(0, 50), st.integers(2, 30))
+def test_speedups_are_ordered(both, prompt_len, new_tokens):
+    cost, schedule = both
+    lockstep = cost.speedup(schedule, prompt_len, new_tokens)
+    continuous = cost.speedup(schedule, prompt_len, new_tokens, "continuous")
+    slack = 1 + 1e-9
+    assert 1 <= continuous * slack <= lockstep * slack**2
+    assert lockstep <= cost.bound(2, prompt_len, new_tokens) * slack
+    unread = replace(cost, kv_seconds=0.0)
+    nominal = cost.num_layers / schedule.mean_budget(new_tokens - 1)
+    assert unread.speedup(schedule, prompt_len, new_tokens) <= nominal * slack
+    if cost.batch == 1 or schedule.is_flat:
+        assert continuous == pytest.approx(lockstep)
+    deeper = Schedule.constant(cost.num_layers, schedule.budgets[0])
+    assert cost.sequence_seconds(schedule, prompt_len, new_tokens) <= slack * cost.sequence_seconds(
+        deeper, prompt_len, new_tokens
+    )
+
+
+@settings(deadline=None)
+@given(costs)
+def test_json_round_trip(cost):
+    assert CostModel.from_json(cost.to_json()) == cost
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format": 1}', '{"format": 1, "num_layers": "x"}', '{"format": 9}', '{"format": 1, "y": 2}'],
+)
+def test_what_is_no_cost_model_is_refused(text):
+    with pytest.raises(DataError, match="cost model"):
+        CostModel.from_json(text)
+
+
+def test_wrong_numbers_are_refused():
+    cost = smollm2()
+    with pytest.raises(UsageError, match="new_tokens=1"):
+        cost.speedup(Schedule.full(30), 10, 1)
+    with pytest.raises(UsageError, match="prompt_len=-1"):
+        cost.speedup(Schedule.full(30), -1, 5)
+    with pytest.raises(UsageError, match="lockstep"):
+        cost.speedup(Schedule.full(30), 10, 5, "sometimes")
+    with pytest.raises(ScheduleError, match="24 layers"):
+        cost.speedup(Schedule.full(24), 10, 5)
+    with pytest.raises(UsageError, match="bandwidth"):
+        Machine(bandwidth=0)
+    with pytest.raises(UsageError, match="fixed_seconds"):
+        CostModel(4, 1, float("nan"), 1.0)
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize("target", [1.0, 1.1, 1.5, 2.0, 3.0, 3.9])
+def test_lockstep_budgets_reach_the_target_and_no_more(target):
+    cost = smollm2()
+    schedule = solve(cost, target, 64)
+    assert target <= cost.speedup(schedule, 64, 65) <= target * 1.02
+    assert schedule.drop_order == tuple(range(1, 29))
+    steps = {a - b for a, b in pairwise(schedule.budgets)}
+    assert steps <= {0, 1}, "linear decay falls one layer at a time"
+
+
+def test_the_decay_is_the_papers():
+    schedule = solve(smollm2(), 2.0, 64)
+    mean = schedule.mean_budget()
+    assert schedule.budgets[0] == pytest.approx(mean * 4 / 3, abs=1)
+    assert schedule.budgets[-1] == pytest.approx(mean * 2 / 3, abs=1)
+    assert solve(smollm2(), 2.0, 64, spread=0.0).is_flat
+
+
+@settings(deadline=None)
+@given(costs, st.floats(0, 1), st.integers(1, 20), st.sampled_from(["lockstep", "continuous"]), st.integers(0, 2))
+def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_len, use, warmup):
+    warmup = min(warmup, cost.num_layers - 1)
+    bound = cost.bound(warmup + 1, 8, seq_len + 1)
+    target = 1 + share * (bound - 1) * 0.999
+    schedule = solve(cost, target, seq_len, use=use, warmup_layers=warmup, prompt_len=8)
+    assert cost.speedup(schedule, 8, seq_len + 1, use) >= target
+    more = tuple(min(cost.num_layers, b + 1) for b in schedule.budgets)
+    if more != schedule.budgets:
+        deeper = Schedule(cost.num_layers, schedule.drop_order, more, warmup)
+        assert cost.speedup(deeper, 8, seq_len + 1, use) < target
+
+
+def test_continuous_use_gets_a_flat_schedule_and_says_why():
+    cost = smollm2(batch=8)
+    flat = solve(cost, 1.5, 64, use="continuous")
+    assert flat.is_flat
+    assert cost.speedup(flat, 64, 65, "continuous") >= 1.5
+    linear = solve(cost, 1.5, 64)
+    mixed = cost.speedup(linear, 64, 65, "continuous")
+    assert mixed < 1.35
+    reason = why_flat(cost, linear, 64, 65)
+    assert f"bring {mixed:.2f}x" in reason
+    assert f"{cost.layers_per_step(linear, 65, 'continuous'):.1f} of 30 layers" in reason
+
+
+def test_a_target_out_of_reach_says_the_bound_and_why():
+    cost = smollm2(batch=1)
+    with pytest.raises(TargetError) as error:
+        solve(cost, 5, 64)
+    text = str(error.value)
+    bound = cost.bound(2, 64, 65)
+    assert f"the bound is {int(bound * 100) / 100:.2f}x" in text
+    assert f"{cost.fixed_share(64, 65):.0%} of a full step" in text
+    assert "2 layers" in text
+    assert "15 layers: 1.6" in text
+    assert solve(cost, bound * 0.9999, 64).budgets[-1] == 2
+    with pytest.raises(TargetError):
+        solve(cost, bound * 1.0001, 64)
+
+
+def test_an_order_that_keeps_layers_limits_the_budget():
+    cost = smollm2()
+    order = (10, 11, 12, 13)
+    schedule = solve(cost, 1.05, 16, drop_order=order)
+    assert schedule.drop_order == order
+    with pytest.raises(TargetError, match="26 layers, the bound"):
+        solve(cost, 2, 16, drop_order=order)
+
+
+@pytest.mark.parametrize("target", [0.5, 0, -1, float("nan"), float("inf"), "2"])
+def test_targets_that_are_none(target):
+    with pytest.raises(TargetError, match="1 or more"):
+        solve(smollm2(), target, 64)
+
+
+def test_assessment_is_consistent():
+    geometry = ModelGeometry.from_config(SMOLLM2)
+    cost = smollm2()
+    schedule = solve(cost, 2, 64)
+    figures = assess(schedule, cost, geometry, use="lockstep", prompt_len=64, new_tokens=65)
+    assert figures.speedup == figures.speedup_lockstep > figures.speedup_continuous
+    assert figures.nominal_speedup == pytest.approx(schedule.nominal_speedup)
+    assert figures.step_seconds_full / figures.step_seconds == pytest.approx(figures.speedup)
+    assert figures.layers_per_step == pytest.approx(schedule.mean_budget())
+    assert figures.bound_at_half < figures.bound
+    assert (figures.least_budget, figures.half_budget) == (2, 15)
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def test_a_fit_finds_the_parts_it_was_made_from():
+    truth = CostModel(12, 4, 0.02, 0.003, 1e-6)
+    steps = {n: truth.step_seconds(n, 70) for n in (12, 6, 2)}
+    fit = CostModel.fitted(12, 4, steps, 70, longer=(500, truth.step_seconds(12, 500)))
+    assert fit.fixed_seconds == pytest.approx(truth.fixed_seconds)
+    assert fit.layer_seconds == pytest.approx(truth.layer_seconds)
+    assert fit.kv_seconds == pytest.approx(truth.kv_seconds)
+    assert fit.residual == pytest.approx(0, abs=1e-9)
+    assert fit.source == "measured"
+    noisy = CostModel.fitted(12, 4, steps | {6: steps[6] * 1.1}, 70)
+    assert 0.01 < noisy.residual < 0.1
+
+
+def test_a_fit_of_nonsense_is_refused():
+    with pytest.raises(UsageError, match="no less time"):
+        CostModel.fitted(12, 1, {12: 1.0, 6: 1.5, 2: 2.0}, 10)
+    with pytest.raises(UsageError, match="two depths"):
+        CostModel.fitted(12, 1, {12: 1.0}, 10)
+    through_zero = CostModel.fitted(12, 1, {12: 1.0, 6: 0.4}, 10)
+    assert through_zero.fixed_seconds == 0
+
+
+def wide_model(family: str = "llama"):
+    return tiny_model(family, hidden_size=128, intermediate_size=512)
+
+
+def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    model = wide_model()
+    before = dict(model.__dict__)
+    first = measure_cost(model, batch=2, prompt_len=8, repeats=2, steps=4)
+    assert (first.num_layers, first.batch, first.source) == (LAYERS, 2, "measured")
+    assert first.layer_seconds > 0
+    assert model.__dict__.keys() == before.keys(), "the model is as it was"
+    # Seconds are never the same twice: an equal cost model was not measured again.
+    assert measure_cost(model, batch=2, prompt_len=8) == first
+    assert measure_cost(model, batch=2, prompt_len=8, repeats=1, steps=3, reuse=False) != first
+    (file,) = (tmp_path / "costs").iterdir()
+    file.write_text('{"key": ')
+    again = measure_cost(model, batch=2, prompt_len=8, repeats=1, steps=3)
+    assert measure_cost(model, batch=2) == again
+    measure_cost(model, batch=1, prompt_len=8, repeats=1, steps=3)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_calibration(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "file"))
+    assert measure_cost(wide_model(), prompt_len=4, repeats=1, steps=3).source == "measured"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_bigcode", "bloom", "qwen3_moe"])
+def test_calibration_of_other_families(family, tmp_path, monkeypatch):
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    cost = measure_cost(tiny_model(family), batch=2, prompt_len=12, repeats=2, steps=4)
+    assert cost.step_seconds(LAYERS, 12) > cost.step_seconds(1, 12) > 0
+
+
+def test_calibration_refuses_what_does_not_fit():
+    model = tiny_model("llama")
+    with pytest.raises(UsageError, match="context is 256"):
+        measure_cost(model, prompt_len=300, reuse=False)
+    with pytest.raises(UsageError, match="batch=0"):
+        measure_cost(model, batch=0)
+    with pytest.raises(UsageError, match="one layer"):
+        measure_cost(tiny_model("llama", num_hidden_layers=1), reuse=False)
+
+
+def test_this_machine_reaches_something_plausible():
+    machine = measure_machine("cpu")
+    assert 1e8 < machine.bandwidth < 1e13
+    assert 1e8 < machine.flops < 1e15

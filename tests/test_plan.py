@@ -1,0 +1,282 @@
+"""`skipdecode plan` on a tiny model's directory and on config files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from matplotlib import image
+
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.cost import CostModel
+from skipdecode.text_plot import schedule_picture, shows_blocks
+from tiny import LAYERS, tiny_model
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "smollm2.json"
+    path.write_text(json.dumps(SMOLLM2))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama").save_pretrained(path)
+    return str(path)
+
+
+def plan(capsys, *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line that a wrong command gets."""
+    try:
+        code = main(["plan", *arguments])
+    except SystemExit as e:
+        code = e.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    return output.err
+
+
+# ---------------------------------------------------------------------- plans
+
+
+def test_a_wall_clock_target_for_a_config(config_file, capsys):
+    document = json.loads(plan(capsys, config_file, "--target-speedup", "1.5", "--json"))
+    schedule = Schedule.from_dict(document["schedule"])
+    cost = CostModel.from_dict(document["cost"])
+    figures = document["figures"]
+    assert cost.source == "predicted"
+    assert document["dtype"] == "bfloat16"
+    assert document["weight_bytes"] == pytest.approx(269e6, rel=0.01)
+    assert (document["prompt_len"], document["new_tokens"]) == (64, 65)
+    assert figures["speedup"] == pytest.approx(cost.speedup(schedule, 64, 65))
+    assert 1.5 <= figures["speedup"] < 1.53 < figures["nominal_speedup"]
+    assert figures["bound"] > figures["bound_at_half"] == pytest.approx(1.65, abs=0.03)
+    assert figures["kv_bytes_saved"] > 0
+    assert document["reason"] is None
+
+
+def test_the_report_has_the_figures_of_the_document(config_file, capsys):
+    command = (config_file, "--nominal-speedup", "2", "--batch", "4", "--seq-len", "32")
+    figures = json.loads(plan(capsys, *command, "--json"))["figures"]
+    text = " ".join(plan(capsys, *command).split())
+    assert f"nominal {figures['nominal_speedup']:.2f}x" in text
+    assert "of weights in bfloat16" in text
+    assert "for 4 x (64 prompt + 33 new tokens), lockstep" in text
+    assert "schedule skipdecode-2x: 20 falling to 10 of 30 layers, left out bottom-up" in text
+    assert f"({figures['kv_bytes_saved'] / (figures['kv_bytes_saved'] + figures['kv_bytes_held']):.0%}) saved" in text
+
+
+def test_lines_fit_eighty_columns(config_file, capsys):
+    text = plan(capsys, config_file, "--target-speedup", "2", "--use", "continuous", "--seq-len", "500")
+    lines = text.splitlines()
+    commands = [line for line in lines if line.startswith("next ")]
+    assert all(len(line) <= 80 for line in lines if line not in commands)
+
+
+def test_weights_at_hand_are_measured(model_dir, capsys):
+    document = json.loads(plan(capsys, model_dir, "--nominal-speedup", "2", "--seq-len", "8", "--json"))
+    assert document["cost"]["source"] == "measured"
+    assert "measured here with transformers" in document["cost_origin"]
+    assert document["dtype"] == "float32"
+    predicted = json.loads(plan(capsys, model_dir, "--nominal-speedup", "2", "--no-measure", "--json"))
+    assert predicted["cost"]["source"] == "predicted"
+
+
+def test_continuous_use_is_flat_and_says_why(config_file, capsys):
+    command = (config_file, "--target-speedup", "1.5", "--use", "continuous", "--batch", "8")
+    document = json.loads(plan(capsys, *command, "--json"))
+    assert len(set(document["schedule"]["budgets"])) == 1
+    assert document["figures"]["speedup"] >= 1.5
+    assert document["reason"].startswith("flat, because rows of mixed ages")
+    assert "flat, because rows of mixed ages share a step" in " ".join(plan(capsys, *command).split())
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("bottom-up", 1), ("top-down", 29), ("even", None)], ids=["bottom-up", "top-down", "even"]
+)
+def test_orders(order, first, config_file, capsys):
+    document = json.loads(plan(capsys, config_file, "--target-speedup", "1.5", "--order", order, "--json"))
+    schedule = Schedule.from_dict(document["schedule"])
+    if first is not None:
+        assert schedule.drop_order[0] == first
+    else:
+        kept = schedule.layers(10**6)
+        gaps = {b - a for a, b in pairwise(kept)}
+        assert max(gaps) - min(gaps) <= 1
+    assert document["figures"]["speedup"] >= 1.5
+
+
+def test_explicit_exits_are_the_papers_schedule(config_file, capsys):
+    command = (
+        config_file,
+        "--min-exit-layer",
+        "10",
+        "--max-exit-layer",
+        "20",
+        "--seq-len",
+        "16",
+        "--warmup-layers",
+        "2",
+    )
+    document = json.loads(plan(capsys, *command, "--json"))
+    expected = Schedule.paper(30, min_exit_layer=10, max_exit_layer=20, seq_len=16, warmup_layers=2)
+    assert Schedule.from_dict(document["schedule"]) == expected
+
+
+def test_files_and_the_next_command(config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = plan(capsys, config_file, "--target-speedup", "1.5", "--order", "even", "--no-measure")
+    command = shlex.split(first.splitlines()[-1].removeprefix("next"))
+    assert command[:2] == ["skipdecode", "plan"]
+    second = plan(capsys, *command[2:], "--png", "picture.png")
+    kept = Schedule.from_json((tmp_path / "schedule.json").read_text())
+    assert "left out even" in first
+    assert kept.name == "skipdecode-1.5x-wall"
+    assert "skipdecode generate" in second
+    assert "--schedule schedule.json" in second
+    pixels = image.imread(tmp_path / "picture.png")
+    assert min(pixels.shape[:2]) > 400
+    colours = {tuple(c) for c in (pixels[::8, ::8, :3] * 255).astype(int).reshape(-1, 3).tolist()}
+    assert {(47, 111, 159), (233, 233, 228)} <= colours, "layers that run, and layers left out"
+
+
+def test_help_is_quick():
+    heavy = "('torch', 'transformers', 'matplotlib')"
+    check = f"import sys, skipdecode.cli.plan; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def cells(picture: str, layers: int, side: str = "│") -> list[str]:
+    """The picture's rows, from layer 0 up, without margin."""
+    rows = [line.partition(side)[2] for line in picture.splitlines()[1 : layers + 1]]
+    return rows[::-1]
+
+
+def test_the_picture_shows_what_runs(schedule):
+    rows = cells(schedule_picture(schedule, 12), LAYERS)
+    stretch = len(rows[0]) // 12
+    for layer in range(LAYERS):
+        for position in range(12):
+            shown = rows[layer][position * stretch : (position + 1) * stretch]
+            assert set(shown) == {"█" if layer in schedule.layers(position) else "·"}
+
+
+def test_a_long_schedule_is_binned_to_the_width():
+    schedule = Schedule.from_speedup(30, 2, 1000)
+    for width in (40, 80):
+        picture = schedule_picture(schedule, width=width)
+        assert max(map(len, picture.splitlines())) <= width
+        filled = sum(row.count("█") for row in cells(picture, 30)) / sum(map(len, cells(picture, 30)))
+        assert filled == pytest.approx(schedule.mean_budget() / 30, abs=0.02)
+    numbers = [int(n) for n in picture.splitlines()[-1].split()]
+    assert numbers[0] == 0
+    assert numbers[-1] == pytest.approx(750, abs=20)
+
+
+def test_plain_ascii_where_the_terminal_has_no_blocks(config_file):
+    assert shows_blocks("utf-8")
+    assert not shows_blocks("ascii")
+    assert not shows_blocks(None)
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "skipdecode.cli", "plan", config_file, "--nominal-speedup", "2"]
+    done = subprocess.run(command, capture_output=True, env=environment, check=True)
+    rows = cells(done.stdout.decode("ascii"), 30, "|")
+    assert set("".join(rows)) == {"#", "."}
+
+
+# ---------------------------------------------------------------------- wrong commands
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no target was given"),
+        (("--target-speedup", "2", "--nominal-speedup", "2"), "more than one target"),
+        (("--target-speedup", "2", "--min-exit-layer", "2", "--max-exit-layer", "4"), "more than one target"),
+        (("--min-exit-layer", "2"), "go together"),
+        (("--target-speedup", "9"), "out of reach"),
+        (("--target-speedup", "0.5"), "1 or more"),
+        (("--target-speedup", "fast"), "argument --target-speedup"),
+        (("--target-speedup", "2", "--batch", "0"), "--batch 0"),
+        (("--target-speedup", "2", "--seq-len", "0"), "--seq-len 0"),
+        (("--target-speedup", "2", "--prompt-len", "0"), "--prompt-len 0"),
+        (("--target-speedup", "2", "--measure"), "config without weights"),
+        (("--target-speedup", "2", "--device", "toaster"), "toaster"),
+        (("--target-speedup", "2", "--spread", "1"), "spread"),
+        (("--nominal-speedup", "99"), "at most 15.00"),
+        (("--min-exit-layer", "9", "--max-exit-layer", "4"), "above max_exit_layer"),
+        (("--min-exit-layer", "9", "--max-exit-layer", "40"), "give 2 to 30"),
+        (("--nominal-speedup", "2", "--warmup-layers", "31"), "warmup"),
+        (("--nominal-speedup", "2", "--order", "inside-out"), "inside-out"),
+    ],
+)
+def test_wrong_options_are_told(arguments, message, config_file, capsys):
+    assert message in refused(capsys, config_file, *arguments)
+
+
+def test_wrong_files_are_told(tmp_path, config_file, capsys, monkeypatch):
+    for name, content, message in (
+        ("text.json", "no json", "is not the JSON of a model's config"),
+        ("list.json", "[]", "a JSON object is needed"),
+        ("empty.json", "{}", "hidden_size"),
+        ("odd.json", json.dumps(SMOLLM2 | {"num_hidden_layers": "many"}), "num_hidden_layers"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert main(["plan", str(tmp_path / name), "--target-speedup", "2"]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "nowhere"), "--target-speedup", "2"]) == 1
+    assert "nowhere" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["plan", config_file, "--target-speedup", "2", "--out", str(tmp_path / "file" / "s.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named(config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", config_file, "--target-speedup", "2", "--png", str(tmp_path / "p.png")]) == 1
+    assert "skipdecode[plot]" in capsys.readouterr().err
+
+
+def test_output_survives_a_stream_without_encoding(config_file, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["plan", config_file, "--nominal-speedup", "2"]) == 0
+    assert "nominal" in stream.getvalue()
