@@ -67,12 +67,7 @@ def solve(
     TargetError
         No schedule of this kind reaches the target; states the bound and what sets it.
     """
-    if not isinstance(target_speedup, int | float) or not 1 <= target_speedup < math.inf:
-        raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
-    if not 0 <= spread < 1:
-        raise TargetError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
-    if seq_len < 1:
-        raise TargetError(f"seq_len={seq_len} is not accepted: give 1 or more positions")
+    _check(target_speedup, spread, seq_len)
     order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
     least = max(1, cost.num_layers - len(order))
     tokens = seq_len + 1 if new_tokens is None else new_tokens
@@ -108,6 +103,15 @@ def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int
         f"brings {together:.2f}x in lockstep would run {layers:.1f} of {cost.num_layers} layers a step at batch "
         f"{cost.batch} and bring {mixed:.2f}x"
     )
+
+
+def _check(target_speedup: float, spread: float, seq_len: int) -> None:
+    if not isinstance(target_speedup, int | float) or not 1 <= target_speedup < math.inf:
+        raise TargetError(f"target_speedup={target_speedup!r} is not accepted: give a number of 1 or more")
+    if not 0 <= spread < 1:
+        raise TargetError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
+    if seq_len < 1:
+        raise TargetError(f"seq_len={seq_len} is not accepted: give 1 or more positions")
 
 
 def _linear(mean: float, spread: float, least: int, most: int, seq_len: int) -> tuple[int, ...]:
