@@ -1,7 +1,7 @@
-"""Decode-phase wall-clock time of transformers' path under schedules, next to nominal and to the cost model's prediction.
+"""Decode-phase time of the transformers path under schedules, next to nominal and the cost model's prediction.
 
-One process, one model, alternating rounds: full depth, then each nominal speed-up, then again. The prompt is run once and
-its cache copied, so that only decoding is timed. Random weights: the time of a step does not depend on their values.
+One process, one model, alternating rounds: full depth, then each nominal speed-up, then again. The prompt is run once
+and its cache copied, so that only decoding is timed. Random weights: the time of a step does not depend on their values.
 
     python benchmarks/decode_speed.py --geometry opt-1.3b --batch 8 --out results/decode-opt-1.3b-cpu.json
 """
@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     document = run(options)
-    document["config"]["command"] = f"python benchmarks/decode_speed.py --geometry {options.geometry} --out {options.out}"
+    document["config"]["command"] = " ".join(["python", *sys.argv])
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"{'nominal':>8} {'layers':>7} {'tokens/s':>9} {'measured':>9} {'predicted':>10} {'ratio':>6}")
     for row in document["rows"]:

@@ -38,7 +38,7 @@ def active_tokens(schedule: Schedule, prompt: int, columns: int) -> Tensor:
 
 
 def oracle_logits(model: Any, ids: Tensor, mask: Tensor, active: Tensor) -> Tensor:
-    """Logits (rows, columns, vocabulary) of the uncached form; `active` (layers, columns) or (layers, rows, columns)."""
+    """Logits (rows, columns, vocabulary), uncached; `active` (layers, columns) or (layers, rows, columns)."""
     if active.dim() == 2:
         active = active[:, None].expand(-1, ids.shape[0], -1)
 

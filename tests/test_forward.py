@@ -75,7 +75,7 @@ def test_teacher_forced_loss_is_the_loss_of_cached_decoding(schedule: Schedule):
 
 def test_prompt_length_per_row_and_one_for_all():
     model = tiny_model("qwen3")
-    ids, mask, _ = ragged_batch()
+    ids, _mask, _ = ragged_batch()
     with attach(model, PAPER), torch.no_grad():
         per_row = model(input_ids=ids, prompt_length=torch.tensor([7, 4])).logits
         first = model(input_ids=ids[:1], prompt_length=7).logits

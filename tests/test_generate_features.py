@@ -47,7 +47,7 @@ def test_cached_equals_uncached_in_every_mode(family: str, mode: str):
 @torch.no_grad()
 def test_the_uncached_mode_is_the_oracle():
     model = tiny_model("llama")
-    ids, mask = ragged_prompts()
+    _ids, mask = ragged_prompts()
     with attach(model, PAPER):
         text = generate(model, use_cache=False)
     active = torch.stack(

@@ -24,8 +24,8 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     config : PreTrainedConfig
         Config of the causal LM.
     prompt_length : int, optional
-        Columns that are prompt, cached ones included. Without it, every forward is taken as prompt until a single token is
-        fed on a filled cache.
+        Columns that are prompt, cached ones included. Without it, every forward is taken as prompt until a single token
+        is fed on a filled cache.
     """
 
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:
@@ -77,7 +77,8 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: see `is_croppable`."""
         raise UnsupportedFeatureError(
-            "crop (rollback of the cache) is not supported under a schedule: copy the cache before you go on, or start afresh"
+            "crop (rollback of the cache) is not supported under a schedule: copy the cache before you go on, or start "
+            "afresh"
         )
 
     # ------------------------------------------------------------------ bytes

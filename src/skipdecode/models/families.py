@@ -98,7 +98,7 @@ def find_family(model: Any) -> Family:
     Raises
     ------
     UnsupportedModelError
-        If `model` is no transformers causal LM or its model type is not in the table; names the type and lists the table.
+        If `model` is no transformers causal LM or its model type is not in the table; names the type, lists the table.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     works = f"supported model types: {', '.join(sorted(FAMILIES))}"
@@ -107,8 +107,8 @@ def find_family(model: Any) -> Family:
     family = FAMILIES.get(model_type)
     if family is None:
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV cache "
-            f"can skip layers, and each is tested before it is listed; {works}"
+            f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV "
+            f"cache can skip layers, and each is tested before it is listed; {works}"
         )
     try:
         layers = attrgetter(family.layers)(model)
@@ -117,7 +117,8 @@ def find_family(model: Any) -> Family:
         layers = head = None
     if layers is None or head is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not the causal LM of model type {model_type!r}: load it with AutoModelForCausalLM"
+            f"{type(model).__name__} is not the causal LM of model type {model_type!r}: load it with "
+            "AutoModelForCausalLM"
         )
     return family
 

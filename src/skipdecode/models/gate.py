@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -65,7 +64,8 @@ def ungate_layer(layer: nn.Module) -> None:
 def gate_layer(layer: nn.Module, index: int, conductor: Conductor) -> None:
     """Gate a decoder layer, number `index` of its model."""
     layer.__dict__["_skipdecode"] = (index, conductor)
-    layer.__class__ = _gated_class(type(layer))
+    base: Any = type(layer)
+    layer.__class__ = _gated_class(base)
 
 
 def is_gated(layer: nn.Module) -> bool:
@@ -74,10 +74,10 @@ def is_gated(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def _gated_class(base: Hashable) -> Any:
+def _gated_class(base: Any) -> Any:
     # The name stays, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (_Gated, base), body)  # type: ignore[attr-defined]
+    return type(base.__name__, (_Gated, base), body)
 
 
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:

@@ -77,7 +77,8 @@ def check_features(options: dict[str, Any], defaults: Any) -> None:
     kind = value("cache_implementation")
     if kind not in _PLAIN_CACHES:
         raise UnsupportedFeatureError(
-            f"cache_implementation={kind!r} is not supported: only a dynamic cache can leave skipped layers empty; {advice}"
+            f"cache_implementation={kind!r} is not supported: only a dynamic cache can leave skipped layers empty; "
+            f"{advice}"
         )
     past = options.get("past_key_values")
     if past is not None and not isinstance(past, SkipCache):

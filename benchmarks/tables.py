@@ -1,0 +1,74 @@
+"""Write every table in README and docs from the result file it names; `--check` fails where one is out of date.
+
+A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end table -->`.
+
+    python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+
+def decode(document: dict[str, Any]) -> list[list[str]]:
+    """Decode-phase speed: nominal, layers, tokens/s, measured and predicted speed-up, KV cache."""
+    head = ["nominal speed-up", "mean layers", "tokens/s", "measured speed-up", "cost model says", "KV cache held"]
+    return [
+        head,
+        *(
+            [
+                f"{row['nominal_speedup']:g}x",
+                f"{row['mean_layers']:.1f}",
+                f"{row['decode_tokens_per_s']:.1f}",
+                f"{row['decode_speedup']:.2f}x",
+                f"{row['predicted_speedup']:.2f}x",
+                f"{row['kv_bytes'] / row['kv_bytes_full']:.0%}",
+            ]
+            for row in document["rows"]
+        ),
+    ]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {"decode": decode}
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A Markdown table; the first row is its head."""
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
+
+
+def filled(page: str) -> str:
+    """A page's text with every table written anew."""
+
+    def table(match: re.Match[str]) -> str:
+        document = json.loads((ROOT / match[3]).read_text(encoding="utf-8"))
+        return match[1] + markdown(TABLES[match[2]](document)) + match[4]
+
+    return BLOCK.sub(table, page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
+    check = parser.parse_args().check
+    stale = [p for p in PAGES if filled(text := p.read_text(encoding="utf-8")) != text]
+    for page in stale:
+        print(f"{'out of date' if check else 'written'}: {page.relative_to(ROOT)}", file=sys.stderr)
+        if not check:
+            page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+"""Tables in README and docs are those of the result files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_tables_are_those_of_the_results():
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "tables.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_opens_with_what_a_reader_needs():
+    head = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:40]
+    text = "\n".join(head)
+    for needed in ("<!-- table decode results/", "make demo", "make test", "skipdecode.attach", "skipdecode generate"):
+        assert needed in text
