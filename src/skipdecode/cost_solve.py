@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,16 +81,23 @@ def solve(
     def reaches(schedule: Schedule) -> bool:
         return cost.speedup(schedule, prompt_len, tokens, use) >= target_speedup
 
-    # Both ends of the decay grow with the mean, so the budget at every position does, and the speed-up falls.
-    low, high = least / (1 + spread), float(cost.num_layers)
-    if reaches(full := schedule_of(high)):
+    if reaches(full := schedule_of(cost.num_layers)):
         return full
-    if not reaches(schedule_of(low)):
+    fewest = least / (1 + spread)
+    if not reaches(schedule_of(fewest)):
         raise TargetError(_out_of_reach(cost, target_speedup, least, prompt_len, tokens))
+    return schedule_of(_largest(lambda mean: reaches(schedule_of(mean)), fewest, cost.num_layers))
+
+
+def _largest(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """By bisection, the largest value that `holds`; it does at `low`, and not at `high`.
+
+    Both ends of the decay grow with the mean, so the budget at every position does, and the speed-up falls.
+    """
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
-        low, high = (middle, high) if reaches(schedule_of(middle)) else (low, middle)
-    return schedule_of(low)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int) -> str:
