@@ -35,9 +35,9 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     return fast
 
 
-def save_tiny_model(path: Path, *, tokenizer: bool = True, chat: bool = True, **changes: Any) -> str:
+def save_tiny_model(path: Path, *, tokenizer: bool = True, chat: bool = True, context: int = CONTEXT) -> str:
     """A random Llama of 8 layers with the byte tokenizer; returns its directory as text."""
-    model = tiny_model("llama", vocab_size=259, max_position_embeddings=CONTEXT, **changes)
+    model = tiny_model("llama", vocab_size=259, max_position_embeddings=context)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(path)
     if tokenizer:

@@ -33,12 +33,12 @@ _QUICK_PROMPTS = ("record-1", "record-2", "chat-1")
 _QUICK_TOKENS = 16
 _INSTRUCTION = "Describe this place in one sentence, from these facts: "
 _UNTUNED = (
-    "This model was not tuned under any schedule, so its text breaks when layers are left out; tuning under the schedule "
-    "is what repairs it: skipdecode tune --help. Layers, speed and memory are the same for a tuned model."
+    "This model was not tuned under any schedule, so its text breaks when layers are left out; tuning under the "
+    "schedule is what repairs it: skipdecode tune --help. Layers, speed and memory are the same for a tuned model."
 )
 _TUNED = (
-    "This checkpoint was tuned under its own schedule; under the other ones its text breaks. Layers, speed and memory are "
-    "the same for any weights."
+    "This checkpoint was tuned under its own schedule; under the other ones its text breaks. Layers, speed and memory "
+    "are the same for any weights."
 )
 
 
@@ -136,7 +136,7 @@ def _prompts(config: Config, loaded: LoadedModel) -> list[EncodedPrompt]:
     for prompt in prompts:
         if prompt.error is not None or (prompt.room is not None and prompt.room < config.max_new_tokens):
             raise UsageError(
-                f"--max-new-tokens {config.max_new_tokens} is too many: {config.model} has a context of {context} tokens"
+                f"--max-new-tokens {config.max_new_tokens} is too many: {config.model} has a context of {context}"
             )
     return prompts
 

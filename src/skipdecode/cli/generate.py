@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
-from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from skipdecode.cli.schedule_options import ScheduleChoice
@@ -252,13 +252,11 @@ def _generate(
 
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:
     from skipdecode.environment import environment
+    from skipdecode.files import write_whole
     from skipdecode.textgen.report import note, summary_lines
 
     for line in summary_lines(summary):
         note(line)
     if config.summary is not None:
         document = {"settings": settings, "summary": summary.to_dict(), "environment": environment()}
-        try:
-            Path(config.summary).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        except OSError as e:
-            raise OutputError(f"cannot write {config.summary}: {e.strerror or e}; the rows are written") from None
+        write_whole(config.summary, json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,111 @@
+"""`skipdecode demo`: what it shows, on a tiny model in any terminal and on the embedded one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.cli.columns import side_by_side, table
+from textgen_tools import save_tiny_model
+from tiny import LAYERS
+
+NAMES = ["full depth", "even, 7 layers", "SkipDecode 2x", "SkipDecode 3x", "constant, 4 layers"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), context=400)
+
+
+def demo(model: str, *arguments: str) -> int:
+    return main(["demo", "--model", model, "--max-new-tokens", "6", *arguments])
+
+
+def test_page_shows_every_schedule_with_nominal_and_measured_speed(capsys: Any, model_dir: str):
+    assert demo(model_dir) == 0
+    page = capsys.readouterr().out
+    for name in NAMES:
+        assert name in page
+    assert "Blue Heron" in page
+    assert "measured" in page
+    assert "was not tuned under any schedule" in " ".join(page.split())
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_page_keeps_to_the_width_of_the_terminal(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, model_dir: str, columns: str
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert demo(model_dir, "--rounds", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    texts = [line for line in lines if "|" not in line and not line.startswith((">", model_dir))]
+    before_table = texts[: next(i for i, line in enumerate(texts) if line.startswith("full depth") and "1.00x" in line)]
+    assert max(map(len, before_table)) <= int(columns)
+
+
+def test_document_holds_the_figures(capsys: Any, model_dir: str):
+    assert demo(model_dir, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    runs = {r["name"]: r for r in found["runs"]}
+    assert list(runs) == NAMES
+    two = Schedule.from_speedup(LAYERS, 2, 5)
+    assert runs["SkipDecode 2x"]["layers_per_token"] == pytest.approx(two.mean_budget(5))
+    assert runs["SkipDecode 2x"]["nominal_speedup"] == pytest.approx(LAYERS / two.mean_budget(5))
+    assert runs["full depth"]["measured_decode_speedup"] == 1
+    assert runs["full depth"]["kv_saved_share"] == 0 < runs["SkipDecode 2x"]["kv_saved_share"] < 1
+    assert all(len(r["texts"]) == len(found["prompts"]) == 9 for r in runs.values())
+
+
+def test_checkpoint_with_a_schedule_is_shown_under_it(capsys: Any, tmp_path: Path):
+    directory = save_tiny_model(tmp_path, context=400)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = Schedule.constant(LAYERS, 3)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"skipdecode": own.to_dict()}))
+    assert demo(directory) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "its own schedule 3.0 2.67x" in page
+    assert "was tuned under its own schedule" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "1"], "give 2 or more"),
+        (["--rounds", "0"], "--rounds 0 is not accepted"),
+        (["--threads", "0"], "--threads 0 is not accepted"),
+        (["--max-new-tokens", "390"], "has a context of 400"),
+    ],
+)
+def test_wrong_options_are_one_line(capsys: Any, model_dir: str, arguments: list[str], message: str):
+    assert demo(model_dir, *arguments) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_columns_keep_apart_and_odd_characters_do_not_shift_them():
+    lines = side_by_side(["one", "two"], ["a 漢字 \x07\n\nb", "second text"], 50)
+    assert [line.index("two") if "two" in line else None for line in lines[:1]] == [26]
+    assert lines[2] == "a □□ □ b".ljust(26) + "second text"
+    assert side_by_side(["one", "two"], ["", "x"], 20) == ["one: (no text)", "two: x"]
+
+
+def test_table_sets_figures_to_the_right():
+    assert table(["name", "n"], [["a", "1"], ["long one", "100"]]) == [
+        "name        n",
+        "a           1",
+        "long one  100",
+    ]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_demo_of_the_embedded_model_is_quick_and_skips(capsys: Any):
+    assert main(["demo", "--quick", "--json"]) == 0
+    runs = {r["name"]: r for r in json.loads(capsys.readouterr().out)["runs"]}
+    assert "heron" in runs["full depth"]["texts"][0].lower()
+    assert runs["SkipDecode 3x"]["layers_per_token"] == pytest.approx(10, abs=0.5)
+    assert runs["SkipDecode 3x"]["measured_decode_speedup"] > 1.2

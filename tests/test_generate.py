@@ -1,0 +1,243 @@
+"""`skipdecode generate`: prompts in, rows out, and one clear line for what cannot be done."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from skipdecode import Schedule, attach
+from skipdecode.cli import main
+from textgen_tools import CONTEXT, byte_tokenizer, read_rows, save_tiny_model, write_rows
+from tiny import LAYERS
+
+ROWS = [{"id": f"r{i}", "prompt": "hello " * random.Random(i).randint(1, 9) + str(i)} for i in range(30)]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def generate(model_dir: str, *arguments: str) -> int:
+    return main(["generate", model_dir, "--max-new-tokens", "8", *arguments])
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> str:
+    return write_rows(tmp_path / "in.jsonl", ROWS)
+
+
+def test_rows_come_out_in_input_order_with_ids_whatever_the_batches(tmp_path: Path, model_dir: str, rows_file: str):
+    found = []
+    for size in ("1", "4", "64"):
+        out = str(tmp_path / f"out{size}.jsonl")
+        options = ("--input", rows_file, "--output", out, "--batch-size", size, "--nominal-speedup", "2")
+        assert generate(model_dir, *options, "--include-prompt") == 0
+        found.append(read_rows(out))
+    assert found[0] == found[1] == found[2]
+    assert [(r["id"], r["prompt"]) for r in found[0]] == [(r["id"], r["prompt"]) for r in ROWS]
+    assert all(r["new_tokens"] == 8 and r["finish_reason"] == "length" for r in found[0])
+    assert list(found[0][0]) == ["id", "prompt", "text", "new_tokens", "finish_reason"]
+
+
+def test_text_is_what_attached_generate_says(capsysbinary: Any, model_dir: str):
+    assert generate(model_dir, "hello", "--nominal-speedup", "2", "--seq-len", "8") == 0
+    row = json.loads(capsysbinary.readouterr().out)
+    tokenizer = byte_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    with attach(model, Schedule.from_speedup(LAYERS, 2, 8)):
+        ids = model.generate(**tokenizer("hello", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert row == {
+        "id": 1,
+        "text": tokenizer.decode(ids[0, 5:], skip_special_tokens=True),
+        "new_tokens": 8,
+        "finish_reason": "length",
+    }
+
+
+def test_prompts_come_from_arguments_pipes_and_text_files(
+    capsysbinary: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: str
+):
+    text = tmp_path / "in.txt"
+    text.write_text("one\n\ntwo\n")
+    seen = []
+    for arguments in (
+        ("one", "two"),
+        ("--temperature", "0", "one", "two"),
+        ("--input", str(text)),
+        ("--input", "-"),
+        (),
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+        assert generate(model_dir, *arguments) == 0
+        rows = [json.loads(x) for x in capsysbinary.readouterr().out.splitlines()]
+        seen.append([r["text"] for r in rows])
+    assert len(seen[0]) == 2
+    assert all(s == seen[0] for s in seen)
+
+
+def test_bad_rows_are_reported_written_and_make_the_exit_code_one(capsys: Any, tmp_path: Path, model_dir: str):
+    rows = [
+        {"id": "a", "prompt": "x"},
+        {"id": "b", "prompt": ""},
+        {"id": "c", "prompt": "y" * CONTEXT},
+        {"id": "d", "prompt": "z"},
+    ]
+    data, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert generate(model_dir, "--input", data, "--output", str(out)) == 1
+    told = capsys.readouterr().err
+    assert "line 2: field 'prompt' is empty; the row is skipped" in told
+    assert f"line 3: the prompt has {CONTEXT} tokens" in told
+    assert told.count("line 2:") == 1
+    assert "2 of 4 rows could not be used" in told
+    found = read_rows(out)
+    assert [r["id"] for r in found] == ["a", "b", "c", "d"]
+    assert found[1] == {"id": "b", "line": 2, "error": "field 'prompt' is empty"}
+    assert found[2]["line"] == 3
+    assert found[3]["new_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [("", "line 2: field 'prompt' is empty"), ("y" * CONTEXT, "line 2: the prompt has")]
+)
+def test_on_error_stop_refuses_before_anything_is_generated(
+    capsys: Any, tmp_path: Path, model_dir: str, bad: str, error: str
+):
+    data = write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": bad}])
+    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 1
+    assert f"skipdecode: {error}" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_rows_at_the_end_of_the_context_get_the_tokens_there_is_room_for(tmp_path: Path, model_dir: str):
+    rows = [{"prompt": "x" * n} for n in (CONTEXT - 3, 10, CONTEXT - 1)]
+    out = tmp_path / "out.jsonl"
+    assert generate(model_dir, "--input", write_rows(tmp_path / "in.jsonl", rows), "--output", str(out)) == 0
+    assert [r["new_tokens"] for r in read_rows(out)] == [3, 8, 1]
+
+
+def test_duplicate_ids_are_told_and_kept(capsys: Any, tmp_path: Path, model_dir: str):
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a", "prompt": "y"}]
+    out = tmp_path / "out.jsonl"
+    assert generate(model_dir, "--input", write_rows(tmp_path / "in.jsonl", rows), "--output", str(out)) == 0
+    assert "such as 'a' on lines 1 and 2" in capsys.readouterr().err
+    assert [r["id"] for r in read_rows(out)] == ["a", "a"]
+
+
+def test_chat_and_system_go_through_the_template(capsysbinary: Any, model_dir: str):
+    assert generate(model_dir, "hi", "--system", "be kind", "--include-prompt") == 0
+    assert json.loads(capsysbinary.readouterr().out)["prompt"] == "<system>be kind<user>hi<assistant>"
+
+
+def test_stop_strings_end_and_cut_the_text(capsysbinary: Any, model_dir: str):
+    assert generate(model_dir, "hello") == 0
+    text = json.loads(capsysbinary.readouterr().out)["text"]
+    stop = next(c for c in text if c.isascii() and c.isprintable())
+    assert generate(model_dir, "hello", "--stop", stop) == 0
+    row = json.loads(capsysbinary.readouterr().out)
+    assert (row["text"], row["finish_reason"]) == (text[: text.index(stop)], "stop")
+    assert row["new_tokens"] < 8
+
+
+def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, rows_file: str):
+    figures = tmp_path / "figures.json"
+    options = ("--input", rows_file, "--output", "/dev/null", "--nominal-speedup", "2", "--summary", str(figures))
+    assert generate(model_dir, *options, "--compare") == 0
+    found = json.loads(figures.read_text())
+    summary = found["summary"]
+    schedule = Schedule.from_speedup(LAYERS, 2, 8)
+    assert found["settings"]["schedule"] == schedule.to_dict()
+    assert summary["mean_layers_per_token"] == pytest.approx(schedule.mean_budget(7))
+    assert (summary["rows"], summary["bad_rows"], summary["new_tokens"]) == (30, 0, 240)
+    assert summary["decode_tokens"] == 210
+    assert 0 < summary["kv_bytes"] < summary["kv_bytes_full"]
+    assert summary["comparison"]["batches"] == 4
+    assert summary["comparison"]["nominal_speedup"] == pytest.approx(LAYERS / schedule.mean_budget(7))
+    assert 0.3 < summary["comparison"]["measured_decode_speedup"] < 5
+    assert found["environment"]["packages"]["torch"]
+
+
+def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary: Any, tmp_path: Path, model_dir: str):
+    def text(directory: str, *arguments: str) -> str:
+        assert generate(directory, "hello", *arguments) == 0
+        return str(json.loads(capsysbinary.readouterr().out)["text"])
+
+    schedule = Schedule.from_speedup(LAYERS, 2, 8)
+    file = tmp_path / "schedule.json"
+    file.write_text(schedule.to_json())
+    tuned = save_tiny_model(tmp_path / "tuned")
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": schedule.to_dict()}))
+    full, skipping = text(model_dir), text(model_dir, "--nominal-speedup", "2")
+    assert full != skipping
+    assert text(model_dir, "--schedule", str(file)) == text(tuned) == skipping
+    assert text(tuned, "--nominal-speedup", "1") == full
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["x", "--input", "in.jsonl"], 2, "given both as arguments and with --input"),
+        (["x", "--field", "q"], 2, "--field belongs to JSONL input"),
+        (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
+        (["x", "--top-k", "3"], 2, "give --temperature too"),
+        (["x", "--seq-len", "3"], 2, "--seq-len belongs to --nominal-speedup"),
+        (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "both name a schedule"),
+        (["x", "--schedule", "absent.json"], 2, "cannot read the schedule absent.json"),
+        (["x", "--schedule", "broken.json"], 2, "broken.json: a schedule must be JSON"),
+        (["x", "--schedule", "other.json"], 2, "is for 5 layers, but the model has 8"),
+        (["x", "--nominal-speedup", "9"], 2, "at most 4.00 is possible"),
+        (["--input", "absent.jsonl"], 1, "cannot read the input absent.jsonl"),
+        (["--input", "empty.txt"], 1, "no prompts in empty.txt"),
+        (["--input", "bad.jsonl"], 1, "nothing to generate: no row of bad.jsonl can be used"),
+        ([""], 1, "nothing to generate"),
+        (["x", "--output", "absent/out.jsonl"], 1, "cannot write absent/out.jsonl.partial: No such file"),
+        (["x", "--output", "bad.jsonl"], 1, "the output bad.jsonl exists: give --overwrite"),
+        (["--input", "bad.jsonl", "--output", "./bad.jsonl", "--overwrite"], 2, "are the same file"),
+        (["x", "--output", "/dev/full"], 1, "cannot write to /dev/full: No space left on device"),
+        (["x", "--summary", "/dev/full/x"], 1, "cannot write /dev/full/x"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    model_dir: str,
+    arguments: list[str],
+    code: int,
+    message: str,
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").write_text("\n")
+    Path("bad.jsonl").write_text("{oops\n{}\n")
+    Path("broken.json").write_text("{")
+    Path("other.json").write_text(Schedule.full(5).to_json())
+    before = Path("bad.jsonl").read_bytes()
+    assert generate(model_dir, *arguments) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("skipdecode: ")
+    assert message in last
+    assert Path("bad.jsonl").read_bytes() == before
+
+
+def test_unknown_model_and_model_without_tokenizer_are_one_line(capsys: Any, tmp_path: Path):
+    assert generate(str(tmp_path / "absent"), "x") == 1
+    assert "is not known" in capsys.readouterr().err.splitlines()[-1]
+    assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 1
+    assert "has no tokenizer" in capsys.readouterr().err.splitlines()[-1]
+    assert generate(save_tiny_model(tmp_path / "plain", chat=False), "x", "--chat") == 2
+    assert "no chat template: give --no-chat" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_and_refusals_do_not_load_torch(tmp_path: Path):
+    code = "import sys; from skipdecode.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    for arguments in (["generate", "m", "--input", str(tmp_path / "absent")], ["generate", "m", "x", "--top-k", "2"]):
+        assert subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True).returncode == 0
