@@ -1,0 +1,36 @@
+"""Decoding: token ids in, a generator of per-step outputs out. Knows nothing about text.
+
+A request's life: `Request` (requests.py) -> waits in the `Scheduler` (waves.py) -> gets a slot and pages (kv.py) -> its
+prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model (model_spec.py), on
+the layers that the `BudgetPolicy` (budget_policy.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`. `Engine`
+(engine.py) is the loop.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skipdecode.decoding.budget_policy import BudgetPolicy, SchedulePolicy
+    from skipdecode.decoding.engine import Engine
+    from skipdecode.decoding.requests import Request, Sampling, StepOutput
+
+__all__ = ["BudgetPolicy", "Engine", "Request", "Sampling", "SchedulePolicy", "StepOutput"]
+
+_MODULES = {
+    "BudgetPolicy": "budget_policy",
+    "Engine": "engine",
+    "Request": "requests",
+    "Sampling": "requests",
+    "SchedulePolicy": "budget_policy",
+    "StepOutput": "requests",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch on first use only: scheduling is pure Python.
+    if name in _MODULES:
+        from importlib import import_module
+
+        return getattr(import_module(f"skipdecode.decoding.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'skipdecode.decoding' has no attribute {name!r}")

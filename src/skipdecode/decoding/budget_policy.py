@@ -1,0 +1,103 @@
+"""Who decides how many layers a row's next token runs. Pure Python.
+
+The engine asks for every row and token, so nothing may assume that a budget follows from the position alone. A policy
+may only lower a row's budget: a layer that was skipped holds no keys and values for the tokens that skipped it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from skipdecode.errors import ScheduleError
+from skipdecode.schedule import Schedule
+
+__all__ = ["BudgetPolicy", "DepthOrder", "RowView", "SchedulePolicy"]
+
+
+class RowView(NamedTuple):
+    """What a policy sees of a row.
+
+    Parameters
+    ----------
+    request : int
+        Number of the request.
+    position : int
+        Generation position of the token about to be fed (0: the first new token).
+    budget : int
+        Layers of the row's token before (of its prompt, at position 0).
+    logprob : float
+        Of the token about to be fed.
+    """
+
+    request: int
+    position: int
+    budget: int
+    logprob: float
+
+
+class BudgetPolicy(Protocol):
+    """Grants layers."""
+
+    schedule: Schedule
+
+    def prompt_budget(self) -> int:
+        """Layers of prompt tokens."""
+
+    def first_budget(self) -> int:
+        """Most layers that position 0 may be granted; what memory is planned with."""
+
+    def next_budget(self, row: RowView) -> int:
+        """Layers of the row's next token; never above `first_budget` or the row's budget before."""
+
+
+class SchedulePolicy:
+    """Budgets from a schedule's positions."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def prompt_budget(self) -> int:
+        """See `BudgetPolicy`."""
+        return len(self.schedule.prompt_layers())
+
+    def first_budget(self) -> int:
+        """See `BudgetPolicy`."""
+        return self.schedule.budget(0)
+
+    def next_budget(self, row: RowView) -> int:
+        """See `BudgetPolicy`."""
+        return self.schedule.budget(row.position)
+
+
+class DepthOrder:
+    """Which layers a budget means, and how many of a step's rows each layer has.
+
+    Layers fall away in one order for all rows, so with rows sorted by falling budget a layer's rows are the first ones.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.num_layers = schedule.num_layers
+        # The least budget with which a layer runs; layers never dropped run with any.
+        self._least = [0] * self.num_layers
+        for rank, layer in enumerate(schedule.drop_order):
+            self._least[layer] = self.num_layers - rank
+        self._layers: dict[int, tuple[int, ...]] = {}
+
+    def layers(self, budget: int) -> tuple[int, ...]:
+        """Layers of a budget, ascending."""
+        if budget not in self._layers:
+            chosen = tuple(i for i, least in enumerate(self._least) if budget >= least)
+            if len(chosen) != budget:
+                raise ScheduleError(f"budget {budget} is not accepted: the drop order allows {len(chosen)} at least")
+            self._layers[budget] = chosen
+        return self._layers[budget]
+
+    def counts(self, budgets: list[int]) -> list[int]:
+        """For each layer the number of rows that run it; `budgets` must not rise from row to row."""
+        rows = len(budgets)
+        if budgets[0] == budgets[-1]:
+            counts = [0] * self.num_layers
+            for layer in self.layers(budgets[0]):
+                counts[layer] = rows
+            return counts
+        return [sum(budget >= least for budget in budgets) for least in self._least]

@@ -1,0 +1,161 @@
+"""A decoder's forward over token rows, with nothing between the kernels but two buffers.
+
+A step is a list of tokens, each with its slot (sequence) and position; prompts and generated tokens are alike. Rows
+come sorted by falling depth, so that the rows of a layer are the first ones: a layer reads its weights once for exactly
+the rows that need it, and mixed ages cost no gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from skipdecode.decoding.kv import PagedKV
+from skipdecode.decoding.model_spec import LayerSpec, ModelSpec, read_model
+from skipdecode.errors import UsageError
+from skipdecode.kernels import KernelChoice, backend_for
+from skipdecode.kernels.spec import AttentionCall, LinearCall
+
+__all__ = ["FastModel", "TokenRows"]
+
+
+class TokenRows(NamedTuple):
+    """The rows of one forward; lists of one length.
+
+    Parameters
+    ----------
+    tokens, slots, positions : list of int
+        Token id, row of the KV table, position in its text.
+    counts : list of int
+        For each layer: the number of rows, from the first, that run it.
+    wanted : list of int
+        Rows whose logits are wanted.
+    """
+
+    tokens: list[int]
+    slots: list[int]
+    positions: list[int]
+    counts: list[int]
+    wanted: list[int]
+
+
+class _Layer(NamedTuple):
+    qkv: LinearCall
+    attention: AttentionCall
+    out: LinearCall
+    mlp_in: LinearCall
+    mlp_out: LinearCall
+
+
+class FastModel:
+    """The fast path of a transformers model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal LM of an architecture in `skipdecode.decoding.model_spec.READERS`. Its projection weights are fused in
+        place; it stays usable.
+    kernel : {"auto", "native", "torch"}
+        The C++ kernels where possible, only those, or torch.
+
+    Raises
+    ------
+    UnfitModelError
+        If the fast path does not cover the model.
+
+    Attributes
+    ----------
+    hint : str
+        Why the C++ kernels are not used; "" if they are.
+    """
+
+    def __init__(self, model: Any, kernel: KernelChoice = "auto") -> None:
+        self._model = model
+        self._spec = read_model(model, positions=2048)
+        weight = self._spec.embedding
+        self.device, self.dtype = weight.device, weight.dtype
+        self._backend, self.hint = backend_for(self.device, self.dtype, kernel)
+        self.kernel = self._backend.name
+        self.num_layers = len(self._spec.layers)
+        self.vocab_size = self._spec.head.weight.shape[0]
+        self._positions = 2048
+        self._rows = 0
+        self._kind = self._backend.activation_dtype(self.dtype)
+        self._logits = torch.empty(0, self.vocab_size, dtype=self._kind, device=self.device)
+        self._bind()
+
+    def new_kv(self) -> PagedKV:
+        """An empty KV store of this model's geometry."""
+        attention = self._spec.layers[0].attention
+        return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
+
+    def ensure_positions(self, count: int) -> None:
+        """Make ready for texts of `count` tokens; raises UsageError beyond what the model has learned positions for."""
+        most = self._spec.max_positions
+        if most is not None and count > most:
+            raise UsageError(f"prompt and new tokens together are {count}, but this model has {most} positions")
+        if count > self._positions and most is None:
+            self._positions = max(count, 2 * self._positions)
+            self._spec = read_model(self._model, self._positions)
+            self._bind()
+
+    def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
+        """Logits (wanted rows, vocabulary), fp32; valid until the next forward."""
+        count = len(rows.tokens)
+        if count > self._rows:
+            self._allocate(count)
+        hidden = self._embed(rows)
+        slots = torch.tensor(rows.slots, dtype=torch.int32)
+        positions = torch.tensor(rows.positions, dtype=torch.int32)
+        wide, attended, table = self._wide, self._attended, kv.table
+        for index, layer in enumerate(self._layers):
+            n = rows.counts[index]
+            if n:
+                layer.qkv(hidden, self._qkv, n, False)
+                layer.attention(self._qkv, attended, kv.pages, table[index], slots, positions, n)
+                layer.out(attended, hidden, n, True)
+                layer.mlp_in(hidden, wide, n, False)
+                layer.mlp_out(wide, hidden, n, True)
+        wanted = len(rows.wanted)
+        if wanted != count or rows.wanted[-1] != count - 1:
+            hidden = hidden[torch.tensor(rows.wanted, device=self.device)]
+        if wanted > len(self._logits):
+            self._logits = torch.empty(wanted, self.vocab_size, dtype=self._kind, device=self.device)
+        self._head(hidden, self._logits, wanted, False)
+        return self._logits[:wanted].float()
+
+    def _embed(self, rows: TokenRows) -> Tensor:
+        spec = self._spec
+        ids = torch.tensor(rows.tokens, device=self.device)
+        hidden = self._hidden[: len(rows.tokens)]
+        hidden.copy_(spec.embedding.index_select(0, ids))
+        if spec.position_embedding is not None:
+            at = torch.tensor(rows.positions, device=self.device) + spec.position_offset
+            hidden += spec.position_embedding.index_select(0, at)
+        return hidden
+
+    def _bind(self) -> None:
+        """Prepare the calls; the weights' addresses are taken here."""
+        spec: ModelSpec = self._spec
+        self._layers = [self._bind_layer(layer) for layer in spec.layers]
+        self._head = self._backend.linear(spec.head)
+
+    def _bind_layer(self, layer: LayerSpec) -> _Layer:
+        linear, attention = self._backend.linear, self._backend.attention
+        return _Layer(
+            linear(layer.qkv),
+            attention(layer.attention),
+            linear(layer.out),
+            linear(layer.mlp_in),
+            linear(layer.mlp_out),
+        )
+
+    def _allocate(self, rows: int) -> None:
+        first = self._spec.layers[0]
+        widths = (first.out.weight.shape[0], first.qkv.weight.shape[0], first.out.weight.shape[1])
+        make = [torch.empty(rows, width, dtype=self._kind, device=self.device) for width in widths]
+        self._hidden, self._qkv, self._attended = make
+        self._wide = torch.empty(rows, first.mlp_in.weight.shape[0], dtype=self._kind, device=self.device)
+        self._rows = rows

@@ -1,0 +1,116 @@
+"""The kernels' work in plain torch: for machines without a compiler, other devices, and as the kernels' test oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from skipdecode.kernels.spec import AttentionCall, AttentionSpec, LinearCall, LinearSpec
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend:
+    """Activations in the weights' type, as transformers has them."""
+
+    name = "torch"
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """The weights' own."""
+        return weight_dtype
+
+    def linear(self, spec: LinearSpec) -> LinearCall:
+        """See `Backend`."""
+
+        def call(x: Tensor, out: Tensor, rows: int, accumulate: bool) -> None:
+            y = functional.linear(_prologue(spec, x[:rows]), spec.weight, spec.bias)
+            if spec.activation != "none":
+                y = functional.relu(y) if spec.activation == "relu" else functional.gelu(y, approximate="tanh")
+            if accumulate:
+                out[:rows] += y
+            else:
+                out[:rows] = y
+
+        return call
+
+    def attention(self, spec: AttentionSpec) -> AttentionCall:
+        """See `Backend`."""
+
+        def call(
+            qkv: Tensor, out: Tensor, pages: Tensor, table: Tensor, slots: Tensor, positions: Tensor, rows: int
+        ) -> None:
+            device = qkv.device
+            where, at = slots[:rows].to(device, torch.long), positions[:rows].to(device, torch.long)
+            heads = qkv[:rows].view(rows, -1, spec.head_dim)
+            q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+            q, k = _rotate(spec, q, spec.q_gamma, at), _rotate(spec, k, spec.k_gamma, at)
+            size = pages.shape[3]
+            ids = table.to(device, torch.long)
+            pages[ids[where, at // size], 0, :, at % size] = k.to(pages.dtype)
+            pages[ids[where, at // size], 1, :, at % size] = v.to(pages.dtype)
+            result = out[:rows].view(rows, spec.heads, spec.head_dim)
+            # Rows of one slot share its keys: a prompt is one call with many queries, a step one with many slots.
+            for members in _groups(slots[:rows].tolist()):
+                chosen = torch.tensor(members, device=device)
+                result[chosen] = _attend(spec, q[chosen], pages, ids, where[chosen], at[chosen])
+
+        return call
+
+
+def _prologue(spec: LinearSpec, x: Tensor) -> Tensor:
+    width = spec.weight.shape[1]
+    if spec.prologue == "rms_norm" and spec.gamma is not None:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
+        return spec.gamma * normed.to(x.dtype)
+    if spec.prologue == "layer_norm":
+        return functional.layer_norm(x, (width,), spec.gamma, spec.beta, spec.eps)
+    if spec.prologue == "swiglu":
+        return functional.silu(x[:, :width]) * x[:, width:]
+    if spec.prologue == "geglu_tanh":
+        return functional.gelu(x[:, :width], approximate="tanh") * x[:, width:]
+    return x
+
+
+def _rotate(spec: AttentionSpec, x: Tensor, gamma: Tensor | None, positions: Tensor) -> Tensor:
+    if gamma is not None:
+        wide = x.float()
+        x = gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)).to(x.dtype)
+    if spec.cos is None or spec.sin is None:
+        return x
+    cos, sin = (t[positions].unsqueeze(1).to(x.dtype) for t in (spec.cos, spec.sin))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _groups(slots: list[int]) -> list[list[int]]:
+    """Rows of slots with several rows, slot by slot; then all rows that are alone in their slot."""
+    rows: dict[int, list[int]] = {}
+    for row, slot in enumerate(slots):
+        rows.setdefault(slot, []).append(row)
+    alone = [r[0] for r in rows.values() if len(r) == 1]
+    return [r for r in rows.values() if len(r) > 1] + ([alone] if alone else [])
+
+
+def _attend(spec: AttentionSpec, q: Tensor, pages: Tensor, ids: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    """q (n, heads, dim): n rows of one slot, or of n slots."""
+    size = pages.shape[3]
+    length = int(positions.max()) + 1
+    shared = bool((slots == slots[0]).all())
+    held = pages[ids[slots[:1] if shared else slots, : -(-length // size)]]  # (slots, pages, 2, kv_heads, size, dim)
+    keys, values = held.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., :length, :].to(q.dtype).unbind(0)
+    column = torch.arange(length, device=q.device)
+    mask = column <= positions[:, None]
+    if spec.window:
+        mask &= column > positions[:, None] - spec.window
+    if shared:
+        query, mask = q.transpose(0, 1).unsqueeze(0), mask[None, None]
+    else:
+        query, mask = q.unsqueeze(2), mask[:, None, None]
+    # Columns past a row's end may hold anything, and nothing times zero is not always zero.
+    values = values.masked_fill(~mask.any(2).unsqueeze(-1), 0)
+    repeat = spec.heads // spec.kv_heads
+    keys, values = (t.repeat_interleave(repeat, dim=1) for t in (keys, values))
+    y = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)
+    return y[0].transpose(0, 1) if shared else y.squeeze(2)

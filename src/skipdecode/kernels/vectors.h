@@ -1,0 +1,118 @@
+// Short vectors for every CPU through the compiler's vector extension (GCC 9+, Clang).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+// The same vectors at any address and over any type.
+typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef uint32_t vu_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+// a * b + c in one rounding where the CPU can. Spelled out because compilers contract `a * b + c` in some places and not in
+// others (GCC avoids chains of them on some CPUs), and a sum must not depend on which copy of a loop it ran in.
+INLINE vf fma(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+// `v` in a register: without this, compilers fold one load into every use of it and the load ports become the limit.
+INLINE vf hold(vf v) {
+#if defined(__x86_64__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
+
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+INLINE vf load(const float* p) { return *(const vf_any*)p; }
+INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
+INLINE vf splat(float v) { return vf{} + v; }
+INLINE vf bits(vu v) { return (vf)v; }
+
+// 2 * LANES weights from `p`. bf16 pairs lie as (even, odd) halves of 32-bit words, so a shift gives the even ones and a mask
+// the odd ones; activations that meet them are packed in the same order (see `packed_index`).
+INLINE vf load_even(const uint16_t* p) { return bits(*(const vu_any*)p << 16); }
+INLINE vf load_odd(const uint16_t* p) { return bits(*(const vu_any*)p & 0xffff0000u); }
+INLINE vf load_even(const float* p) { return load(p); }
+INLINE vf load_odd(const float* p) { return load(p + LANES); }
+
+INLINE float widen(uint16_t v) {
+  uint32_t u = (uint32_t)v << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+INLINE float widen(float v) { return v; }
+
+// Round to nearest even, as torch does.
+INLINE void narrow(float v, float* out) { *out = v; }
+INLINE void narrow(float v, uint16_t* out) {
+  uint32_t u;
+  memcpy(&u, &v, 4);
+  *out = v != v ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+INLINE float sum(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX__)
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+#elif defined(__aarch64__)
+  return vaddvq_f32((float32x4_t)v);
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+// exp to about 2 ulp for x <= 88; below -87 it returns 0.
+INLINE vf exp_fast(vf x) {
+  vi tiny = x < splat(-87.0f);
+  x = tiny ? splat(-87.0f) : x;
+  x = x > splat(88.0f) ? splat(88.0f) : x;
+  vf z = x * 1.44269504088896341f;
+  vf shifted = z + 12582912.0f;  // 1.5 * 2^23: the sum's low bits hold round(z)
+  vi n = (vi)shifted - 0x4b400000;
+  vf r = shifted - 12582912.0f;
+  vf f = (x - r * 0.693359375f) + r * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  vf y = p * f * f + f + 1.0f;
+  y = y * (vf)((n + 127) << 23);
+  return tiny ? vf{} : y;
+}
