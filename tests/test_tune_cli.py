@@ -20,6 +20,7 @@ from skipdecode.tuning.run_log import read_log
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
+PRESETS = Path(__file__).parents[1] / "presets"
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +107,12 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
     [
         (["--batch-size", "0"], "--batch-size 0 is not accepted"),
         (["--full"], "--full tunes all weights: it takes no --lora-rank"),
-        (["--prompt-field", "colour"], "give --prompt-template or --prompt-field"),
+        (["--prompt-field", "colour"], "give --task, --prompt-template or --prompt-field, one of the three"),
         (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup both name a schedule"),
         (["--schedule", "none.json"], "none.json"),
         (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
+        (["--task", "e2e"], "one of the three"),
         (["--lora-targets", "nothing"], "--lora-targets nothing"),
     ],
 )
@@ -126,6 +128,20 @@ def test_what_is_missing_is_named(files: Files, tmp_path: Path, capsys: Any, mis
     at = 1 if missing == "model" else command.index(missing)
     del command[at : at + (1 if missing == "model" else 2)]
     assert f"{'MODEL' if missing == 'model' else missing} is missing" in refused(capsys, command)
+
+
+def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(files: Files, tmp_path: Path) -> None:
+    rows = [{"mr": f"name[{r['thing']}]", "ref": r["ref"]} for r in records(8)]
+    data = str(write_jsonl(tmp_path / "e2e.jsonl", rows))
+    sizes = {}
+    for dtype in ("float32", "float16"):
+        out = tmp_path / dtype
+        command = ["tune", files["model"], "--task", "e2e", "--train", data, "--dev", data, "--out", str(out)]
+        pace = ["--steps", "2", "--compare-batches", "0", "--adapter-dtype", dtype, "--nominal-speedup", "2"]
+        assert main([*command, *pace]) == 0
+        sizes[dtype] = (out / "adapter_model.safetensors").stat().st_size
+        assert load_model(str(out)).schedule.name == "skipdecode-2x"
+    assert sizes["float16"] < 0.6 * sizes["float32"]
 
 
 def test_bad_records_are_refused_or_skipped_by_line(files: Files, tmp_path: Path, capsys: Any) -> None:
@@ -173,6 +189,18 @@ def test_a_file_that_is_no_recipe_is_refused(
     data = ["--train", files["train"], "--dev", files["dev"], "--out", str(tmp_path / "out")]
     recipe_command = ["tune", files["model"], "--recipe", str(path), *data]
     assert message in refused(capsys, recipe_command, code)
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("e2e-*.json")), ids=lambda path: path.stem)
+def test_a_preset_is_a_recipe(files: Files, tmp_path: Path, path: Path) -> None:
+    rows = [{"mr": f"name[{r['thing']}]", "ref": r["ref"]} for r in records(8)]
+    data = str(write_jsonl(tmp_path / "e2e.jsonl", rows))
+    small = ["--train", data, "--dev", data, "--steps", "2", "--batch-size", "2", "--compare-batches", "0"]
+    assert main(["tune", files["model"], "--recipe", str(path), *small, "--out", str(tmp_path / "out")]) == 0
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    changed = {"model", "steps", "batch_size", "compare_batches"}
+    for name, value in json.loads(path.read_text())["options"].items():
+        assert name in changed or recipe["options"][name] == value
 
 
 def test_an_adapter_can_be_tuned_on_when_it_is_merged(files: Files, tmp_path: Path, capsys: Any) -> None:

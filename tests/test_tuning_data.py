@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from skipdecode.errors import DataError, UsageError
 from skipdecode.tuning.collate import IGNORE, GroupedBatches, collate
-from skipdecode.tuning.data import Example, Template, load_examples
+from skipdecode.tuning.data import Example, load_examples
+from skipdecode.tuning.template import Template
 from tuning_data import byte_tokenizer, records, write_jsonl
 
 TEMPLATE = Template("{colour} {thing}\n", "ref")
@@ -79,6 +80,30 @@ def test_chat_prompts_go_through_the_tokenizers_template(tmp_path: Path) -> None
     path = write_jsonl(tmp_path / "a.jsonl", records(1))
     (example,), _ = load_examples(path, Template("{thing}", "ref", chat=True), tokenizer)
     assert tokenizer.decode(example.prompt) == f"<s>user: {records(1)[0]['thing']}</s>bot:"
+
+
+def test_a_long_prompt_loses_the_end_of_the_field_that_may_be_cut(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    template = Template("{text}\nTL;DR: {hint}:", "ref", truncate="text", max_prompt_tokens=24)
+    rows = [
+        {"text": "abcdefghijklmnop", "hint": "h", "ref": "x"},
+        {"text": "abc", "hint": "h", "ref": "x"},
+        {"text": "abc", "hint": "h" * 40, "ref": "x"},
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    examples, rejects = load_examples(path, template, tokenizer, max_length=30, skip_bad=True)
+    assert [tokenizer.decode(e.prompt) for e in examples] == ["abcdefghijklmn\nTL;DR: h:", "abc\nTL;DR: h:"]
+    assert [r.line for r in rejects] == [3]  # too long without the field, too
+    with pytest.raises(UsageError, match="cannot be cut"):
+        Template("{text}", "ref", truncate="body", max_prompt_tokens=9)
+
+
+def test_the_first_response_field_that_a_record_has_is_used(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"a": "1", "ref": "one"}, {"a": "2", "summary": "two"}, {"a": "3"}])
+    template = Template("{a}", ("summary", "ref"))
+    examples, rejects = load_examples(path, template, byte_tokenizer(), skip_bad=True)
+    assert [byte_tokenizer().decode(e.response) for e in examples] == ["one</s>", "two</s>"]
+    assert "missing field: 'summary'" in rejects[0].reason
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5)

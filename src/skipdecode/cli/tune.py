@@ -32,6 +32,7 @@ from skipdecode.tuning.recipe import (
 if TYPE_CHECKING:
     from skipdecode.models.hub import LoadedModel
     from skipdecode.tuning.data import Example
+    from skipdecode.tuning.template import Template
     from skipdecode.tuning.trainer import TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
@@ -39,7 +40,7 @@ __all__ = ["Config", "prepare_parser", "run"]
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 
 
-def _template(text: str) -> str:
+def _with_breaks(text: str) -> str:
     # A shell has no easy way to write a line break.
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
@@ -56,10 +57,13 @@ class Config(TuneConfig, ScheduleOptions):
     recipe: str | None = option("read options from a recipe.json; options given here come first", default=None)
     json: bool = option("print the result as one JSON document", default=False)
 
+    task: str | None = option(
+        "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it", default=None
+    )
     prompt_template: str | None = option(
         "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
         default=None,
-        parse=_template,
+        parse=_with_breaks,
     )
     prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
     response_field: str | None = option("the field that is the response", default=None)
@@ -162,14 +166,9 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
-    from skipdecode.tuning.data import Template, load_examples, reject_summary
+    from skipdecode.tuning.data import load_examples, reject_summary
 
-    if (config.prompt_template is None) == (config.prompt_field is None):
-        raise UsageError("give --prompt-template or --prompt-field, one of the two")
-    if config.response_field is None:
-        raise UsageError("--response-field is missing: name the field of the record that is the response")
-    prompt = f"{{{config.prompt_field}}}" if config.prompt_template is None else config.prompt_template
-    template = Template(prompt, config.response_field, chat=config.chat)
+    template = _make_template(config)
     context = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     limits = [limit for limit in (config.max_length, context) if limit is not None]
     examples, rejects = load_examples(
@@ -183,6 +182,30 @@ def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Exam
     if rejects:
         print(f"skipdecode: --{name}: {reject_summary(rejects)}", file=sys.stderr)
     return examples, len(rejects)
+
+
+def _make_template(config: Config) -> Template:
+    from skipdecode.evaluation.tasks import load_task
+    from skipdecode.tuning.template import Template
+
+    given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(config, n) is not None]
+    if len(given) != 1:
+        raise UsageError("give --task, --prompt-template or --prompt-field, one of the three")
+    if config.task is not None:
+        if config.response_field is not None or config.chat:
+            raise UsageError("--task says what prompt and response are: it takes no --response-field and no --chat")
+        task = load_task(config.task)
+        return Template(
+            task.prompt,
+            task.references,
+            chat=task.chat,
+            truncate=task.truncate,
+            max_prompt_tokens=task.max_prompt_tokens,
+        )
+    if config.response_field is None:
+        raise UsageError("--response-field is missing: name the field of the record that is the response")
+    prompt = config.prompt_template or f"{{{config.prompt_field}}}"
+    return Template(prompt, config.response_field, chat=config.chat)
 
 
 def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:

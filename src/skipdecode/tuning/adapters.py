@@ -1,4 +1,4 @@
-"""Which weights are tuned, and in which arithmetic."""
+"""Which weights are tuned, and by what optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["add_lora", "choose_precision", "make_optimizer"]
+__all__ = ["add_lora", "make_optimizer"]
 
 
 def add_lora(model: Any, config: TuneConfig) -> Any:
@@ -39,23 +39,6 @@ def add_lora(model: Any, config: TuneConfig) -> Any:
         return peft.get_peft_model(model, lora)
     except ValueError as error:
         raise UsageError(f"--lora-targets {' '.join(config.lora_targets)}: {error}") from None
-
-
-def choose_precision(asked: str, device: torch.device) -> str:
-    """accelerate's name of the arithmetic: "bf16" or "no" (fp32).
-
-    `auto` takes bf16 where the device multiplies it in hardware. A CPU without AVX512-BF16 or AMX emulates it at a
-    fraction of fp32's speed (measured: 21 against 132 GFLOP/s on two AVX2 cores).
-    """
-    if asked != "auto":
-        return {"fp32": "no", "bf16": "bf16"}[asked]
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    if device.type == "cpu":
-        # Public only in newer torch; without it fp32 is the safe answer.
-        abilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-        return "bf16" if abilities.get("avx512_bf16") or abilities.get("amx_bf16") else "no"
-    return "no"
 
 
 def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:

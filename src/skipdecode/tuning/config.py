@@ -50,6 +50,11 @@ class TuneConfig:
     lora_targets: tuple[str, ...] = _field(
         "names of the modules that get an adapter; all-linear takes every linear layer but the head", ("all-linear",)
     )
+    adapter_dtype: Literal["float32", "float16"] = _field(
+        "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16",
+        "float32",
+        ("float32", "float16"),
+    )
     merge: bool = _field("save the model with the adapter merged in, instead of the adapter alone", False)
 
     distill_weight: float = _field(

@@ -8,7 +8,6 @@ refuses the file or skips the records and says how many.
 from __future__ import annotations
 
 import json
-import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError
+from skipdecode.tuning.template import Template
 
-__all__ = ["Example", "Reject", "Template", "load_examples", "read_records", "reject_summary"]
+__all__ = ["Example", "Reject", "load_examples", "read_records", "reject_summary"]
 
 _TOKENIZE_AT_ONCE = 1000
 _SHOWN = 5
+_Row = tuple[int, str, dict[str, str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,59 +43,6 @@ class Reject:
 
     line: int
     reason: str
-
-
-class Template:
-    """Makes prompt and response text of a record.
-
-    Parameters
-    ----------
-    prompt : str
-        Text with record fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces.
-    response_field : str
-        The record's field that holds the response.
-    chat : bool
-        Put the prompt through the tokenizer's chat template as one user message.
-    id_field : str
-        The record's field that names it; a record without one is named after its line.
-
-    Raises
-    ------
-    UsageError
-        If the prompt names no field or holds more than plain fields.
-    """
-
-    def __init__(self, prompt: str, response_field: str, *, chat: bool = False, id_field: str = "id") -> None:
-        self.prompt = prompt
-        self.response_field = response_field
-        self.chat = chat
-        self.id_field = id_field
-        self.fields = _template_fields(prompt)
-
-    def id_of(self, record: dict[str, Any], line: int) -> str:
-        """The record's name."""
-        return str(record.get(self.id_field, f"line-{line}"))
-
-    def texts(self, record: dict[str, Any]) -> tuple[str, str]:
-        """Prompt and response of a record.
-
-        Raises
-        ------
-        DataError
-            If a field is missing or is no text, or the response is empty.
-        """
-        values = {name: _text(record, name) for name in self.fields}
-        response = _text(record, self.response_field).strip()
-        if not response:
-            raise DataError(f"empty response: field {self.response_field!r} has no text")
-        return self.prompt.format_map(values), response
-
-    def prompt_text(self, prompt: str, tokenizer: Any) -> str:
-        """The prompt as it is tokenised: as it is, or in the tokenizer's chat template."""
-        if not self.chat:
-            return prompt
-        message = [{"role": "user", "content": prompt}]
-        return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Reject]]:
@@ -175,39 +123,35 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
     return f"{len(rejects)} {noun} cannot be used ({counts}): {shown}{more}"
 
 
-def _rows(
-    path: Path, template: Template, limit: int | None, rejects: list[Reject]
-) -> Iterator[tuple[int, str, str, str]]:
-    """Line, id, prompt text and response text of the usable records; the others go to `rejects`."""
+def _rows(path: Path, template: Template, limit: int | None, rejects: list[Reject]) -> Iterator[_Row]:
+    """Line, id, prompt values and response text of the usable records; the others go to `rejects`."""
     first_line: dict[str, int] = {}
     for line, record in islice(read_records(path), limit):
         if isinstance(record, Reject):
             rejects.append(record)
             continue
-        name = template.id_of(record, line)
+        name = str(record.get("id", f"line-{line}"))
         if name in first_line:
             rejects.append(Reject(line, f"duplicate id: {name!r} is the id of line {first_line[name]} too"))
             continue
         first_line[name] = line
         try:
-            prompt, response = template.texts(record)
+            values, response = template.values(record), template.response(record)
         except DataError as error:
             rejects.append(Reject(line, str(error)))
             continue
-        yield line, name, prompt, response
+        yield line, name, values, response
 
 
 def _tokenize(
-    chunk: Sequence[tuple[int, str, str, str]],
+    chunk: Sequence[_Row],
     template: Template,
     tokenizer: Any,
     max_length: int | None,
     examples: list[Example],
     rejects: list[Reject],
 ) -> None:
-    texts = [template.prompt_text(prompt, tokenizer) for _, _, prompt, _ in chunk]
-    # A chat template writes its own special tokens.
-    prompts = tokenizer(texts, add_special_tokens=not template.chat)["input_ids"]
+    prompts = template.prompt_tokens([values for _, _, values, _ in chunk], tokenizer)
     responses = tokenizer([response for *_, response in chunk], add_special_tokens=False)["input_ids"]
     for (line, name, *_), prompt, response in zip(chunk, prompts, responses, strict=True):
         example = Example(name, tuple(prompt), (*response, tokenizer.eos_token_id))
@@ -236,30 +180,3 @@ def _parse(raw: bytes, line: int) -> dict[str, Any] | Reject:
     if not isinstance(record, dict):
         return Reject(line, f"not a JSON object: a {type(record).__name__}")
     return record
-
-
-def _text(record: dict[str, Any], name: str) -> str:
-    if name not in record:
-        present = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"missing field: {name!r}; the record has {present}")
-    value = record[name]
-    if not isinstance(value, str | int | float):
-        raise DataError(f"field is no text: {name!r} is a {type(value).__name__}")
-    text = str(value)
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise DataError(f"field is no text: {name!r} has half of a surrogate pair")
-    return text
-
-
-def _template_fields(prompt: str) -> tuple[str, ...]:
-    try:
-        parts = list(string.Formatter().parse(prompt))
-    except ValueError as error:
-        raise UsageError(f"prompt template: {error}; write {{{{ and }}}} for braces") from None
-    fields = tuple(name for _, name, _, _ in parts if name is not None)
-    if not fields:
-        raise UsageError("prompt template: it names no field of the record; write one in braces, as in '{text}'")
-    for _, name, spec, conversion in parts:
-        if name is not None and (spec or conversion or not name or set(name) & set(".[]")):
-            raise UsageError(f"prompt template: {{{name}}} is not accepted: only plain field names stand in braces")
-    return tuple(dict.fromkeys(fields))

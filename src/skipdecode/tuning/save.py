@@ -11,6 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from skipdecode.models.hub import SCHEDULE_FILE
 from skipdecode.schedule import Schedule
 
@@ -27,6 +29,7 @@ def save_tuned(
     *,
     base_name: str | None = None,
     state_dict: dict[str, Any] | None = None,
+    adapter_dtype: str = "float32",
 ) -> None:
     """Write a tuned model; the directory is there whole or not at all.
 
@@ -44,6 +47,8 @@ def save_tuned(
         How an adapter's file names its base model: a hub id, a directory, or a name that `load_model` takes.
     state_dict : dict, optional
         The weights, where they are not the model's own (gathered from several devices).
+    adapter_dtype : {"float32", "float16"}
+        Numbers of an adapter's file.
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -51,7 +56,10 @@ def save_tuned(
     if hasattr(model, "get_base_model"):
         if base_name is not None:
             model.active_peft_config.base_model_name_or_path = base_name
-        model.save_pretrained(partial, state_dict=state_dict, save_embedding_layers=False)
+        state = model.state_dict() if state_dict is None else state_dict
+        dtype = getattr(torch, adapter_dtype)
+        adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
+        model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
         (partial / SCHEDULE_FILE).write_text(schedule.to_json(indent=1) + "\n", encoding="utf-8")
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:

@@ -19,14 +19,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
 
-from skipdecode.errors import DivergedError
+from skipdecode.errors import DivergedError, MissingExtraError
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.adapters import add_lora, choose_precision, make_optimizer
+from skipdecode.tuning.adapters import add_lora, make_optimizer
+from skipdecode.tuning.arithmetic import make_accelerator
 from skipdecode.tuning.checkpoint import Checkpoints
 from skipdecode.tuning.collate import Batch, GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
@@ -99,7 +99,7 @@ class Tuner:
         self._schedule, self._out, self._base_name = schedule, out, base_name
         self._checkpoint_dir = out / "checkpoints"
         self._curriculum = make_curriculum(schedule, config)
-        self._accelerator = _make_accelerator(config, schedule)
+        self._accelerator = make_accelerator(config, schedule)
         self._set_up(model)
         self._dev_batches = [
             functools.partial(self._collate, dev, indices)
@@ -260,9 +260,17 @@ class Tuner:
             speed=speed,
         )
 
-    def _save(self, directory: Path, weights: Any = None) -> None:
+    def _save(self, directory: Path, weights: Any) -> None:
         model = self._accelerator.unwrap_model(self._model)
-        save_tuned(model, self._tokenizer, self._schedule, directory, base_name=self._base_name, state_dict=weights)
+        save_tuned(
+            model,
+            self._tokenizer,
+            self._schedule,
+            directory,
+            base_name=self._base_name,
+            state_dict=weights,
+            adapter_dtype=self._config.adapter_dtype,
+        )
 
     def _finish(self) -> None:
         """Put the best model into `out`; the checkpoints go last, so a kill in here loses nothing."""
@@ -273,23 +281,12 @@ class Tuner:
                 best = self._checkpoint_dir / "merged"
                 save_tuned(merged, self._tokenizer, self._schedule, best)
             shutil.copytree(best, self._out, dirs_exist_ok=True)
-            draw_curve(self._out)
+            try:
+                draw_curve(self._out)
+            except MissingExtraError as error:
+                print(f"skipdecode: {error}", file=sys.stderr)
         self._accelerator.wait_for_everyone()
         self._checkpoints.remove()
-
-
-def _make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
-    # Layers that not even the prompt runs get no gradient, which several devices must be told.
-    unused = DistributedDataParallelKwargs(find_unused_parameters=schedule.prompt == "max_exit")
-    accelerator = Accelerator(
-        mixed_precision=choose_precision(config.precision, PartialState().device),
-        gradient_accumulation_steps=config.accumulation,
-        kwargs_handlers=[unused],
-    )
-    if (deepspeed := accelerator.state.deepspeed_plugin) is not None:
-        # It wants the batch size, which it would else read from a data loader.
-        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = config.batch_size
-    return accelerator
 
 
 def _shown(loss: float | None) -> str:

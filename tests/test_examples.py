@@ -1,0 +1,64 @@
+"""The examples run: other people's trainers train an attached model unchanged."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from skipdecode import Schedule, attach
+from skipdecode.models.hub import load_model
+from tuning_data import LAYERS, byte_tokenizer, records, save_model, write_jsonl
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def loss_under(schedule: Schedule, model: Any, rows: list[tuple[str, str]]) -> float:
+    """Mean loss of all response tokens, each record on its own, prompt length stated."""
+    tokenizer, total, count = byte_tokenizer(), 0.0, 0
+    with torch.no_grad(), attach(model, schedule):
+        for prompt, response in rows:
+            before, after = tokenizer(prompt)["input_ids"], [*tokenizer(response)["input_ids"], tokenizer.eos_token_id]
+            logits = model(torch.tensor([before + after]), prompt_length=len(before)).logits[0, len(before) - 1 : -1]
+            total += functional.cross_entropy(logits, torch.tensor(after), reduction="sum").item()
+            count += len(after)
+    return total / count
+
+
+@pytest.mark.parametrize("name", ["trainer", "trl_sft"])
+def test_the_example_trains_under_the_schedule_and_saves_it(name: str, tmp_path: Path) -> None:
+    if name == "trl_sft":
+        pytest.importorskip("trl")
+    model = str(save_model(tmp_path / "model"))
+    rows = records(8)
+    train = str(write_jsonl(tmp_path / "train.jsonl", rows))
+    lengths = [len(r["ref"]) + 1 for r in rows]
+    prompt = ["--prompt-template", "{thing}"] if name == "trainer" else ["--prompt-field", "thing"]
+    pace = ["--steps", "4", "--batch-size", "8", "--learning-rate", "0.01"]
+    options = ["--response-field", "ref", *prompt, *pace]
+    if name == "trl_sft":
+        options += ["--seq-len", str(max(lengths))]
+    trainer = example(name).main([model, train, str(tmp_path / "out"), *options])
+
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    schedule = Schedule.from_speedup(LAYERS, 2, max(lengths))
+    texts = [(r["thing"] + "\n", r["ref"]) for r in rows]
+    base = load_model(model).model
+    # One batch is all records, so the first loss is the untrained model's under the schedule, and not at full depth.
+    assert losses[0] == pytest.approx(loss_under(schedule, base, texts), abs=1e-4)
+    assert losses[0] != pytest.approx(loss_under(Schedule.full(LAYERS), base, texts), abs=2e-3)
+    assert losses[-1] < losses[0]
+    tuned = load_model(str(tmp_path / "out"), require_tokenizer=False)
+    assert tuned.schedule == schedule
+    assert loss_under(schedule, tuned.model, texts) < losses[0]
