@@ -118,6 +118,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 
 
 def _evaluate(config: Config) -> int:
+    from skipdecode.evaluation.metrics import METRICS
     from skipdecode.evaluation.records import load_records
     from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import Settings
@@ -136,12 +137,14 @@ def _evaluate(config: Config) -> int:
     )
     task = load_task(config.task)
     task = replace(task, chat=task.chat or config.chat)
+    directory = Path(config.out or "")
+    check_directory(directory, overwrite=config.overwrite)
+    for metric in config.metrics:
+        METRICS.check(metric)
     records = load_records(task, config.data).limited(config.limit)
     if records.skipped:
         lines = ", ".join(f"{line} ({reason})" for line, reason in records.skipped[:5])
         _note(f"{len(records.skipped)} records left out; lines {lines}{' ...' if len(records.skipped) > 5 else ''}")
-    directory = Path(config.out or "")
-    check_directory(directory, overwrite=config.overwrite)
     metrics = _metrics(config, task)
     _show(config, [_run(config, settings, task, records, metrics, directory)], ())
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import shutil
 from abc import abstractmethod
@@ -34,13 +35,18 @@ class _Coco(MeanMetric):
             return []
         wanted = self._tokens([list(texts) for texts in references])
         got = self._tokens([[text] for text in outputs])
-        _, values = self._scorer().compute_score(wanted, got)
+        _, values = self._program.compute_score(wanted, got)
         return [self.scale * float(value) for value in values]
 
     def _tokens(self, texts: list[list[str]]) -> dict[int, list[str]]:
         captions = {i: [{"caption": " ".join(t.split())} for t in group] for i, group in enumerate(texts)}
         tokens: dict[int, list[str]] = self._tokenizer.tokenize(captions)
         return tokens
+
+    @functools.cached_property
+    def _program(self) -> Any:
+        """Started once: METEOR reads its tables for many seconds."""
+        return self._scorer()
 
     @abstractmethod
     def _scorer(self) -> Any:

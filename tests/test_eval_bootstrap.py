@@ -1,0 +1,93 @@
+"""Bootstrap intervals: what they contain, what they exclude, and that a seed fixes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import sacrebleu
+
+from skipdecode.errors import DataError, UsageError
+from skipdecode.evaluation.bootstrap import compare, interval
+from skipdecode.evaluation.metrics import make_metrics
+
+
+def mean(total: np.ndarray) -> float:
+    return float(total[0] / total[1])
+
+
+def table(values: np.ndarray) -> np.ndarray:
+    return np.stack([values, np.ones_like(values)], axis=1)
+
+
+VALUES = np.random.default_rng(0).normal(50, 10, size=200)
+
+
+def test_a_run_does_not_differ_from_itself():
+    result = compare(table(VALUES), table(VALUES.copy()), mean)
+    assert result.difference.contains(0)
+    assert (result.difference.low, result.difference.high) == (0, 0)
+    assert result.ratio is not None
+    assert result.ratio.contains(1)
+
+
+def test_a_clearly_worse_run_excludes_zero():
+    # Records differ far more (sd 10) than the runs do (1): only pairing can tell.
+    worse = VALUES - 1 + np.random.default_rng(1).normal(0, 0.5, size=200)
+    result = compare(table(VALUES), table(worse), mean)
+    assert result.difference.high < 0
+    assert result.ratio is not None
+    assert result.ratio.high < 1
+    assert result.difference.estimate == pytest.approx(worse.mean() - VALUES.mean())
+    unpaired = interval(table(VALUES), mean)
+    assert unpaired.contains(worse.mean())
+
+
+def test_noise_around_the_same_mean_contains_zero():
+    noise = np.random.default_rng(2).normal(0, 5, size=200)
+    assert compare(table(VALUES), table(VALUES + noise - noise.mean()), mean).difference.contains(0)
+
+
+def test_width_is_that_of_the_normal_approximation():
+    bounds = interval(table(VALUES), mean, resamples=4000)
+    expected = 2 * 1.96 * VALUES.std() / np.sqrt(len(VALUES))
+    assert bounds.high - bounds.low == pytest.approx(expected, rel=0.08)
+    assert bounds.contains(VALUES.mean())
+    narrow = interval(table(VALUES), mean, resamples=4000, level=0.5)
+    assert narrow.high - narrow.low < bounds.high - bounds.low
+
+
+def test_a_seed_fixes_the_draws():
+    first, second, other = (interval(table(VALUES), mean, resamples=300, seed=s) for s in (7, 7, 8))
+    assert first == second
+    assert first != other
+
+
+def test_corpus_bleu_is_resampled_as_a_corpus():
+    words = np.random.default_rng(3)
+    vocabulary = ["the", "a", "dog", "cat", "man", "sat", "bit", "ran", "far", "here"]
+    references = [[" ".join(words.choice(vocabulary, 8))] for _ in range(30)]
+    outputs = [text if words.random() < 0.7 else " ".join(words.choice(vocabulary, 8)) for (text,) in references]
+    (metric,) = make_metrics(["bleu"])
+    bounds = interval(metric.statistics(outputs, references), metric.score, resamples=400)
+    draws = [words.integers(0, 30, 30) for _ in range(400)]
+    slow = [sacrebleu.corpus_bleu([outputs[i] for i in d], [[references[i][0] for i in d]]).score for d in draws]
+    assert bounds.estimate == pytest.approx(sacrebleu.corpus_bleu(outputs, [[r[0] for r in references]]).score)
+    assert (bounds.low, bounds.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])), abs=3)
+
+
+def test_a_zero_baseline_has_no_ratio():
+    zero = table(np.zeros(5))
+    result = compare(zero, table(np.ones(5)), mean, resamples=50)
+    assert result.ratio is None
+    assert result.difference.estimate == 1
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(DataError, match="do not pair up"):
+        compare(table(VALUES), table(VALUES[:-1]), mean)
+    with pytest.raises(DataError, match="no record to resample"):
+        interval(table(VALUES[:0]), mean)
+    with pytest.raises(UsageError, match="resamples=0"):
+        interval(table(VALUES), mean, resamples=0)
+    with pytest.raises(UsageError, match=r"level=95"):
+        interval(table(VALUES), mean, level=95)

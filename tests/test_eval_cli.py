@@ -1,0 +1,165 @@
+"""`skipdecode eval` as a user runs it: a run, a comparison, a report, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from skipdecode.cli import main
+from skipdecode.evaluation.results import load_run
+from textgen_tools import save_tiny_model, write_rows
+
+ROWS = [{"text": "ab" * (i % 4 + 1), "answer": f"<b>answer</b> & number {i}"} for i in range(8)]
+TASK = 'name: mine\nprompt: "{text}:"\nreferences: [answer]\nmax_new_tokens: 6\nmetrics: [bleu, rougeL]\n'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model, records, a task, and two runs."""
+    path = tmp_path_factory.mktemp("eval")
+    save_tiny_model(path / "model")
+    write_rows(path / "data.jsonl", ROWS)
+    (path / "mine.yaml").write_text(TASK)
+    assert main(arguments(path, "--out", str(path / "full"), "--method", "full")) == 0
+    assert main(arguments(path, "--out", str(path / "skip"), "--nominal-speedup", "2", "--seq-len", "6")) == 0
+    return path
+
+
+def arguments(place: Path, *more: str) -> list[str]:
+    fixed = [str(place / "model"), "--task", str(place / "mine.yaml"), "--data", str(place / "data.jsonl")]
+    return ["eval", *fixed, "--resamples", "50", "--batch-size", "4", *more]
+
+
+def test_a_run_prints_a_table_and_leaves_files(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments(place, "--out", str(place / "again"), "--nominal-speedup", "2", "--limit", "3")) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].startswith("| run")
+    assert re.match(r"\|-+\|", table[1])
+    assert table[2].startswith("| skipdecode-2x | 3 ")
+    run = load_run(place / "again")
+    assert run.data["config"]["data"] == "data.jsonl"
+    assert (place / "again" / "outputs.jsonl").exists()
+
+
+def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path):
+    schedule = load_run(place / "skip").data["config"]["method"]["schedule"]
+    save_tiny_model(tmp_path / "tuned")
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps(config | {"skipdecode": schedule}))
+    call = arguments(place, "--out", str(tmp_path / "run"))
+    call[1] = str(tmp_path / "tuned")
+    assert main(call) == 0
+    assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
+
+
+@pytest.mark.parametrize("method", ["early_termination", "even", "self_speculation", "prompt_lookup"])
+def test_methods_by_name(place: Path, tmp_path: Path, method: str):
+    more = [] if method in ("self_speculation", "prompt_lookup") else ["--nominal-speedup", "1.5", "--seq-len", "6"]
+    assert main(arguments(place, "--out", str(tmp_path), "--method", method, "--limit", "2", *more)) == 0
+    assert load_run(tmp_path).data["config"]["method"]["name"].startswith(method.replace("_", "-"))
+
+
+def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(["eval", "--compare", str(place / "full"), str(place / "skip" / "run.json"), "--metrics", "rougeL"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert re.search(r"rougeL +\| full +\| skipdecode-2x \| .*\[[-+]\d", printed)
+    assert main(["eval", "--json", "--compare", str(place / "full"), str(place / "full")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [pair["metric"] for pair in document["pairs"]] == ["bleu", "rougeL"]
+    assert all(pair["difference"]["low"] <= 0 <= pair["difference"]["high"] for pair in document["pairs"])
+
+
+class Checker(HTMLParser):
+    """Collects text, and fails on tags that do not close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [v for k, v in attrs if k in ("src", "href") and v and not v.startswith("#")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_path: Path):
+    file = tmp_path / "report.html"
+    assert main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(file)]) == 0
+    html = file.read_text(encoding="utf-8")
+    page = Checker()
+    page.feed(html)
+    assert page.open == []
+    assert page.links == []
+    for name in ("full", "skip"):
+        run = load_run(place / name)
+        for metric in run.data["metrics"]:
+            assert f"{run.score(metric):.2f} ± " in page.text
+        assert f"{run.measured_speedup:.2f}" in page.text
+        for sample in run.data["samples"]:
+            assert sample["output"] in page.text
+            assert sample["reference"] in page.text
+    assert "<b>answer</b>" not in html
+    # Trade-off and two kinds of buckets for each metric.
+    assert html.count("<svg") == 2 * 3 + 4 * 3
+    assert (
+        main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(tmp_path / "2.html")]) == 0
+    )
+    assert (tmp_path / "2.html").read_text(encoding="utf-8") == html
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        (["--out", "{place}/full"], 1, "holds a run already"),
+        (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
+        (["--out", "{place}/x", "--method", "even"], 2, "--method even needs --nominal-speedup"),
+        (["--out", "{place}/x", "--method", "full", "--nominal-speedup", "2"], 2, "--method full has no schedule"),
+        (["--out", "{place}/x", "--exit-layer", "2"], 2, "--exit-layer belongs to --method self_speculation"),
+        (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order belongs to --nominal-speedup"),
+        (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
+        (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
+        (["--out", "{place}/x", "--max-new-tokens", "95"], 1, "there is room for 1"),
+        (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 1, "none.jsonl: No such file"),
+        (["--out", "{place}/data.jsonl/x"], 1, "cannot make the directory"),
+        (["--compare", "{place}/full"], 2, "--compare reads finished runs"),
+        ([], 2, "--out is needed"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    place: Path, more: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments(place, *(text.format(place=place) for text in more))) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipdecode: ")]
+    assert message in lines[-1]
+
+
+def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = write_rows(tmp_path / "d.jsonl", [*ROWS[:2], {"text": "a", "answer": ""}])
+    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
+    call[call.index("--data") + 1] = data
+    assert main(call) == 0
+    assert "1 records left out; lines 3 (no reference text)" in capsys.readouterr().err
+
+
+def test_a_model_tuned_on_other_prompts_is_told(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save_tiny_model(tmp_path / "tuned")
+    recipe = {"format": 1, "options": {"prompt_template": "Q: {text}", "chat": False}, "schedule": {}, "data": {}}
+    (tmp_path / "tuned" / "recipe.json").write_text(json.dumps(recipe | {"environment": {}, "result": None}))
+    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
+    call[1] = str(tmp_path / "tuned")
+    assert main(call) == 0
+    assert "the model was tuned with the prompt 'Q: {text}'" in capsys.readouterr().err

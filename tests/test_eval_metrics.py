@@ -1,0 +1,179 @@
+"""Metrics against the libraries' own calls, with several references and with empty outputs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from rouge_score import rouge_scorer
+
+from skipdecode.errors import DataError, MissingExtraError, ModelLoadError, UsageError
+from skipdecode.evaluation.metrics import METRICS, MetricOptions, make_metrics
+
+# The example of sacrebleu's own documentation.
+OUTPUTS = ["The dog bit the man.", "It wasn't surprising.", "The man had just bitten him."]
+REFERENCES = [
+    ["The dog bit the man.", "The dog had bit the man."],
+    ["It was not unexpected.", "No one was surprised."],
+    ["The man bit him first.", "The man had bitten the dog."],
+]
+# Unequal numbers of references, and an output without text.
+RAGGED = [
+    ["The dog bit the man.", "A dog bit him."],
+    ["It was not unexpected."],
+    ["The man bit him first.", "b", "c d"],
+]
+HOLED = ["The dog bit a man.", "", "The man bit him."]
+
+
+def score(name: str, outputs: list[str], references: list[list[str]], options: MetricOptions | None = None) -> float:
+    (metric,) = make_metrics([name], options)
+    return metric.score(metric.statistics(outputs, references).sum(axis=0))
+
+
+def test_known_values():
+    assert score("bleu", OUTPUTS, REFERENCES) == pytest.approx(48.53, abs=0.005)
+    assert score("chrf", OUTPUTS, REFERENCES) == pytest.approx(59.73, abs=0.005)
+    # 3 of 3 words right, 3 of 6 found: F = 2 * 1 * 0.5 / 1.5.
+    for name in ("rouge1", "rougeL"):
+        assert score(name, ["the cat sat"], [["the cat sat on the mat"]]) == pytest.approx(200 / 3)
+    # 2 of 2 pairs right, 2 of 5 found.
+    assert score("rouge2", ["the cat sat"], [["the cat sat on the mat"]]) == pytest.approx(400 / 7)
+
+
+@pytest.mark.parametrize(("outputs", "references"), [(OUTPUTS, REFERENCES), (HOLED, RAGGED), (OUTPUTS, RAGGED)])
+def test_bleu_and_chrf_equal_sacrebleu(outputs: list[str], references: list[list[str]]):
+    streams = [[r[i] if i < len(r) else None for r in references] for i in range(max(map(len, references)))]
+    assert score("bleu", outputs, references) == pytest.approx(sacrebleu.corpus_bleu(outputs, streams).score)
+    assert score("chrf", outputs, references) == pytest.approx(sacrebleu.corpus_chrf(outputs, streams).score)
+
+
+@pytest.mark.parametrize("name", ["rouge1", "rouge2", "rougeL"])
+def test_rouge_takes_the_reference_with_the_best_f(name: str):
+    scorer = rouge_scorer.RougeScorer([name], use_stemmer=True)
+    best = [max(scorer.score(r, o)[name].fmeasure for r in refs) for o, refs in zip(HOLED, RAGGED, strict=True)]
+    assert score(name, HOLED, RAGGED) == pytest.approx(100 * np.mean(best))
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf", "rouge1", "rouge2", "rougeL"])
+def test_a_copy_scores_100_and_nothing_scores_0(name: str):
+    copies = [references[-1] for references in REFERENCES]
+    assert score(name, copies, REFERENCES) == pytest.approx(100)
+    assert score(name, ["", "", ""], REFERENCES) == 0
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf", "rougeL"])
+def test_statistics_add_up_over_records(name: str):
+    """A record drawn twice counts as if its text were there twice: what the bootstrap relies on."""
+    (metric,) = make_metrics([name])
+    table = metric.statistics(OUTPUTS, RAGGED)
+    drawn = [2, 0, 2]
+    again = metric.statistics([OUTPUTS[i] for i in drawn], [RAGGED[i] for i in drawn])
+    assert metric.score(table[drawn].sum(axis=0)) == pytest.approx(metric.score(again.sum(axis=0)))
+
+
+@pytest.mark.parametrize("name", ["bleu", "rougeL"])
+def test_missing_references_and_lengths_are_refused(name: str):
+    (metric,) = make_metrics([name])
+    with pytest.raises(DataError, match="record 1 has no reference"):
+        metric.statistics(["a", "b"], [["a"], []])
+    with pytest.raises(DataError, match="record 0 has no reference"):
+        metric.statistics(["a"], ["a text, not a list"])
+    with pytest.raises(DataError, match="2 outputs for 1 records"):
+        metric.statistics(["a", "b"], [["a"]])
+
+
+def test_names_are_checked_before_any_library_loads():
+    with pytest.raises(UsageError, match="unknown metric 'rogue1'"):
+        make_metrics(["bertscore_f1", "rogue1"])
+    assert [m.name for m in make_metrics(["bleu", "chrf", "bleu"])] == ["bleu", "chrf"]
+
+
+def test_signatures_name_library_and_version():
+    for metric in make_metrics(["bleu", "rougeL"]):
+        metric.statistics(OUTPUTS, REFERENCES)
+        assert "version" in metric.signature or "rouge_score:" in metric.signature
+
+
+# ---------------------------------------------------------------------- BERTScore
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random BERT on disk."""
+    pytest.importorskip("bert_score")
+    from transformers import BertConfig, BertModel, BertTokenizer
+
+    path = tmp_path_factory.mktemp("encoder")
+    words = sorted(
+        {w.lower().strip(".") for t in [*OUTPUTS, *(text for texts in REFERENCES for text in texts)] for w in t.split()}
+    )
+    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *words])}
+    BertTokenizer(vocab=vocab, model_max_length=64).save_pretrained(path)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(vocab), **sizes)).save_pretrained(path)
+    return str(path)
+
+
+def test_bertscore_is_bert_scores_best_reference(encoder: str):
+    import bert_score
+
+    options = MetricOptions(bertscore_model=encoder, bertscore_layers=2)
+    best = [
+        max(bert_score.score([out], [ref], model_type=encoder, num_layers=2)[2].item() for ref in refs)
+        for out, refs in zip(OUTPUTS, RAGGED, strict=True)
+    ]
+    assert score("bertscore_f1", OUTPUTS, RAGGED, options) == pytest.approx(100 * np.mean(best), abs=1e-3)
+    one_empty = score("bertscore_f1", [*OUTPUTS[:2], ""], RAGGED, options)
+    assert one_empty == pytest.approx(100 * sum(best[:2]) / 3, abs=1e-3)
+
+
+def test_bertscore_says_what_it_lacks(encoder: str, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(UsageError, match="name the layer with --bertscore-layers"):
+        make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder))
+    with pytest.raises(ModelLoadError, match="does not load at layer 9"):
+        make_metrics(["bertscore_f1"], MetricOptions(bertscore_model=encoder, bertscore_layers=9))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"skipdecode\[eval-offline\]"):
+        make_metrics(["bertscore_f1"], MetricOptions(bertscore_model="minilm"))
+
+
+# ---------------------------------------------------------------------- METEOR, CIDEr
+
+
+def test_coco_metrics_say_that_they_need_java(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pycocoevalcap")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UsageError, match="install a Java runtime"):
+        make_metrics(["cider"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("java") is None, reason="needs Java")
+def test_meteor_and_cider_rank_a_copy_first():
+    pytest.importorskip("pycocoevalcap")
+    texts = ["a dog bit the old man", "nobody here was surprised by it", "the man had then bitten the dog"]
+    references = [[text] for text in texts]
+    for metric, best in zip(make_metrics(["meteor", "cider"]), (100, 10), strict=True):
+        copy, near, hole = (
+            metric.score(metric.statistics([first, *texts[1:]], references).sum(axis=0))
+            for first in (texts[0], "a dog bit a man", "")
+        )
+        assert copy == pytest.approx(best, rel=0.01)
+        assert 0 < hole < near < copy
+
+
+def test_every_registered_metric_can_score_without_its_model():
+    for name in METRICS:
+        assert callable(METRICS.get(name).score), name
+
+
+def test_encoder_directory_may_be_relative(encoder: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(Path(encoder).parent)
+    options = MetricOptions(bertscore_model=Path(encoder).name, bertscore_layers=1)
+    assert score("bertscore_f1", OUTPUTS[:1], [OUTPUTS[:1]], options) == pytest.approx(100, abs=1e-3)

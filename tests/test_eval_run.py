@@ -1,0 +1,244 @@
+"""Evaluation runs: fidelity against cached decoding, results that repeat, buckets, and what a run file says."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skipdecode import Schedule, attach
+from skipdecode.environment import environment
+from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.evaluation.buckets import buckets_of
+from skipdecode.evaluation.compare import compare_runs
+from skipdecode.evaluation.fidelity import free_running, ratio_score
+from skipdecode.evaluation.generate import batches
+from skipdecode.evaluation.metrics import make_metrics
+from skipdecode.evaluation.records import Record, Records
+from skipdecode.evaluation.results import Run, check_directory, load_run
+from skipdecode.evaluation.run import Settings, Subject, evaluate
+from skipdecode.evaluation.tasks import Task
+from skipdecode.evaluation.teacher_forced import teacher_forced
+from skipdecode.methods.base import Method
+from skipdecode.methods.full import Full
+from skipdecode.methods.scheduled import Scheduled
+from skipdecode.methods.self_speculation import SelfSpeculation
+from textgen_tools import byte_tokenizer
+from tiny import LAYERS, tiny_model
+
+SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
+TASK = Task("mine", "Say {text}:", ("answer",), ("bleu",), 10)
+RECORDS = Records(
+    tuple(Record(f"r{i}", {"text": "word " * (i + 1)}, (f"answer number {i}", "b" * i or "a")) for i in range(7)),
+    skipped=((9, "no reference text"),),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", vocab_size=259)
+
+
+def evaluated(model: Any, out: Path, method: Method, **settings: Any) -> Run:
+    out.mkdir(parents=True, exist_ok=True)
+    subject = Subject(model, byte_tokenizer(), method, {2}, context=256)
+    options = Settings(**{"batch_size": 3, "resamples": 50, **settings})
+    return evaluate(
+        subject, TASK, RECORDS, make_metrics(["bleu", "rougeL"]), options, out=out, config={"model": "tiny"}
+    )
+
+
+# ---------------------------------------------------------------------- fidelity
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_teacher_forced_fidelity_equals_cached_decoding(family: str):
+    model = tiny_model(family)
+    prompts, outputs = [[5, 6, 7, 8, 9], [11, 12]], [[20, 21, 22, 23, 24, 25], [30, 31, 32]]
+    tables = teacher_forced(model, SCHEDULE, prompts, outputs)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        full = stepwise(model, Schedule.full(LAYERS), prompt, output)
+        skipped = stepwise(model, SCHEDULE, prompt, output)
+        divergence = (full.exp() * (full - skipped)).sum().item()
+        same = (full.argmax(-1) == skipped.argmax(-1)).sum().item()
+        assert tables["kl"][row] == pytest.approx((divergence, len(output)), abs=1e-4)
+        assert tables["top1_agreement"][row] == pytest.approx((same, len(output)))
+
+
+def stepwise(model: Any, schedule: Schedule, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Log-probabilities (len(output), vocabulary) from decoding token by token with a cache."""
+    rows = []
+    with torch.no_grad(), attach(model, schedule) as attachment:
+        cache = attachment.new_cache(len(prompt))
+        step = torch.tensor([prompt])
+        for token in output:
+            rows.append(model(step, past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1))
+            step = torch.tensor([[token]])
+    return torch.stack(rows)
+
+
+def test_full_depth_is_faithful_to_itself(model: Any):
+    tables = teacher_forced(model, Schedule.full(LAYERS), [[5, 6]], [[7, 8, 9]])
+    assert ratio_score("kl", tables["kl"][0]) == pytest.approx(0, abs=1e-6)
+    assert ratio_score("top1_agreement", tables["top1_agreement"][0]) == 100
+
+
+def test_free_running_fidelity_by_hand():
+    tables = free_running([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 9, 3, 4], []])
+    assert ratio_score("exact_match", tables["exact_match"].sum(axis=0)) == pytest.approx(100 / 3)
+    # 3 of 3, 1 of 4, 0 of 1 tokens.
+    assert ratio_score("token_agreement", tables["token_agreement"].sum(axis=0)) == pytest.approx(100 * 4 / 8)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
+    run = load_run(evaluated(model, tmp_path / "run", Scheduled(SCHEDULE)).path)
+    data = run.data
+    assert data["n"] == len(run.outputs) == 7
+    assert data["nominal_speedup"] == SCHEDULE.nominal_speedup
+    assert data["measured_speedup"] > 0
+    assert (
+        data["measured_speedup_interval"]["low"]
+        <= data["measured_speedup"]
+        <= data["measured_speedup_interval"]["high"]
+    )
+    assert set(data["metrics"]) == {"bleu", "rougeL", "exact_match", "token_agreement", "top1_agreement", "kl"}
+    assert Schedule.from_dict(data["config"]["method"]["schedule"]) == SCHEDULE
+    assert data["config"]["settings"]["max_new_tokens"] == TASK.max_new_tokens
+    assert data["config"]["data_sha256"] == RECORDS.digest()
+    assert data["config"]["skipped_records"] == [[9, "no reference text"]]
+    assert 3 <= data["speed"]["layers_per_token"] <= 6
+    assert data["full_depth_speed"]["layers_per_token"] == LAYERS
+    assert data["environment"]["packages"]["torch"] == torch.__version__
+    for row, record in zip(run.outputs, RECORDS.items, strict=True):
+        assert (row["id"], tuple(row["references"])) == (record.id, record.references)
+        assert row["prompt"] == TASK.render(record.values)
+        assert row["output"] == TASK.cut(byte_tokenizer().decode(row["tokens"], skip_special_tokens=True))
+    for metric in make_metrics(["bleu", "rougeL"]):
+        table = metric.statistics([row["output"] for row in run.outputs], [row["references"] for row in run.outputs])
+        assert run.score(metric.name) == pytest.approx(metric.score(table.sum(axis=0)))
+        assert np.allclose(run.table(metric.name), table)
+
+
+def test_outputs_do_not_depend_on_the_batch(model: Any, tmp_path: Path):
+    runs = [evaluated(model, tmp_path / str(size), Scheduled(SCHEDULE), batch_size=size) for size in (1, 3, 7)]
+    tokens = [[row["tokens"] for row in run.outputs] for run in runs]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_same_seed_same_result(model: Any, tmp_path: Path):
+    first, second = (evaluated(model, tmp_path / name, Scheduled(SCHEDULE)) for name in "ab")
+    for key in ("metrics", "buckets", "samples", "config", "n", "nominal_speedup"):
+        assert first.data[key] == second.data[key], key
+    assert first.outputs == second.outputs
+    other = evaluated(model, tmp_path / "c", Scheduled(SCHEDULE), seed=1)
+    assert other.data["metrics"]["kl"]["interval"] != first.data["metrics"]["kl"]["interval"]
+
+
+def test_full_depth_is_the_yardstick(model: Any, tmp_path: Path):
+    run = evaluated(model, tmp_path, Full())
+    assert run.measured_speedup == run.data["nominal_speedup"] == 1
+    assert run.data["full_depth_speed"] is None
+    assert "kl" not in run.data["metrics"]
+
+
+def test_a_lossless_method_matches_full_depth_exactly(model: Any, tmp_path: Path):
+    run = evaluated(model, tmp_path, SelfSpeculation(3))
+    assert run.score("exact_match") == run.score("token_agreement") == 100
+    assert run.data["config"]["settings"]["batch_size"] == 1
+    assert run.data["nominal_speedup"] is None
+
+
+def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
+    run = evaluated(model, tmp_path, Scheduled(SCHEDULE), full_depth=False)
+    assert run.measured_speedup is None
+    assert set(run.data["metrics"]) == {"bleu", "rougeL"}
+    assert "full_output" not in run.outputs[0]
+
+
+def test_buckets_cover_the_records_once(model: Any, tmp_path: Path):
+    data = evaluated(model, tmp_path, Scheduled(SCHEDULE)).data
+    for axis in ("prompt_tokens", "reference_tokens"):
+        found = data["buckets"][axis]
+        assert sum(b["n"] for b in found) == 7
+        assert all(one["high"] < two["low"] for one, two in itertools.pairwise(found))
+        assert set(found[0]["metrics"]) == set(data["metrics"])
+
+
+def test_buckets_of_lengths():
+    assert buckets_of([]) == []
+    assert [(b.low, b.high, b.indices) for b in buckets_of([5, 5, 5])] == [(5, 5, (0, 1, 2))]
+    quarters = buckets_of(list(range(100, 0, -1)))
+    assert [len(b.indices) for b in quarters] == pytest.approx([25] * 4, abs=1)
+    assert quarters[0].low == 1
+    assert quarters[-1].high == 100
+
+
+def test_batches_hold_every_record_once_longest_first():
+    found = batches([3, 9, 1, 9, 5], 2)
+    assert found == [[1, 3], [4, 0], [2]]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "resamples", "samples"])
+def test_settings_out_of_range_are_refused(name: str):
+    with pytest.raises(UsageError, match=name.replace("_", "-")):
+        Settings(**{name: 0})
+
+
+# ---------------------------------------------------------------------- comparison and files
+
+
+def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
+    first = evaluated(model, tmp_path / "a", Full())
+    second = evaluated(model, tmp_path / "b", Scheduled(SCHEDULE))
+    pairs = compare_runs([first, second], resamples=50)
+    assert [(p.metric, p.a, p.b) for p in pairs] == [("bleu", "full", "skipdecode"), ("rougeL", "full", "skipdecode")]
+    assert compare_runs([first, first], ["bleu"])[0].comparison.difference.estimate == 0
+    with pytest.raises(DataError, match="has no kl: it has bleu, rougeL"):
+        compare_runs([first, second], ["kl"])
+    other = dict(second.data, config=dict(second.data["config"], data_sha256="0"))
+    with pytest.raises(DataError, match="different records"):
+        compare_runs([first, Run(second.path, other)])
+    scored = {**second.data["metrics"], "bleu": {**second.data["metrics"]["bleu"], "signature": "tok:none"}}
+    with pytest.raises(DataError, match="scored differently"):
+        compare_runs([first, Run(second.path, dict(second.data, metrics=scored))])
+
+
+def test_files_that_are_no_run_are_refused(model: Any, tmp_path: Path):
+    run = evaluated(model, tmp_path, Full())
+    with pytest.raises(OutputError, match="holds a run already: give --overwrite"):
+        check_directory(tmp_path, overwrite=False)
+    check_directory(tmp_path, overwrite=True)
+    lines = (tmp_path / "outputs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "outputs.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(DataError, match="has 6 of 7 records"):
+        load_run(tmp_path).table("bleu")
+    with pytest.raises(DataError, match="cannot be read"):
+        _ = Run(tmp_path / "elsewhere" / "run.json", run.data).outputs
+    for text, message in (("{", "must be JSON"), ("[]", "lacks 'format'"), (json.dumps({"n": 1}), "lacks 'format'")):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(DataError, match=message):
+            load_run(tmp_path / "run.json")
+    (tmp_path / "run.json").write_text(json.dumps(dict(run.data, format=99)))
+    with pytest.raises(DataError, match="its format is 99"):
+        load_run(tmp_path)
+    with pytest.raises(DataError, match="cannot read the run"):
+        load_run(tmp_path / "nothing.json")
+
+
+def test_the_environment_names_versions_and_no_host():
+    import platform
+
+    record = environment()
+    assert record["packages"]["transformers"]
+    assert record["cores"] >= 1
+    assert record["threads"] == torch.get_num_threads()
+    assert record["commit"] is None or len(record["commit"]) == 40
+    assert platform.node() not in json.dumps(record).split('"') or not platform.node()

@@ -1,0 +1,198 @@
+"""Task files, records and prompts: what is read, what is refused, with which line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.errors import DataError, UsageError
+from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
+from skipdecode.evaluation.records import Record, load_records
+from skipdecode.evaluation.tasks import HubSource, Task, load_task, task_names
+from textgen_tools import byte_tokenizer, write_rows
+
+TASK = """\
+name: mine
+prompt: "Say {text}:"
+references: [answers, answer]
+max_new_tokens: 8
+metrics: [bleu]
+"""
+
+
+def write_task(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", task_names())
+def test_built_in_tasks_load(name: str):
+    task = load_task(name)
+    assert task.name == name
+    assert task.metrics
+    assert task.render(dict.fromkeys(task.prompt_fields(), "VALUE")).count("VALUE") == 1
+
+
+def test_built_in_tasks_are_the_papers():
+    assert {"e2e", "cnn_dm", "tldr"} <= set(task_names())
+    assert load_task("e2e").render({"mr": "name[Blue Spice]"}) == "name[Blue Spice]\n"
+
+
+def test_a_task_file_is_read(tmp_path: Path):
+    task = load_task(write_task(tmp_path, TASK + "stop: ['\\n']\n"))
+    assert task.references == ("answers", "answer")
+    assert task.render({"text": "{braces} stay"}) == "Say {braces} stay:"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("metrics: [bleu]", "metrics: [bleu, blew]", r"line 5: unknown metric 'blew' \(did you mean 'bleu'\?\)"),
+        (
+            "max_new_tokens",
+            "max_tokens",
+            r"line 4: unknown field 'max_tokens' in mine.yaml \(did you mean 'max_new_tokens'",
+        ),
+        ("max_new_tokens: 8\n", "", "lacks the field 'max_new_tokens'"),
+        ("max_new_tokens: 8", "max_new_tokens: many", "line 4: max_new_tokens: 'many' is not accepted"),
+        ("max_new_tokens: 8", "max_new_tokens: true", "line 4: max_new_tokens: True is not accepted"),
+        ("references: [answers, answer]", "references: answer", "line 3: references: 'answer' is not accepted"),
+        ("{text}", "{text", "line 2: prompt is not a template"),
+        ("{text}", "{text!r}", "line 2: prompt names the field 'text': accepted are plain names"),
+        ("{text}", "{0}", "line 2: prompt names the field '0'"),
+        ("{text}", "hello", "line 2: prompt uses no field"),
+        (
+            "metrics: [bleu]",
+            "metrics: [bleu]\ntruncate: txt\nmax_prompt_tokens: 9",
+            "line 6: truncate: 'txt' is no field",
+        ),
+        ("metrics: [bleu]", "metrics: [bleu]\ntruncate: text", "truncate and max_prompt_tokens belong together"),
+        ("metrics: [bleu]", "metrics: [bleu]\nresponse_tokens: {mean: 3}", "line 6: response_tokens"),
+        ("metrics: [bleu]", "metrics: [bleu]\nhub: {id: a, splits: b}", "line 6: unknown field 'splits' in hub"),
+        ("metrics: [bleu]", "metrics: [bleu]\nhub: {split: test}", "line 6: hub lacks the field 'id'"),
+        ("metrics: [bleu]", "metrics: [bleu", "line 6: mine.yaml is not YAML"),
+    ],
+)
+def test_a_wrong_task_file_is_refused_by_line(tmp_path: Path, old: str, new: str, message: str):
+    with pytest.raises(DataError, match=message):
+        load_task(write_task(tmp_path, TASK.replace(old, new)))
+
+
+def test_an_unknown_task_lists_the_choices(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"unknown task 'e2': accepted are cnn_dm, e2e, jsonl, tldr and task files"):
+        load_task("e2")
+    with pytest.raises(DataError, match="must hold fields and values"):
+        load_task(write_task(tmp_path, ""))
+
+
+# ---------------------------------------------------------------------- records
+
+
+def mine(**changes: Any) -> Task:
+    return replace(Task("mine", "Say {text}:", ("answers", "answer"), ("bleu",), 8), **changes)
+
+
+def test_references_may_be_one_text_or_several(tmp_path: Path):
+    path = write_rows(
+        tmp_path / "d.jsonl",
+        [{"text": "a", "answer": "x"}, {"id": "two", "text": 5, "answers": ["y ", "", " z"], "answer": "no"}],
+    )
+    records = load_records(mine(), path)
+    assert records.items == (Record("1", {"text": "a"}, ("x",)), Record("two", {"text": "5"}, ("y", "z")))
+
+
+def test_records_of_one_prompt_are_merged(tmp_path: Path):
+    rows = [{"text": "a", "answer": "x"}, {"text": "b", "answer": "y"}, {"text": "a", "answer": "z"}]
+    records = load_records(mine(merge_same_prompt=True), write_rows(tmp_path / "d.jsonl", rows))
+    assert [(r.id, r.references) for r in records.items] == [("1", ("x", "z")), ("2", ("y",))]
+
+
+def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
+    rows = [{"text": "a", "answer": "x"}, {"text": " ", "answer": "y"}, {"text": "b", "answers": [" "]}]
+    records = load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
+    assert len(records.items) == 1
+    assert records.skipped == ((2, "empty prompt"), (3, "no reference text"))
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            b'{"txt": "a", "answer": "x"}',
+            "line 2: the field 'text' of the prompt is missing: the record has answer, txt",
+        ),
+        (b'{"text": "a"}', "line 2: no reference: one of answers, answer is needed, the record has text"),
+        (b'{"text": ["a"], "answer": "x"}', "line 2: the field 'text' must be text, not list"),
+        (b'{"text": "a", "answer": 3}', "line 2: the field 'answer' must be text or a list of texts"),
+        (b'{"text": "a", "id": 1, "answer": "x"}', "line 2: the id '1' was met at line 1 already"),
+        (b'{"text": "a"', "line 2: not JSON"),
+        (b'["a"]', "line 2: a record is a JSON object, not list"),
+        (b'{"text": "\xff", "answer": "x"}', "line 2: not UTF-8"),
+    ],
+)
+def test_a_wrong_record_stops_with_its_line(tmp_path: Path, second: bytes, message: str):
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"text": "a", "answer": "x"}\n' + second + b"\n")
+    with pytest.raises(DataError, match=message):
+        load_records(mine(), path)
+
+
+def test_no_record_at_all(tmp_path: Path):
+    with pytest.raises(DataError, match=r"no record to score in .* \(1 left out, the first at line 1: empty prompt\)"):
+        load_records(mine(), write_rows(tmp_path / "d.jsonl", [{"text": "", "answer": "x"}]))
+    with pytest.raises(UsageError, match="give a JSONL file with --data"):
+        load_records(mine())
+
+
+def test_a_dataset_in_hub_layout(tmp_path: Path):
+    pytest.importorskip("datasets")
+    write_rows(tmp_path / "test.jsonl", [{"post": "long story TL;DR:", "sum": "short"}, {"post": "other", "sum": "o"}])
+    source = HubSource(str(tmp_path), fields={"text": "post", "answer": "sum"}, strip={"text": "TL;DR:"})
+    records = load_records(mine(hub=source))
+    assert [(r.values["text"], r.references) for r in records.items] == [("long story", ("short",)), ("other", ("o",))]
+
+
+def test_the_digest_tells_data_apart(tmp_path: Path):
+    rows = [{"text": "a", "answer": "x"}, {"text": "b", "answer": "y"}]
+    records = load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
+    again = load_records(mine(), write_rows(tmp_path / "e.jsonl", json.loads(json.dumps(rows))))
+    assert records.digest() == again.digest()
+    assert records.digest() != records.limited(1).digest()
+
+
+# ---------------------------------------------------------------------- prompts and outputs
+
+
+def test_a_long_prompt_loses_the_end_of_the_field_only():
+    task = mine(prompt="{text}\nShort:", truncate="text", max_prompt_tokens=12)
+    tokenizer = byte_tokenizer()
+    tokens = encode_prompt(task, Record("1", {"text": "abcdefghijkl"}, ("x",)), tokenizer)
+    assert tokenizer.decode(tokens) == "abcde\nShort:"
+    assert tokenizer.decode(encode_prompt(task, Record("1", {"text": "abc"}, ("x",)), tokenizer)) == "abc\nShort:"
+
+
+def test_a_prompt_beyond_the_context_is_refused_by_id():
+    record = Record("r7", {"text": "x" * 50}, ("x",))
+    with pytest.raises(DataError, match="record r7: its prompt has 55 tokens, there is room for 20"):
+        encode_prompt(mine(), record, byte_tokenizer(), room=20)
+    with pytest.raises(DataError, match="without 'text' its prompt is longer than 3 tokens already"):
+        encode_prompt(mine(truncate="text", max_prompt_tokens=3), record, byte_tokenizer())
+
+
+def test_chat_prompts_go_through_the_template():
+    tokens = encode_prompt(mine(chat=True), Record("1", {"text": "hi"}, ("x",)), byte_tokenizer())
+    assert byte_tokenizer().decode(tokens) == "<user>Say hi:<assistant>"
+
+
+def test_reference_length_is_the_mean_with_the_end_token():
+    assert reference_tokens(Record("1", {}, ("abc", "abcde")), byte_tokenizer()) == 5
+
+
+def test_outputs_are_cut_at_the_stop_text():
+    assert mine(stop=("\n",)).cut("\n one line \nsecond") == "one line"
+    assert mine().cut(" two\nlines ") == "two\nlines"

@@ -1,0 +1,154 @@
+"""Methods: what they decode, what they count, how schedules of one budget are built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skipdecode import Schedule, attach
+from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
+from skipdecode.methods import METHODS
+from skipdecode.methods.base import end_tokens
+from skipdecode.methods.full import Full
+from skipdecode.methods.prompt_lookup import PromptLookup
+from skipdecode.methods.scheduled import Scheduled
+from skipdecode.methods.schedules import SCHEDULES, Budget, build_schedule
+from skipdecode.methods.self_speculation import SelfSpeculation
+from tiny import LAYERS, tiny_model
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [11, 12, 13, 14]]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def reference(model: Any, prompt: list[int], eos: set[int]) -> list[int]:
+    """Greedy decoding by hand, without a cache."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < NEW and not (len(tokens) > len(prompt) and tokens[-1] in eos):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_full_depth_is_greedy_decoding_and_counts_every_layer(model: Any):
+    result = Full().generate(model, PROMPTS, max_new_tokens=NEW, eos=set())
+    assert result.tokens == [reference(model, p, set()) for p in PROMPTS]
+    assert result.fed_tokens == 2 * (NEW - 1)
+    assert result.layer_tokens == LAYERS * result.fed_tokens
+    assert result.positions == NEW - 1
+    assert result.prompt_seconds > 0
+    assert result.decode_seconds > 0
+
+
+def test_rows_end_with_their_end_token(model: Any):
+    long = reference(model, PROMPTS[0], set())
+    end = next(t for t in long[1:] if t != long[0])
+    result = Full().generate(model, PROMPTS, max_new_tokens=NEW, eos={end})
+    assert result.tokens[0] == long[: long.index(end) + 1]
+    assert result.tokens == [reference(model, p, {end}) for p in PROMPTS]
+
+
+def test_a_schedule_is_decoded_and_counted(model: Any):
+    schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
+    method = Scheduled(schedule)
+    method.check(model)
+    result = method.generate(model, PROMPTS, max_new_tokens=NEW, eos=set())
+    with attach(model, schedule):
+        expected = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assert result.tokens[0] == expected[0, len(PROMPTS[0]) :].tolist()
+    assert result.tokens != Full().generate(model, PROMPTS, max_new_tokens=NEW, eos=set()).tokens
+    assert result.layer_tokens == 2 * sum(schedule.budget(i) for i in range(NEW - 1))
+    # Left as it was: nothing is attached any more.
+    assert Full().generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set()).tokens[0] == reference(
+        model, PROMPTS[0], set()
+    )
+
+
+def test_a_schedule_for_another_depth_is_refused(model: Any):
+    with pytest.raises(ScheduleError):
+        Scheduled(Schedule.full(LAYERS + 1)).check(model)
+    with pytest.raises(UnsupportedModelError):
+        Full().check(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("method", [PromptLookup(4), SelfSpeculation(3)], ids=lambda m: m.name)
+def test_drafting_is_lossless_and_counts_its_drafts(model: Any, method: Any):
+    method.check(model)
+    for prompt in PROMPTS:
+        result = method.generate(model, [prompt], max_new_tokens=NEW, eos={2})
+        assert result.tokens == [reference(model, prompt, {2})]
+        # Every token of the output but the last ran every layer at least once.
+        assert result.layer_tokens >= LAYERS * (NEW - 1) / 2
+    with pytest.raises(UsageError, match="1 row at a time"):
+        method.generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
+
+
+def test_self_speculation_counts_the_drafting_layers(model: Any):
+    """Of a random model most drafts are wrong: it must cost more layers than full depth, and the figure must say so."""
+    full = Full().generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set())
+    drafted = SelfSpeculation(4).generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set())
+    assert drafted.layer_tokens > full.layer_tokens
+
+
+@pytest.mark.parametrize("exit_layer", [0, LAYERS])
+def test_self_speculation_refuses_impossible_exits(model: Any, exit_layer: int):
+    with pytest.raises(UsageError, match=f"give 1 to {LAYERS - 1}"):
+        SelfSpeculation(exit_layer).check(model)
+
+
+def test_methods_are_found_by_name():
+    assert METHODS.get("full") is Full
+    with pytest.raises(UsageError, match="unknown method 'calf'"):
+        METHODS.get("calf")
+
+
+def test_end_tokens_are_the_models_and_the_tokenizers(model: Any):
+    from textgen_tools import byte_tokenizer
+
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [9, 10]
+    try:
+        assert end_tokens(model, byte_tokenizer()) == {2, 9, 10}
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+# ---------------------------------------------------------------------- schedules by name
+
+
+@pytest.mark.parametrize("speedup", [1, 1.5, 2, 3, 5])
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "full"])
+def test_schedules_of_one_budget_cost_the_same(name: str, speedup: float):
+    order = tuple(range(20, 1, -1)) + tuple(range(21, 29)) if name == "static_pruning" else None
+    schedule = build_schedule(name, Budget(30, speedup, 48, drop_order=order))
+    assert schedule.nominal_speedup == pytest.approx(speedup, rel=0.06)
+    assert schedule.name.endswith(f"-{speedup:g}x")
+
+
+def test_named_schedules_are_the_published_ones():
+    budget = Budget(24, 2, 16)
+    assert build_schedule("skipdecode", budget) == Schedule.from_speedup(24, 2, 16)
+    assert build_schedule("early_termination", budget).layers(15) == tuple(range(8))
+    unified = build_schedule("unified", budget)
+    assert unified.layers(0) == unified.layers(15)
+    assert len(build_schedule("d3", budget).layers(0)) > len(build_schedule("skipdecode", budget).layers(0))
+    assert build_schedule("full", Budget(24, 1, 16)).is_full
+
+
+def test_schedules_refuse_what_they_cannot_do():
+    with pytest.raises(ScheduleError, match="give a drop_order"):
+        build_schedule("static_pruning", Budget(24, 2, 16))
+    with pytest.raises(ScheduleError, match="'even' has a drop order of its own"):
+        build_schedule("even", Budget(24, 2, 16, drop_order=(3, 4)))
+    with pytest.raises(ScheduleError, match="'full' runs every layer"):
+        build_schedule("full", Budget(24, 2, 16))
+    with pytest.raises(ScheduleError):
+        build_schedule("unified", Budget(24, 24, 16))
+    with pytest.raises(UsageError, match="unknown schedule 'evan' \\(did you mean 'even'"):
+        build_schedule("evan", Budget(24, 2, 16))
