@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from skipdecode import Schedule, attach
@@ -180,6 +182,21 @@ def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary
     assert full != skipping
     assert text(model_dir, "--schedule", str(file)) == text(tuned) == skipping
     assert text(tuned, "--nominal-speedup", "1") == full
+
+
+def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Path, model_dir: str):
+    def text(directory: str, *arguments: str) -> str:
+        assert generate(directory, "hello", *arguments) == 0
+        return str(json.loads(capsysbinary.readouterr().out)["text"])
+
+    wrapped = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(target_modules=["v_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    wrapped.save_pretrained(tmp_path)
+    options = ("--nominal-speedup", "2")
+    found = [text(str(tmp_path)), text(str(tmp_path), *options), text(model_dir), text(model_dir, *options)]
+    assert len(set(found)) == 4
 
 
 @pytest.mark.parametrize(

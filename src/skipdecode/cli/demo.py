@@ -158,12 +158,12 @@ def _outcomes(config: Config, loaded: LoadedModel, prompts: Sequence[EncodedProm
     """Every schedule on all prompts in one batch, in turn, for exactly as many tokens."""
     from tqdm import tqdm
 
-    from skipdecode.models.families import decoder_layers
+    from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.textgen.backend import GenerationSettings
     from skipdecode.textgen.transformers_backend import TransformersBackend
 
     # The last token is not fed back: one position fewer than tokens.
-    schedules = _schedules(len(decoder_layers(loaded.model)), config.max_new_tokens - 1, loaded.schedule)
+    schedules = _schedules(len(decoder_layers(unwrap(loaded.model))), config.max_new_tokens - 1, loaded.schedule)
     backends = [TransformersBackend.of(loaded.model, loaded.tokenizer, s) for _, s in schedules]
     ids = [p.token_ids for p in prompts]
     settings = GenerationSettings(config.max_new_tokens, ignore_eos=True)

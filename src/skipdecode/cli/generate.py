@@ -178,14 +178,14 @@ def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice]:
     import torch
 
-    from skipdecode.models.families import decoder_layers
+    from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.hub import load_model
     from skipdecode.textgen.report import note, schedule_line
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    num_layers = len(decoder_layers(loaded.model))
+    num_layers = len(decoder_layers(unwrap(loaded.model)))
     choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
     return loaded, choice
