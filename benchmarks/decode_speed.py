@@ -1,7 +1,8 @@
 """Decode-phase time of the transformers path under schedules, next to nominal and the cost model's prediction.
 
 One process, one model, alternating rounds: full depth, then each nominal speed-up, then again. The prompt is run once
-and its cache copied, so that only decoding is timed. Random weights: the time of a step does not depend on their values.
+and its cache copied, so that only decoding is timed. Weights are random: a step takes the
+same time whatever they are.
 
     python benchmarks/decode_speed.py --geometry opt-1.3b --batch 8 --out results/decode-opt-1.3b-cpu.json
 """

@@ -68,7 +68,10 @@ def _fail(message: str, code: int, debug: bool) -> int:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown, descriptions as written."""
+    """Defaults shown where there is one, descriptions as written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, (), "") else super()._get_help_string(action)
 
 
 def _top_parser() -> argparse.ArgumentParser:
