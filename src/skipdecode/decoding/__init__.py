@@ -1,8 +1,8 @@
 """Decoding: token ids in, a generator of per-step outputs out. Knows nothing about text.
 
 A request's life: `Request` (requests.py) -> waits in the `Scheduler` (waves.py) -> gets a slot and pages (kv.py) -> its
-prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model (model_spec.py), on
-the layers that the `BudgetPolicy` (budget_policy.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`. `Engine`
+prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model (model_spec.py),
+on the layers that the `BudgetPolicy` (budget_policy.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`. `Engine`
 (engine.py) is the loop.
 """
 

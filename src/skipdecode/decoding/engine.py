@@ -184,8 +184,8 @@ class Engine:
         pages = max(policy.prompt_budget() * kv.pages_for(prompt), policy.first_budget() * kv.pages_for(total))
         if self._kv_pages is not None and pages > self._kv_pages:
             raise UsageError(
-                f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of keys "
-                f"and values, but kv_bytes allows {self._kv_pages * kv.page_bytes}"
+                f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of "
+                f"keys and values, but kv_bytes allows {self._kv_pages * kv.page_bytes}"
             )
         return RequestSize(request.max_new_tokens, prompt, number, pages)
 

@@ -156,42 +156,43 @@ INLINE float finish(const LinearArgs& a, float v, int64_t n) {
   return a.activation == kGeluTanh ? gelu_of(v) : v;
 }
 
-// R weight rows' outputs from their sums, which lie in groups of M activation rows.
+// Outputs n, n + apart, … of R weight rows from their sums, which lie in groups of M activation rows.
 template <class W, int R, int M>
-INLINE void write_out(const LinearArgs& a, const W* w, const float* x, float* y, int64_t m, int64_t n, const vf* sums) {
+INLINE void write_out(const LinearArgs& a, const float* x, float* y, int64_t m, int64_t n, int64_t apart, const vf* sums) {
   const int64_t whole = a.k - a.k % kPair;
   for (int64_t c0 = 0; c0 < m; c0 += M) {
     const int64_t cols = std::min<int64_t>(M, m - c0);
     for (int64_t c = c0; c < c0 + cols; c++) {
       for (int64_t r = 0; r < R; r++) {
         float v = whole ? sum(sums[c0 * R + r * cols + c - c0]) : 0.0f;
-        for (int64_t i = whole; i < a.k; i++) v += widen(w[r * a.k + i]) * x[whole * m + c * kPair + i - whole];
-        v = finish(a, v, n + r);
-        float* out = y + c * a.ldy + n + r;
+        const int64_t row = n + r * apart;
+        for (int64_t i = whole; i < a.k; i++) v += widen(((const W*)a.w)[row * a.k + i]) * x[whole * m + c * kPair + i - whole];
+        v = finish(a, v, row);
+        float* out = y + c * a.ldy + row;
         *out = a.accumulate ? *out + v : v;
       }
     }
   }
 }
 
-// Weight rows [n0, n0 + R * blocks) against m packed activation rows, in chunks of k whose activations stay in L1.
+// `blocks` blocks of weight rows {n, n + apart, …} from n0, against m packed activation rows, in chunks of k whose
+// activations stay in L1. The rows of a block lie far apart, so that each continues a stream that the CPU's prefetcher knows.
 template <class W, int R, int M>
-void strip(const LinearArgs& a, const float* x, float* y, int64_t m, int64_t n0, int64_t blocks, vf* sums) {
+void strip(const LinearArgs& a, const float* x, float* y, int64_t m, int64_t n0, int64_t blocks, int64_t apart, vf* sums) {
   const int64_t whole = a.k - a.k % kPair, depth = chunk(m);
   const W* w = (const W*)a.w + n0 * a.k;
   for (int64_t k0 = 0; k0 < whole; k0 += depth) {
     const int64_t k = std::min(depth, whole - k0);
     for (int64_t b = 0; b < blocks; b++) {
-      const W* at = w + b * R * a.k + k0;
+      const W* at = w + b * a.k + k0;
       // What the next block reads, or, after the last block of a chunk, what the next chunk starts with.
-      const W* ahead = b + 1 == blocks && k0 + k < whole ? w + k0 + k : at + R * a.k;
+      const W* ahead = b + 1 == blocks && k0 + k < whole ? w + k0 + k : at + a.k;
       for (int64_t c = 0; c < m; c += M)
-        block_of<W, R, M>(std::min<int64_t>(M, m - c), at, a.k, x + k0 * m + c * k, k, sums + (b * m + c) * R, k, k0 == 0,
-                          ahead);
+        block_of<W, R, M>(std::min<int64_t>(M, m - c), at, apart * a.k, x + k0 * m + c * k, k, sums + (b * m + c) * R, k,
+                          k0 == 0, ahead);
     }
   }
-  for (int64_t b = 0; b < blocks; b++)
-    write_out<W, R, M>(a, w + b * R * a.k, x, y, m, n0 + b * R, sums + b * m * R);
+  for (int64_t b = 0; b < blocks; b++) write_out<W, R, M>(a, x, y, m, n0 + b, apart, sums + b * m * R);
 }
 
 // The part of the last columns that fill no pair: through the prologue one by one, in their own order.
@@ -225,13 +226,11 @@ void panel(const LinearArgs& a, const float* x, float* y, int64_t m, float* pack
       else if (whole < a.k) pack_tail(a, x + c * a.ldx, packed + whole * m + c * kPair, stats[c]);
     }
     const int64_t threads = omp_get_num_threads(), id = omp_get_thread_num();
-    const int64_t share = (a.n / R + threads - 1) / threads, end = std::min(a.n / R, (id + 1) * share);
-    const int64_t height = std::max<int64_t>(1, kStripSums / (R * m));
+    const int64_t share = a.n / (R * threads), height = std::max<int64_t>(1, kStripSums / (R * m));
     vf sums[kStripSums + R * kPanel];
-    for (int64_t b = id * share; b < end; b += height)
-      strip<W, R, M>(a, packed, y, m, b * R, std::min(height, end - b), sums);
-    if (id == threads - 1)
-      for (int64_t n = a.n - a.n % R; n < a.n; n++) strip<W, 1, M>(a, packed, y, m, n, 1, sums);
+    for (int64_t b = 0; b < share; b += height)
+      strip<W, R, M>(a, packed, y, m, id * share * R + b, std::min(height, share - b), share, sums);
+    for (int64_t n = share * R * threads + id; n < a.n; n += threads) strip<W, 1, M>(a, packed, y, m, n, 1, 0, sums);
   }
 }
 
