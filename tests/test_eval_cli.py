@@ -56,9 +56,13 @@ def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path
     assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
 
 
-@pytest.mark.parametrize("method", ["early_termination", "even", "self_speculation", "prompt_lookup"])
+@pytest.mark.parametrize("method", ["early_termination", "even", "calm", "self_speculation", "prompt_lookup"])
 def test_methods_by_name(place: Path, tmp_path: Path, method: str):
-    more = [] if method in ("self_speculation", "prompt_lookup") else ["--nominal-speedup", "1.5", "--seq-len", "6"]
+    more = (
+        []
+        if method in ("calm", "self_speculation", "prompt_lookup")
+        else ["--nominal-speedup", "1.5", "--seq-len", "6"]
+    )
     assert main(arguments(place, "--out", str(tmp_path), "--method", method, "--limit", "2", *more)) == 0
     assert load_run(tmp_path).data["config"]["method"]["name"].startswith(method.replace("_", "-"))
 

@@ -21,7 +21,8 @@ from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run, check_directory, load_run
-from skipdecode.evaluation.run import Settings, Subject, evaluate
+from skipdecode.evaluation.run import evaluate
+from skipdecode.evaluation.settings import Settings, Subject
 from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import teacher_forced
 from skipdecode.methods.base import Method
@@ -140,6 +141,52 @@ def test_same_seed_same_result(model: Any, tmp_path: Path):
     assert first.outputs == second.outputs
     other = evaluated(model, tmp_path / "c", Scheduled(SCHEDULE), seed=1)
     assert other.data["metrics"]["kl"]["interval"] != first.data["metrics"]["kl"]["interval"]
+
+
+class Killed(Full):
+    """Full depth that dies in its second batch."""
+
+    calls = 0
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls > 2:  # The first call is the warm-up.
+            raise KeyboardInterrupt
+        return super().generate(*args, **kwargs)
+
+
+def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
+    unbroken = evaluated(model, tmp_path / "whole", Full())
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(model, tmp_path / "run", Killed())
+    partial = tmp_path / "run" / "unfinished.jsonl"
+    assert len(partial.read_text().splitlines()) == 2
+    with partial.open("a") as file:
+        file.write('[1, [{"tokens"')  # A line cut off by the kill.
+    counted = Counted()
+    run = evaluated(model, tmp_path / "run", counted)
+    # The warm-up and two of three batches.
+    assert counted.calls == 3
+    assert run.outputs == unbroken.outputs
+    assert not partial.exists()
+
+
+class Counted(Full):
+    """Full depth that counts its batches."""
+
+    calls = 0
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().generate(*args, **kwargs)
+
+
+def test_what_another_run_left_is_not_taken_over(model: Any, tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(model, tmp_path, Killed())
+    counted = Counted()
+    evaluated(model, tmp_path, counted, max_new_tokens=5)
+    assert counted.calls == 4
 
 
 def test_full_depth_is_the_yardstick(model: Any, tmp_path: Path):

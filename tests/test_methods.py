@@ -11,6 +11,7 @@ from skipdecode import Schedule, attach
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.methods import METHODS
 from skipdecode.methods.base import end_tokens
+from skipdecode.methods.calm import Calm
 from skipdecode.methods.full import Full
 from skipdecode.methods.prompt_lookup import PromptLookup
 from skipdecode.methods.scheduled import Scheduled
@@ -100,6 +101,67 @@ def test_self_speculation_counts_the_drafting_layers(model: Any):
 def test_self_speculation_refuses_impossible_exits(model: Any, exit_layer: int):
     with pytest.raises(UsageError, match=f"give 1 to {LAYERS - 1}"):
         SelfSpeculation(exit_layer).check(model)
+
+
+# ---------------------------------------------------------------------- CALM
+
+
+@pytest.mark.parametrize("measure", ["softmax", "state"])
+def test_calm_without_exits_is_full_depth(model: Any, measure: str):
+    calm = Calm(1.01, measure)
+    result = calm.generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
+    full = Full().generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
+    assert (result.tokens, result.layer_tokens) == (full.tokens, full.layer_tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_calm_copies_states_to_the_layers_above(family: str):
+    """With every token leaving after layer 3, cached decoding equals a parallel forward that copies the states up."""
+    model = tiny_model(family)
+    result = Calm(0, min_exit_layer=3).generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set())
+    prompt = len(PROMPTS[0])
+
+    def copy_up(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return torch.cat([output[:, :prompt], hidden[:, prompt:]], dim=1)
+
+    hooks = [layer.register_forward_hook(copy_up, with_kwargs=True) for layer in model.model.layers[3:]]
+    try:
+        assert result.tokens[0] == reference(model, PROMPTS[0], set())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert result.layer_tokens == 3 * (NEW - 1)
+
+
+@pytest.mark.parametrize(("threshold", "measure"), [(0.1, "softmax"), (0.9, "state")])
+def test_calm_rows_do_not_depend_on_their_neighbours_but_pay_for_them(model: Any, threshold: float, measure: str):
+    calm = Calm(threshold, measure)
+    together = calm.generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
+    alone = [calm.generate(model, [prompt], max_new_tokens=NEW, eos={2}) for prompt in PROMPTS]
+    assert together.tokens == [one.tokens[0] for one in alone]
+    own = sum(one.layer_tokens for one in alone)
+    assert own < LAYERS * together.fed_tokens
+    assert own <= together.layer_tokens <= LAYERS * together.fed_tokens
+
+
+def test_calm_leaves_the_model_as_it_was(model: Any):
+    Calm(0.5).generate(model, PROMPTS, max_new_tokens=4, eos={2})
+    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
+    assert Full().generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set()).tokens[0] == reference(
+        model, PROMPTS[0], set()
+    )
+
+
+def test_calm_refuses_what_it_cannot_do(model: Any):
+    with pytest.raises(UsageError, match="softmax, state"):
+        Calm(0.5, "guess")
+    with pytest.raises(UsageError, match="give 0 or more"):
+        Calm(-1)
+    with pytest.raises(UsageError, match=f"give 1 to {LAYERS}"):
+        Calm(0.5, min_exit_layer=LAYERS + 1).check(model)
+    with pytest.raises(UnsupportedModelError, match="CALM is not supported for opt"):
+        Calm().check(tiny_model("opt"))
 
 
 def test_methods_are_found_by_name():

@@ -4,7 +4,8 @@
   skipdecode eval --compare runs/1x runs/2x --report report.html
 
 The first form generates an output for every record, next to the same model at full depth on the same batches in turn,
-scores it, and writes OUT/run.json and OUT/outputs.jsonl. The second reads such runs; all are compared to the first.
+scores it, and writes OUT/run.json and OUT/outputs.jsonl; if it is interrupted, the same command goes on.
+The second form reads such runs and compares all of them to the first.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _evaluate(config: Config) -> int:
     from skipdecode.evaluation.metrics import METRICS
     from skipdecode.evaluation.records import load_records
     from skipdecode.evaluation.results import check_directory
-    from skipdecode.evaluation.run import Settings
+    from skipdecode.evaluation.settings import Settings
     from skipdecode.evaluation.tasks import load_task
 
     check_method_options(config)
@@ -160,7 +161,8 @@ def _metrics(config: Config, task: Task) -> list[Metric]:
 def _run(
     config: Config, settings: Any, task: Task, records: Records, metrics: Sequence[Metric], directory: Path
 ) -> Run:
-    from skipdecode.evaluation.run import Subject, evaluate
+    from skipdecode.evaluation.run import evaluate
+    from skipdecode.evaluation.settings import Subject
     from skipdecode.methods.base import end_tokens
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.hub import load_model
@@ -206,7 +208,7 @@ def _check_template(loaded: LoadedModel, task: Task) -> None:
 def _bars() -> Any:
     from tqdm import tqdm
 
-    from skipdecode.evaluation.run import Progress
+    from skipdecode.evaluation.settings import Progress
 
     class Bars(Progress):
         """A bar a stage, on stderr."""

@@ -37,6 +37,13 @@ class MethodOptions(ScheduleOptions):
     )
     warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1)
     drop_order: str | None = option("schedule file whose order of layers --nominal-speedup takes", default=None)
+    threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9)
+    confidence: str = option(
+        "of calm; softmax: difference of the two likeliest tokens' probabilities; state: similarity of a layer's "
+        "output to its input",
+        default="softmax",
+        choices=("softmax", "state"),
+    )
     exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None)
     draft_tokens: int = option("longest draft of prompt_lookup", default=10)
 
@@ -79,6 +86,8 @@ def choose_method(
     if options.method == "self_speculation":
         exit_layer = max(1, num_layers // 3) if options.exit_layer is None else options.exit_layer
         return METHODS.get("self_speculation")(exit_layer), f"drafts from {exit_layer} of {num_layers} layers"
+    if options.method == "calm":
+        return METHODS.get("calm")(options.threshold, options.confidence), f"exit at {options.confidence} confidence"
     if options.method == "prompt_lookup":
         return METHODS.get("prompt_lookup")(options.draft_tokens), f"drafts of up to {options.draft_tokens} tokens"
     if options.nominal_speedup is not None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.evaluation.bootstrap import Interval, compare
+from skipdecode.evaluation.kept import Kept
 from skipdecode.methods.base import Generation, Method
 
 __all__ = ["Outputs", "Timing", "batches", "generate_all"]
@@ -99,42 +100,50 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 def generate_all(
     model: Any,
-    method: Method,
-    full: Method | None,
+    sides: Sequence[Method],
     prompts: Sequence[Sequence[int]],
+    kept: Kept,
     *,
     batch_size: int,
     max_new_tokens: int,
     eos: set[int],
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Outputs:
-    """Run a method, and `full` next to it, over all prompts.
+    """Run a method, and full depth next to it, over all prompts.
 
     Parameters
     ----------
-    full : Method or None
-        Full depth, for fidelity and speed; None leaves it out.
+    sides : sequence of Method
+        The method, and full depth for fidelity and speed unless that is left out.
+    kept : Kept
+        Batches that an earlier, interrupted run finished; takes those that this one finishes.
     batch_size : int
         Rows of a batch, for both.
     progress : callable
         Told after each batch how many records it finished.
     """
-    result = Outputs([[] for _ in prompts], [[] for _ in prompts] if full else [], Timing(), Timing())
-    sides = [(method, result.tokens, result.timing)]
-    if full is not None:
-        sides.append((full, result.full, result.full_timing))
+    tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
+    timings = [Timing() for _ in sides]
+    warm = False
     for number, indices in enumerate(batches([len(p) for p in prompts], batch_size)):
         rows = [prompts[i] for i in indices]
-        if number == 0:
-            for side, _, _ in sides:
+        done = kept.get(number)
+        if done is None:
+            for side in () if warm else sides:
                 side.generate(model, rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
-        for side, tokens, timing in sides if number % 2 == 0 else sides[::-1]:
-            generation = side.generate(model, rows, max_new_tokens=max_new_tokens, eos=eos)
+            warm = True
+            turns = list(enumerate(sides)) if number % 2 == 0 else list(enumerate(sides))[::-1]
+            found = {i: side.generate(model, rows, max_new_tokens=max_new_tokens, eos=eos) for i, side in turns}
+            done = [found[i] for i in range(len(sides))]
+            kept.put(number, done)
+        for generation, timing, outputs in zip(done, timings, tokens, strict=True):
             timing.add(generation)
             for index, row in zip(indices, generation.tokens, strict=True):
-                tokens[index] = row
+                outputs[index] = row
         progress(len(indices))
-    return result
+    if len(sides) == 1:
+        return Outputs(tokens[0], [], timings[0], Timing())
+    return Outputs(tokens[0], tokens[1], timings[0], timings[1])
 
 
 def _per_position(total: NDArray[np.float64]) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,93 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.environment import environment
-from skipdecode.errors import UsageError
 from skipdecode.evaluation.buckets import Bucket, buckets_of
 from skipdecode.evaluation.fidelity import FREE_RUNNING, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
+from skipdecode.evaluation.kept import Kept
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
 from skipdecode.evaluation.records import Records
 from skipdecode.evaluation.results import FORMAT, OUTPUTS_FILE, Run, save_run
 from skipdecode.evaluation.scored import Scored
+from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import teacher_forced
 from skipdecode.methods.base import Method
 from skipdecode.methods.full import Full
 
-__all__ = ["Progress", "Settings", "Subject", "evaluate"]
+__all__ = ["evaluate"]
 
 Table = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a run is done.
-
-    Parameters
-    ----------
-    batch_size : int
-        Rows of a batch, also of full depth beside the method.
-    max_new_tokens : int, optional
-        In place of the task's.
-    full_depth : bool
-        Run full depth on the same batches, for fidelity and measured speed.
-    resamples, seed : int
-        Of the bootstrap intervals.
-    samples : int
-        Outputs copied into the result for readers.
-    """
-
-    batch_size: int = 16
-    max_new_tokens: int | None = None
-    full_depth: bool = True
-    resamples: int = 1000
-    seed: int = 0
-    samples: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_new_tokens", "resamples", "samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not accepted: give 1 or more")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is evaluated.
-
-    Parameters
-    ----------
-    model : transformers causal LM
-        In eval mode, nothing attached.
-    tokenizer : transformers tokenizer
-        The model's.
-    method : Method
-        How it decodes.
-    eos : set of int
-        Tokens that end an output.
-    context : int, optional
-        Tokens that the model's positions reach.
-    """
-
-    model: Any
-    tokenizer: Any
-    method: Method
-    eos: set[int]
-    context: int | None = None
-
-
-class Progress:
-    """Told what is being done; this one says nothing."""
-
-    def stage(self, name: str, total: int) -> AbstractContextManager[Any]:
-        """A context whose value has ``update(count)``, for a stage of `total` records."""
-        return nullcontext(_Silent())
-
-
-class _Silent:
-    def update(self, count: int) -> None:
-        """Nothing."""
 
 
 def evaluate(
@@ -112,7 +42,7 @@ def evaluate(
     config: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Run:
-    """Generate, score and save.
+    """Generate, score and save. A run that was interrupted goes on with the batches that are left.
 
     Parameters
     ----------
@@ -137,7 +67,16 @@ def evaluate(
         batch_size=min(settings.batch_size, method.max_batch or settings.batch_size),
     )
     prompts = _prompts(subject, task, records, settings)
-    outputs = _generate(subject, prompts, settings, told)
+    about = {
+        **config,
+        "task": asdict(task),
+        "method": method.settings(),
+        "settings": asdict(settings),
+        "data_sha256": records.digest(),
+        "skipped_records": [list(entry) for entry in records.skipped],
+    }
+    kept = Kept(out, {**about, "prompts": prompts})
+    outputs = _generate(subject, prompts, kept, settings, told)
     texts = _texts(subject, task, outputs.tokens)
     scored = _score(subject, metrics, records, prompts, outputs, texts, settings, told)
     reference_lengths = [reference_tokens(record, subject.tokenizer) for record in records.items]
@@ -156,15 +95,9 @@ def evaluate(
         if full_texts:
             row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
         rows.append(row | {"statistics": scored.of_record(i)})
-    about = {
-        **config,
-        "task": asdict(task),
-        "method": method.settings(),
-        "settings": asdict(settings),
-        "data_sha256": records.digest(),
-        "skipped_records": [list(entry) for entry in records.skipped],
-    }
-    return save_run(out, _document(rows, about, method, scored, outputs, settings), rows)
+    run = save_run(out, _document(rows, about, method, scored, outputs, settings), rows)
+    kept.remove()
+    return run
 
 
 # ---------------------------------------------------------------------- steps
@@ -175,14 +108,16 @@ def _prompts(subject: Subject, task: Task, records: Records, settings: Settings)
     return [encode_prompt(task, record, subject.tokenizer, room=room) for record in records.items]
 
 
-def _generate(subject: Subject, prompts: list[list[int]], settings: Settings, progress: Progress) -> Outputs:
+def _generate(
+    subject: Subject, prompts: list[list[int]], kept: Kept, settings: Settings, progress: Progress
+) -> Outputs:
     alone = isinstance(subject.method, Full) or not settings.full_depth
     with progress.stage("generate", len(prompts)) as bar:
         return generate_all(
             subject.model,
-            subject.method,
-            None if alone else Full(),
+            (subject.method,) if alone else (subject.method, Full()),
             prompts,
+            kept,
             batch_size=settings.batch_size,
             max_new_tokens=settings.max_new_tokens or 1,
             eos=subject.eos,

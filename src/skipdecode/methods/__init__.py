@@ -14,6 +14,7 @@ METHODS = Registry(
     {
         "full": "skipdecode.methods.full:Full",
         "schedule": "skipdecode.methods.scheduled:Scheduled",
+        "calm": "skipdecode.methods.calm:Calm",
         "self_speculation": "skipdecode.methods.self_speculation:SelfSpeculation",
         "prompt_lookup": "skipdecode.methods.prompt_lookup:PromptLookup",
     },

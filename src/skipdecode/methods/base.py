@@ -103,7 +103,7 @@ class Method(ABC):
 class Timed(Method):
     """A method that is a call of transformers' `generate`; subclasses say what goes around it and into it."""
 
-    def session(self, model: Any) -> AbstractContextManager[Any]:
+    def session(self, model: Any, eos: set[int]) -> AbstractContextManager[Any]:
         """What must hold while the model generates."""
         return nullcontext()
 
@@ -126,7 +126,7 @@ class Timed(Method):
         pad = min(eos) if eos else 0
         tokens, mask = left_pad(prompts, pad, model.device)
         clock = _Clock(model.device)
-        with torch.inference_mode(), self.session(model) as session:
+        with torch.inference_mode(), self.session(model, eos) as session:
             start = clock.now()
             output = model.generate(
                 input_ids=tokens,

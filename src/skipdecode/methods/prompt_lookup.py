@@ -17,7 +17,7 @@ class Drafting(Timed):
     max_batch = 1
     lossless = True
 
-    def session(self, model: Any) -> AbstractContextManager[Any]:
+    def session(self, model: Any, eos: set[int]) -> AbstractContextManager[Any]:
         """Drafts run layers that the output does not show, so they are counted."""
         return LayerCount(model)
 

@@ -27,7 +27,7 @@ class Scheduled(Timed):
         self.name = schedule.name
         self.lossless = schedule.is_full
 
-    def session(self, model: Any) -> AbstractContextManager[Any]:
+    def session(self, model: Any, eos: set[int]) -> AbstractContextManager[Any]:
         """The schedule, attached."""
         return attach(model, self.schedule)
 

@@ -1,0 +1,82 @@
+"""What an evaluation is told: how it is done, what is evaluated, and who hears of its progress."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from skipdecode.errors import UsageError
+from skipdecode.methods.base import Method
+
+__all__ = ["Progress", "Settings", "Subject"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is done.
+
+    Parameters
+    ----------
+    batch_size : int
+        Rows of a batch, also of full depth beside the method.
+    max_new_tokens : int, optional
+        In place of the task's.
+    full_depth : bool
+        Run full depth on the same batches, for fidelity and measured speed.
+    resamples, seed : int
+        Of the bootstrap intervals.
+    samples : int
+        Outputs copied into the result for readers.
+    """
+
+    batch_size: int = 16
+    max_new_tokens: int | None = None
+    full_depth: bool = True
+    resamples: int = 1000
+    seed: int = 0
+    samples: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_new_tokens", "resamples", "samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not accepted: give 1 or more")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        In eval mode, nothing attached.
+    tokenizer : transformers tokenizer
+        The model's.
+    method : Method
+        How it decodes.
+    eos : set of int
+        Tokens that end an output.
+    context : int, optional
+        Tokens that the model's positions reach.
+    """
+
+    model: Any
+    tokenizer: Any
+    method: Method
+    eos: set[int]
+    context: int | None = None
+
+
+class Progress:
+    """Told what is being done; this one says nothing."""
+
+    def stage(self, name: str, total: int) -> AbstractContextManager[Any]:
+        """A context whose value has ``update(count)``, for a stage of `total` records."""
+        return nullcontext(_Silent())
+
+
+class _Silent:
+    def update(self, count: int) -> None:
+        """Nothing."""
