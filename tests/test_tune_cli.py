@@ -93,6 +93,19 @@ def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path:
     assert main(command) == 2  # finished
 
 
+@pytest.mark.slow
+def test_two_processes_make_the_steps_of_one_that_accumulates(files: Files, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = arguments(files, tmp_path / "two", "--nominal-speedup", "2", "--distill-weight", "0.3")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([*launch, "-m", "skipdecode.cli", *command], env=environment, check=True, timeout=300)
+    one = arguments(files, tmp_path / "one", "--nominal-speedup", "2", "--distill-weight", "0.3", "--accumulation", "2")
+    assert main(one) == 0
+    two, single = curve(tmp_path / "two"), curve(tmp_path / "one")
+    assert [row[:2] for row in two] == [row[:2] for row in single]
+    assert [row[2] for row in two] == pytest.approx([row[2] for row in single], rel=1e-5)
+
+
 def refused(capsys: Any, command: list[str], code: int = 2) -> str:
     assert main(command) == code
     printed = capsys.readouterr()

@@ -105,7 +105,7 @@ def run(config: Config) -> int:
     out = Path(config.out)
     _check_out(out, config.resume)
     try:
-        from accelerate import PartialState
+        from skipdecode.tuning.arithmetic import process_state
     except ImportError:
         raise MissingExtraError("tuning", "tune") from None
     loaded = _load(config)
@@ -114,7 +114,7 @@ def run(config: Config) -> int:
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     recipe = make_recipe(options, schedule, data, environment())
-    state = PartialState()
+    state = process_state()
     if config.resume and (out / RECIPE_FILE).is_file():
         stored = read_recipe(out / RECIPE_FILE)
         check_same_run(stored, recipe)

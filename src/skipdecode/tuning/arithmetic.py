@@ -6,11 +6,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.utils import parse_flag_from_env
 
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["choose_precision", "make_accelerator"]
+__all__ = ["choose_precision", "make_accelerator", "process_state"]
+
+
+def process_state() -> Any:
+    """This process among those that the launcher started."""
+    # Asked for first, the state would else not see that the launcher wants several processes on the CPU.
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
 def choose_precision(asked: str, device: torch.device) -> str:
@@ -35,7 +42,7 @@ def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
     # Layers that not even the prompt runs get no gradient, which several devices must be told.
     unused = DistributedDataParallelKwargs(find_unused_parameters=schedule.prompt == "max_exit")
     accelerator = Accelerator(
-        mixed_precision=choose_precision(config.precision, PartialState().device),
+        mixed_precision=choose_precision(config.precision, process_state().device),
         gradient_accumulation_steps=config.accumulation,
         kwargs_handlers=[unused],
     )
