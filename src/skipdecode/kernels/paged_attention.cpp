@@ -55,11 +55,12 @@ void rotate(const AttentionArgs& a, float* x, const float* gamma, int64_t positi
     for (int64_t i = 0; i < a.dim; i++) x[i] = gamma[i] * (x[i] * scale);
   }
   if (!a.cos) return;
-  const float *c = a.cos + position * half, *s = a.sin + position * half;
+  const float *__restrict c = a.cos + position * half, *__restrict s = a.sin + position * half;
+  float *__restrict low = x, *__restrict high = x + half;
   for (int64_t i = 0; i < half; i++) {
-    const float first = x[i], second = x[i + half];
-    x[i] = first * c[i] - second * s[i];
-    x[i + half] = second * c[i] + first * s[i];
+    const float first = low[i], second = high[i];
+    low[i] = first * c[i] - second * s[i];
+    high[i] = second * c[i] + first * s[i];
   }
 }
 
@@ -75,7 +76,8 @@ void append(const AttentionArgs& a, int64_t row) {
     const int64_t at = p.position % a.page_tokens * a.dim;
     T* to_k = page_of<T>(a, p, p.position, 0, h) + at;
     T* to_v = page_of<T>(a, p, p.position, 1, h) + at;
-    for (int64_t i = 0; i < a.dim; i++) narrow(k[i], to_k + i), narrow(v[i], to_v + i);
+    for (int64_t i = 0; i < a.dim; i++) narrow(k[i], to_k + i);
+    for (int64_t i = 0; i < a.dim; i++) narrow(v[i], to_v + i);
   }
 }
 
@@ -99,18 +101,30 @@ INLINE float dot(const float* q, const T* k, int64_t dim, int64_t whole) {
   return s;
 }
 
+// P pairs of vectors at a time: enough independent sums to hide the latency of an FMA.
+template <class T, int P>
+INLINE void add_scaled_block(float* acc, const float* p, const T* v, int64_t count, int64_t dim) {
+  vf even[P], odd[P];
+#pragma GCC unroll 8
+  for (int j = 0; j < P; j++) even[j] = load(acc + j * kPair), odd[j] = load(acc + j * kPair + LANES);
+  for (int64_t t = 0; t < count; t++, v += dim) {
+    const vf weight = splat(p[t]);
+#pragma GCC unroll 8
+    for (int j = 0; j < P; j++) {
+      even[j] = fma(load_even(v + j * kPair), weight, even[j]);
+      odd[j] = fma(load_odd(v + j * kPair), weight, odd[j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < P; j++) store(acc + j * kPair, even[j]), store(acc + j * kPair + LANES, odd[j]);
+}
+
 template <class T>
 INLINE void add_scaled(float* acc, const float* p, const T* v, int64_t count, int64_t dim, int64_t whole) {
-  for (int64_t i = 0; i < whole; i += kPair) {
-    vf even = load(acc + i), odd = load(acc + i + LANES);
-    for (int64_t t = 0; t < count; t++) {
-      even = fma(load_even(v + t * dim + i), splat(p[t]), even);
-      odd = fma(load_odd(v + t * dim + i), splat(p[t]), odd);
-    }
-    store(acc + i, even);
-    store(acc + i + LANES, odd);
-  }
-  for (int64_t i = whole; i < dim; i++)
+  int64_t i = 0;
+  for (; i + 4 * kPair <= whole; i += 4 * kPair) add_scaled_block<T, 4>(acc + i, p, v + i, count, dim);
+  for (; i < whole; i += kPair) add_scaled_block<T, 1>(acc + i, p, v + i, count, dim);
+  for (; i < dim; i++)
     for (int64_t t = 0; t < count; t++) acc[i] += p[t] * widen(v[t * dim + i]);
 }
 
