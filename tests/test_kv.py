@@ -1,0 +1,58 @@
+"""Paged keys and values: what is held is what is needed."""
+
+from __future__ import annotations
+
+import torch
+
+from skipdecode.decoding.kv import PagedKV
+
+
+def store(pages=20, slots=2, tokens=16):
+    kv = PagedKV(3, 2, 8, torch.bfloat16, torch.device("cpu"), page_tokens=4)
+    kv.reserve(slots, tokens, pages)
+    return kv
+
+
+def test_pages_are_taken_by_layer_and_given_back():
+    kv = store()
+    slot = kv.open()
+    kv.extend(slot, (0, 2), 5)
+    assert kv.pages_held == 4
+    assert kv.bytes_held == 4 * (2 * 2 * 4 * 8 * 2)
+    kv.extend(slot, (0,), 8)
+    assert kv.pages_held == 4
+    kv.extend(slot, (0,), 9)
+    assert kv.pages_held == 5
+    kv.drop(slot, (2,))
+    assert kv.pages_held == 3
+    kv.close(slot)
+    assert kv.pages_held == 0
+
+
+def test_no_two_owners_of_a_page():
+    kv = store()
+    slots = [kv.open(), kv.open()]
+    for tokens in (3, 6, 9):
+        for slot in slots:
+            kv.extend(slot, range(3), tokens)
+    pages = [int(kv.table[layer, slot, i]) for layer in range(3) for slot in slots for i in range(3)]
+    assert len(set(pages)) == 18 == kv.pages_held
+
+
+def test_growing_keeps_what_is_held():
+    kv = store(pages=3, slots=1, tokens=4)
+    slot = kv.open()
+    kv.extend(slot, range(3), 4)
+    kv.pages.fill_(7)
+    before = kv.table[:, slot, 0].clone()
+    kv.reserve(3, 40, 12)
+    assert torch.equal(kv.table[:, slot, 0], before)
+    assert (kv.pages[:3] == 7).all()
+    kv.extend(slot, range(3), 16)
+    assert kv.pages_held == 12
+    assert kv.open() != kv.open()
+
+
+def test_token_bytes():
+    assert store().token_bytes == 2 * 2 * 8 * 2
+    assert store().pages_for(9) == 3

@@ -1,0 +1,101 @@
+"""Choice of tokens: settings act as transformers' do, and rows keep to themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from skipdecode.decoding.requests import Request, Sampling
+from skipdecode.decoding.sampling import RowSampler, choose
+from skipdecode.errors import UsageError
+
+VOCAB = 40
+
+
+def logits(seed=0):
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draws(sampling, count=4000, prompt=(1,)):
+    row, values = RowSampler(sampling, prompt), logits()
+    return torch.bincount(torch.tensor([row.pick(values) for _ in range(count)]), minlength=VOCAB) / count
+
+
+@pytest.mark.parametrize(
+    ("sampling", "warpers"),
+    [
+        (Sampling(temperature=0.7, seed=1), [hf.TemperatureLogitsWarper(0.7)]),
+        (Sampling(temperature=1.0, top_k=5, seed=1), [hf.TopKLogitsWarper(5)]),
+        (Sampling(temperature=2.0, top_p=0.6, seed=1), [hf.TemperatureLogitsWarper(2.0), hf.TopPLogitsWarper(0.6)]),
+        (Sampling(temperature=1.0, min_p=0.1, seed=1), [hf.MinPLogitsWarper(0.1)]),
+        (
+            Sampling(temperature=1.5, top_k=20, top_p=0.8, min_p=0.05, seed=1),
+            [
+                hf.TemperatureLogitsWarper(1.5),
+                hf.TopKLogitsWarper(20),
+                hf.TopPLogitsWarper(0.8),
+                hf.MinPLogitsWarper(0.05),
+            ],
+        ),
+    ],
+)
+def test_distribution_is_transformers(sampling, warpers):
+    want = LogitsProcessorList(warpers)(torch.tensor([[1]]), logits()[None])[0].softmax(0)
+    got = draws(sampling)
+    assert set(got.nonzero().flatten().tolist()) <= set(want.nonzero().flatten().tolist())
+    assert (got - want).abs().sum() < 0.1
+
+
+def test_repetition_penalty_is_transformers_over_prompt_and_output():
+    values, seen = logits(), [int(logits().argmax()), 5, 6]
+    row = RowSampler(Sampling(repetition_penalty=1.8), tuple(seen))
+    for _ in range(6):
+        want = hf.RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([seen]), values[None].clone())[0]
+        token = row.pick(values)
+        assert token == int(want.argmax())
+        seen.append(token)
+    assert len(set(seen)) > 4
+
+
+def test_bias_acts_and_leaves_the_logits_alone():
+    values = logits()
+    before = values.clone()
+    assert RowSampler(Sampling(logit_bias={7: 100.0}), ()).pick(values) == 7
+    assert torch.equal(values, before)
+    top = int(values.argmax())
+    assert RowSampler(Sampling(logit_bias={top: -100.0}), ()).pick(values) != top
+
+
+def test_seed_decides_and_other_rows_do_not():
+    settings = [Sampling(temperature=1.0, seed=i) for i in range(3)]
+    alone = [[RowSampler(s, ()).pick(logits(i))] for i, s in enumerate(settings)]
+    together, _ = choose(torch.stack([logits(i) for i in range(3)]), [RowSampler(s, ()) for s in settings])
+    assert together == [a[0] for a in alone]
+
+
+def test_logprob_is_the_models_own():
+    values = torch.stack([logits(0), logits(1)])
+    rows = [RowSampler(Sampling(temperature=0.3, top_k=2, seed=0), ()), RowSampler(Sampling(), ())]
+    tokens, logprobs = choose(values, rows)
+    want = values.log_softmax(-1)[torch.arange(2), torch.tensor(tokens)]
+    torch.testing.assert_close(torch.tensor(logprobs), want)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sampling(temperature=-1), "temperature=-1"),
+        (lambda: Sampling(top_p=0), "top_p=0"),
+        (lambda: Sampling(min_p=2), "min_p=2"),
+        (lambda: Sampling(top_k=-1), "top_k=-1"),
+        (lambda: Sampling(repetition_penalty=0), "repetition_penalty=0"),
+        (lambda: Request((), 1), "at least one token"),
+        (lambda: Request((1,), 0), "max_new_tokens=0"),
+        (lambda: Request((1,), 1, stop_sequences=((),)), "empty stop sequence"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
