@@ -161,7 +161,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Admit what may join, run its prompts (all if nothing else runs, else a part), and decode one token a row."""
+        """Admit what may join, run its prompts (all if nothing else runs, else a part), then decode one token a row."""
         self._admit()
         outputs: list[StepOutput] = []
         while self._starting:

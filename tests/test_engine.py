@@ -1,0 +1,229 @@
+"""The engine against the oracle, against transformers, and against itself in other batches."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from oracle import active_tokens, oracle_logits
+from skipdecode import Schedule, attach
+from skipdecode.decoding import Engine, Request, Sampling, SchedulePolicy
+from skipdecode.decoding.model_spec import READERS, UnfitModelError
+from skipdecode.errors import ScheduleError, UsageError
+from tiny import LAYERS, VOCAB, tiny_model
+
+NEW = 20
+PROMPTS = [(5, 6, 7, 8), (9,), tuple(range(3, 40)), (11, 12, 13, 14, 15, 16, 17)]
+SCHEDULES = {
+    "full": Schedule.full(LAYERS),
+    "linear": Schedule.from_speedup(LAYERS, 2, NEW),
+    "prompt": Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12, prompt="max_exit"),
+    "even": Schedule.even(LAYERS, 4),
+    "top-down": Schedule.top_down(LAYERS, [6, 4, 3]),
+}
+
+
+def engine(model, schedule, **options):
+    with warnings.catch_warnings():
+        # Without a compiler the engine says that it runs through torch; what it computes is the same.
+        warnings.simplefilter("ignore", UserWarning)
+        return Engine(model, schedule, **options)
+
+
+def decode(model, schedule, requests, **options):
+    outputs = [[] for _ in requests]
+    for out in engine(model, schedule, **options).run(requests):
+        assert out.position == len(outputs[out.request])
+        outputs[out.request].append(out)
+    return outputs
+
+
+def tokens(outputs):
+    return [[o.token for o in row] for row in outputs]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("family", sorted(READERS))
+def test_greedy_output_is_the_oracles(family, kernel, schedule):
+    model = tiny_model(family)
+    rows = decode(model, schedule, [Request(p, NEW) for p in PROMPTS], kernel=kernel)
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        text = torch.tensor([[*prompt, *(o.token for o in row)]])
+        active = active_tokens(schedule, len(prompt), text.shape[1])
+        with torch.no_grad():
+            logits = oracle_logits(model, text, torch.ones_like(text), active)[0, len(prompt) - 1 : -1]
+        picked = logits.log_softmax(-1)[torch.arange(NEW), text[0, len(prompt) :]]
+        torch.testing.assert_close(picked, logits.log_softmax(-1).max(-1).values, rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.tensor([o.logprob for o in row]), picked, rtol=0, atol=1e-3)
+        depths = [len(schedule.prompt_layers()), *(schedule.budget(i) for i in range(NEW - 1))]
+        assert [o.layers for o in row] == depths
+
+
+@pytest.mark.parametrize("family", sorted(READERS))
+def test_greedy_output_is_that_of_generate_under_attach(family):
+    model, schedule = tiny_model(family, seed=3), SCHEDULES["linear"]
+    got = tokens(decode(model, schedule, [Request(p, NEW) for p in PROMPTS]))
+    with attach(model, schedule):
+        for prompt, row in zip(PROMPTS, got, strict=True):
+            ids = torch.tensor([prompt])
+            assert row == model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 3, "join_below": 1, "in_order": True}]
+)
+def test_rows_do_not_depend_on_their_batch(options, dtype):
+    model, schedule = tiny_model("llama").to(dtype), SCHEDULES["linear"]
+    samplings = [
+        Sampling(),
+        Sampling(temperature=1.0, seed=7),
+        Sampling(temperature=0.8, top_k=20, repetition_penalty=1.3, seed=8),
+        Sampling(temperature=1.2, top_p=0.9, min_p=0.01, seed=7, logit_bias={5: 2.0}),
+    ]
+    requests = [Request(p, 8 + 4 * i, s) for i, (p, s) in enumerate(zip(PROMPTS, samplings, strict=True))]
+    together = tokens(decode(model, schedule, requests))
+    assert together == tokens(decode(model, schedule, requests, **options))
+    assert together == tokens(decode(model, schedule, requests[::-1]))[::-1]
+
+
+def test_mixed_ages_run_each_row_at_its_own_depth():
+    model, schedule = tiny_model("qwen3"), SCHEDULES["linear"]
+    alone = [tokens(decode(model, schedule, [Request(p, NEW)]))[0] for p in PROMPTS]
+    run = engine(model, schedule, join_below=1)
+    got = {i: [] for i in range(len(PROMPTS))}
+    for i, prompt in enumerate(PROMPTS):
+        run.submit([Request(prompt, NEW)])
+        for _ in range(i + 2):
+            for out in run.step():
+                got[out.request].append(out.token)
+    for out in run.run([]):
+        got[out.request].append(out.token)
+    assert list(got.values()) == alone
+
+
+def test_long_prompts_run_in_parts():
+    model = tiny_model("llama", max_position_embeddings=4096)
+    long, short = tuple(3 + i % 90 for i in range(1200)), (4, 5)
+    alone = [tokens(decode(model, SCHEDULES["linear"], [Request(p, 5)]))[0] for p in (long, short)]
+    assert tokens(decode(model, SCHEDULES["linear"], [Request(long, 5), Request(short, 5)])) == alone
+    with torch.no_grad():
+        assert alone[0][0] == int(model(torch.tensor([long])).logits[0, -1].argmax())
+
+
+def test_positions_beyond_the_first_table():
+    model = tiny_model("llama", max_position_embeddings=8192)
+    prompt = tuple(3 + i % 90 for i in range(2100))
+    with torch.no_grad():
+        want = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    assert tokens(decode(model, SCHEDULES["full"], [Request(prompt, 1)])) == [[want]]
+
+
+def test_stops():
+    model, schedule = tiny_model("llama"), SCHEDULES["full"]
+    (free,) = tokens(decode(model, schedule, [Request(PROMPTS[0], NEW)]))
+    at = next(i for i in range(2, NEW) if free[i] not in free[:i])
+    requests = [
+        Request(PROMPTS[0], NEW, stop_ids=frozenset([free[at]])),
+        Request(PROMPTS[0], NEW, stop_sequences=((96, 97), (free[at - 1], free[at]))),
+        Request(PROMPTS[0], 3),
+    ]
+    rows = decode(model, schedule, requests)
+    assert tokens(rows)[:2] == [free[: at + 1]] * 2
+    assert tokens(rows)[2] == free[:3]
+    assert [row[-1].finish_reason for row in rows] == ["stop", "stop", "length"]
+    assert {o.finish_reason for row in rows for o in row[:-1]} == {None}
+
+
+def test_kv_bytes_are_the_active_tokens_within_a_page_each():
+    model, schedule = tiny_model("llama"), SCHEDULES["linear"]
+    run = engine(model, schedule)
+    run.submit([Request(p, NEW) for p in PROMPTS])
+    for position in range(NEW - 2):
+        run.step()  # the first one runs the prompts too
+        kv, layers = run.kv, schedule.budget(position)
+        exact = sum((len(p) + position + 1) * layers for p in PROMPTS) * kv.token_bytes
+        assert exact <= kv.bytes_held < exact + len(PROMPTS) * layers * kv.page_bytes
+    run.step()
+    assert run.kv.bytes_held == 0
+    assert not run.has_work
+
+
+def test_a_memory_limit_holds_and_all_requests_still_run():
+    model, schedule = tiny_model("llama"), SCHEDULES["linear"]
+    requests = [Request(p, NEW) for p in PROMPTS]
+    want = tokens(decode(model, schedule, requests))
+    probe = engine(model, schedule)
+    limit = LAYERS * probe.kv.pages_for(57) * probe.kv.page_bytes
+    run = engine(model, schedule, kv_bytes=limit, join_below=1)
+    got = [[] for _ in requests]
+    for out in run.run(requests):
+        got[out.request].append(out.token)
+        assert run.kv.bytes_held <= limit
+    assert got == want
+    with pytest.raises(UsageError, match="kv_bytes allows"):
+        engine(model, schedule, kv_bytes=limit // 8).submit(requests)
+
+
+def test_a_policy_may_lower_budgets_and_not_raise_them():
+    model = tiny_model("llama")
+
+    class Confident(SchedulePolicy):
+        def next_budget(self, row):
+            return min(row.budget, 3 if row.position >= 4 else 6)
+
+    base = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12)
+    (row,) = decode(model, Confident(base), [Request(PROMPTS[0], 10)])
+    assert [o.layers for o in row] == [8, 6, 6, 6, 6, 3, 3, 3, 3, 3]
+    fixed = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12)
+    same = Schedule(LAYERS, fixed.drop_order, (6, 6, 6, 6, 3), 1)
+    assert tokens(decode(model, same, [Request(PROMPTS[0], 10)])) == tokens([row])
+
+    class Rising(SchedulePolicy):
+        def next_budget(self, row):
+            return 3 if row.position == 0 else 5
+
+    with pytest.raises(ScheduleError, match="may only fall"):
+        decode(model, Rising(base), [Request(PROMPTS[0], 10)])
+
+
+def test_the_model_stays_as_it_was_and_shares_its_weights():
+    model = tiny_model("qwen2")
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        before = model(ids).logits
+        first = engine(model, SCHEDULES["full"])
+        second = engine(model, SCHEDULES["full"])
+        assert torch.equal(model(ids).logits, before)
+    attention = model.model.layers[0].self_attn
+    weights = [e.model._spec.layers[0].qkv.weight for e in (first, second)]
+    assert weights[0].data_ptr() == weights[1].data_ptr() == attention.q_proj.weight.data_ptr()
+
+
+def test_cancel_frees_the_row():
+    model = tiny_model("llama")
+    run = engine(model, SCHEDULES["full"])
+    keep, gone = run.submit([Request(PROMPTS[0], 6), Request(PROMPTS[1], 6)])
+    run.step()
+    run.cancel(gone)
+    rest = list(run.run([]))
+    assert {o.request for o in rest} == {keep}
+    assert run.kv.bytes_held == 0
+
+
+def test_refusals_name_the_reason():
+    with pytest.raises(UnfitModelError, match="no fast path for model type 'gpt2'"):
+        Engine(tiny_model("gpt2"), SCHEDULES["full"])
+    model = tiny_model("opt")
+    with pytest.raises(ScheduleError, match="4 layers"):
+        engine(model, Schedule.full(4))
+    run = engine(model, SCHEDULES["full"])
+    with pytest.raises(UsageError, match="256 positions"):
+        run.submit([Request((3,) * 250, 20)])
+    with pytest.raises(UsageError, match=f"token {VOCAB} "):
+        run.submit([Request((VOCAB,), 20)])
+    with pytest.warns(UserWarning, match="float16"):
+        Engine(tiny_model("llama").half(), SCHEDULES["full"])
