@@ -3,7 +3,7 @@
 A request's life: `Request` (requests.py) -> waits in the `Scheduler` (waves.py) -> gets a slot and pages (kv.py) -> its
 prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model (model_spec.py),
 on the layers that the `BudgetPolicy` (budget_policy.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`. `Engine`
-(engine.py) is the loop.
+(engine.py) is the loop. `open_engine` takes the fast path where there is one, else `GatedEngine` (gated_engine.py).
 """
 
 from __future__ import annotations
@@ -13,17 +13,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from skipdecode.decoding.budget_policy import BudgetPolicy, SchedulePolicy
     from skipdecode.decoding.engine import Engine
+    from skipdecode.decoding.gated_engine import GatedEngine
+    from skipdecode.decoding.choice import open_engine
     from skipdecode.decoding.requests import Request, Sampling, StepOutput
 
-__all__ = ["BudgetPolicy", "Engine", "Request", "Sampling", "SchedulePolicy", "StepOutput"]
+__all__ = [
+    "BudgetPolicy",
+    "Engine",
+    "GatedEngine",
+    "Request",
+    "Sampling",
+    "SchedulePolicy",
+    "StepOutput",
+    "open_engine",
+]
 
 _MODULES = {
     "BudgetPolicy": "budget_policy",
     "Engine": "engine",
+    "GatedEngine": "gated_engine",
     "Request": "requests",
     "Sampling": "requests",
     "SchedulePolicy": "budget_policy",
     "StepOutput": "requests",
+    "open_engine": "choice",
 }
 
 

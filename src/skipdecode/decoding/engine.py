@@ -12,7 +12,7 @@ import torch
 
 from skipdecode.decoding.budget_policy import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
 from skipdecode.decoding.fast_model import FastModel, TokenRows
-from skipdecode.decoding.requests import FinishReason, Request, StepOutput
+from skipdecode.decoding.requests import Request, StepOutput, finish_reason
 from skipdecode.decoding.sampling import RowSampler, choose
 from skipdecode.decoding.waves import RequestSize, Scheduler
 from skipdecode.errors import ScheduleError, UsageError
@@ -286,7 +286,7 @@ class Engine:
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.output.append(token)
             row.logprob = logprob
-            reason = _finished(row)
+            reason = finish_reason(row.request, row.output)
             position = len(row.output) - 1
             outputs.append(
                 StepOutput(row.number, position, token, logprob, row.budget, reason, now - self._begin, now - start)
@@ -298,13 +298,3 @@ class Engine:
 
     def _note_kv(self) -> None:
         self.stats.kv_bytes_peak = max(self.stats.kv_bytes_peak, self.kv.bytes_held)
-
-
-def _finished(row: _Row) -> FinishReason | None:
-    request, output = row.request, row.output
-    if output[-1] in request.stop_ids:
-        return "stop"
-    for sequence in request.stop_sequences:
-        if tuple(output[-len(sequence) :]) == sequence:
-            return "stop"
-    return "length" if len(output) >= request.max_new_tokens else None

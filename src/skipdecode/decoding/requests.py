@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = ["FinishReason", "Request", "Sampling", "StepOutput"]
+__all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "finish_reason"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -125,6 +125,15 @@ class StepOutput(NamedTuple):
     finish_reason: FinishReason | None
     seconds: float
     step_seconds: float
+
+
+def finish_reason(request: Request, output: list[int]) -> FinishReason | None:
+    """Why an output of one or more tokens is complete; None if it goes on."""
+    if output[-1] in request.stop_ids:
+        return "stop"
+    if any(tuple(output[-len(sequence) :]) == sequence for sequence in request.stop_sequences):
+        return "stop"
+    return "length" if len(output) >= request.max_new_tokens else None
 
 
 def _check(ok: bool, name: str, value: object, accepted: str) -> None:
