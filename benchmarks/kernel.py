@@ -2,8 +2,8 @@
 
     python benchmarks/kernel.py [--threads 2] [--seconds 1]
 
-Alternates all candidates over weights larger than the caches and prints medians; one JSON document goes to the file that
-`--json` names. On a shared machine the read at the top and at the bottom tells how quiet it was.
+Alternates all candidates over weights larger than the caches and prints medians; one JSON document goes to the file
+that `--json` names. On a shared machine the read at the top and at the bottom tells how quiet it was.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from skipdecode.decoding.budget_policy import BudgetPolicy, SchedulePolicy
+    from skipdecode.decoding.choice import open_engine
     from skipdecode.decoding.engine import Engine
     from skipdecode.decoding.gated_engine import GatedEngine
-    from skipdecode.decoding.choice import open_engine
     from skipdecode.decoding.requests import Request, Sampling, StepOutput
 
 __all__ = [
