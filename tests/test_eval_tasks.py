@@ -131,7 +131,7 @@ def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
         (b'{"text": "a", "answer": 3}', "line 2: the field 'answer' must be text or a list of texts"),
         (b'{"text": "a", "id": 1, "answer": "x"}', "line 2: the id '1' was met at line 1 already"),
         (b'{"text": "a"', "line 2: not JSON"),
-        (b'["a"]', "line 2: a record is a JSON object, not list"),
+        (b'["a"]', "line 2: not a JSON object: a list"),
         (b'{"text": "\xff", "answer": "x"}', "line 2: not UTF-8"),
     ],
 )

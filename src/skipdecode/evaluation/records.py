@@ -15,6 +15,7 @@ from typing import Any
 
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.tasks import HubSource, Task
+from skipdecode.jsonl import read_objects
 
 __all__ = ["Record", "Records", "load_records"]
 
@@ -91,23 +92,10 @@ def load_records(task: Task, data: str | Path | None = None) -> Records:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as e:
-                raise DataError(
-                    f"not UTF-8 (byte {raw[e.start]:#04x} at {e.start}); convert {path} first", number
-                ) from None
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text)
-            except json.JSONDecodeError as e:
-                raise DataError(f"not JSON: {e.msg}; {path} must hold one JSON object a line", number) from None
-            if not isinstance(row, dict):
-                raise DataError(f"a record is a JSON object, not {type(row).__name__}", number)
-            yield number, row
+    for line, row in read_objects(path):
+        if isinstance(row, DataError):
+            raise DataError(f"{row}; {path} must hold one JSON object in UTF-8 a line", line)
+        yield line, row
 
 
 def _hub(source: HubSource) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -8,13 +8,13 @@ bytes.
 from __future__ import annotations
 
 import array
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from skipdecode.errors import DataError
+from skipdecode.jsonl import decoded, kind_of, object_of
 from skipdecode.textgen.source import MAX_LINE_BYTES, PromptSource
 
 __all__ = ["PROMPT_FIELDS", "Message", "Record", "Survey", "read_records", "survey"]
@@ -126,42 +126,18 @@ def survey(
 # ---------------------------------------------------------------------- one row
 
 
-class _BadRowError(Exception):
-    pass
-
-
 def _record(index: int, line: int, raw: bytes | None, is_json: bool, prompt_field: str | None) -> Record:
     row_id: str | int = line
     try:
-        text = _decoded(raw)
+        if raw is None:
+            raise DataError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
         if not is_json:
-            return Record(index, line, line, text)
-        row = _parsed(text)
+            return Record(index, line, line, decoded(raw))
+        row = object_of(raw)
         row_id = _row_id(row, line)
         return Record(index, line, row_id, _prompt(row, prompt_field))
-    except _BadRowError as e:
+    except DataError as e:
         return Record(index, line, row_id, "", str(e))
-
-
-def _decoded(raw: bytes | None) -> str:
-    if raw is None:
-        raise _BadRowError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise _BadRowError(f"not UTF-8 (byte {e.start + 1} of the line)") from None
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise _BadRowError(f"not JSON: {e.msg} (column {e.colno})") from None
-    except (ValueError, RecursionError) as e:
-        raise _BadRowError(f"not JSON that can be read: {type(e).__name__}") from None
-    if not isinstance(row, dict):
-        raise _BadRowError(f"a row is a JSON object, not {_kind(row)}")
-    return row
 
 
 def _row_id(row: dict[str, Any], line: int) -> str | int:
@@ -169,49 +145,44 @@ def _row_id(row: dict[str, Any], line: int) -> str | int:
     if row_id is None:
         return line
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
-        raise _BadRowError(f"field 'id' is {_kind(row_id)}: give text or a whole number")
+        raise DataError(f"field 'id' is {kind_of(row_id)}: give text or a whole number")
     return row_id
 
 
 def _prompt(row: dict[str, Any], prompt_field: str | None) -> str | list[Message]:
     name = prompt_field or next((f for f in PROMPT_FIELDS if f in row), None)
     if name is None:
-        raise _BadRowError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
+        raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
     if name not in row:
-        raise _BadRowError(f"field {name!r} is missing")
+        raise DataError(f"field {name!r} is missing")
     value = row[name]
     if isinstance(value, list):
         return _messages(name, value)
     if not isinstance(value, str):
-        raise _BadRowError(f"field {name!r} is {_kind(value)}: give text, or a list of chat messages")
+        raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
     return _checked_text(f"field {name!r}", value)
 
 
 def _messages(name: str, value: list[Any]) -> list[Message]:
     if not value:
-        raise _BadRowError(f"field {name!r} is empty")
+        raise DataError(f"field {name!r} is empty")
     messages = []
     for number, message in enumerate(value, 1):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise _BadRowError(f"message {number} of field {name!r} is not an object with text in 'role' and 'content'")
+            raise DataError(f"message {number} of field {name!r} is not an object with text in 'role' and 'content'")
         messages.append({"role": role, "content": _checked_text(f"message {number}", content, may_be_empty=True)})
     return messages
 
 
 def _checked_text(where: str, text: str, *, may_be_empty: bool = False) -> str:
     if not may_be_empty and not text.strip():
-        raise _BadRowError(f"{where} is empty")
+        raise DataError(f"{where} is empty")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _BadRowError(f"{where} has half of a surrogate pair, which is no text") from None
+        raise DataError(f"{where} has half of a surrogate pair, which is no text") from None
     return text
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 # ---------------------------------------------------------------------- duplicate ids

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from skipdecode.errors import DataError
+from skipdecode.jsonl import BOM
 
-__all__ = ["FORMATS", "MAX_LINE_BYTES", "PromptSource"]
+__all__ = ["MAX_LINE_BYTES", "PromptSource"]
 
-FORMATS = ("jsonl", "txt")
 MAX_LINE_BYTES = 64 * 2**20
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_BOM = b"\xef\xbb\xbf"
 
 
 class PromptSource:
@@ -92,7 +91,7 @@ class PromptSource:
         while raw := self._file.readline(MAX_LINE_BYTES):
             number += 1
             if number == 1:
-                raw = raw.removeprefix(_BOM)
+                raw = raw.removeprefix(BOM)
             if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
                 _drop_rest_of_line(self._file)
                 yield number, None
@@ -113,7 +112,7 @@ def _spooled(stream: IO[bytes]) -> tuple[IO[bytes], dict[str, Any]]:
 
 def _first_character(file: IO[bytes]) -> bytes:
     file.seek(0)
-    start = file.read(4096).removeprefix(_BOM).lstrip()[:1]
+    start = file.read(4096).removeprefix(BOM).lstrip()[:1]
     file.seek(0)
     return start
 

@@ -7,7 +7,6 @@ refuses the file or skips the records and says how many.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import DataError
+from skipdecode.jsonl import read_objects
 from skipdecode.tuning.template import Template
 
-__all__ = ["Example", "Reject", "load_examples", "read_records", "reject_summary"]
+__all__ = ["Example", "Reject", "load_examples", "reject_summary"]
 
 _TOKENIZE_AT_ONCE = 1000
 _SHOWN = 5
@@ -43,24 +43,6 @@ class Reject:
 
     line: int
     reason: str
-
-
-def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any] | Reject]]:
-    """Line number and record of every line that is not blank; a line that is no JSON object in UTF-8 is a `Reject`.
-
-    Raises
-    ------
-    DataError
-        If the file cannot be opened.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
-    with file:
-        for line, raw in enumerate(file, start=1):
-            if raw.strip():
-                yield line, _parse(raw, line)
 
 
 def load_examples(
@@ -126,9 +108,9 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
 def _rows(path: Path, template: Template, limit: int | None, rejects: list[Reject]) -> Iterator[_Row]:
     """Line, id, prompt values and response text of the usable records; the others go to `rejects`."""
     first_line: dict[str, int] = {}
-    for line, record in islice(read_records(path), limit):
-        if isinstance(record, Reject):
-            rejects.append(record)
+    for line, record in islice(read_objects(path), limit):
+        if isinstance(record, DataError):
+            rejects.append(Reject(line, str(record)))
             continue
         name = str(record.get("id", f"line-{line}"))
         if name in first_line:
@@ -166,17 +148,3 @@ def _tokenize(
             )
         else:
             examples.append(example)
-
-
-def _parse(raw: bytes, line: int) -> dict[str, Any] | Reject:
-    try:
-        record = json.loads(raw.decode("utf-8-sig" if line == 1 else "utf-8"))
-    except UnicodeDecodeError as error:
-        return Reject(line, f"not UTF-8: byte {error.start + 1} of the line")
-    except json.JSONDecodeError as error:
-        return Reject(line, f"not JSON: {error.msg} at character {error.pos + 1}")
-    except (ValueError, RecursionError) as error:
-        return Reject(line, f"not JSON that can be read: {type(error).__name__}")
-    if not isinstance(record, dict):
-        return Reject(line, f"not a JSON object: a {type(record).__name__}")
-    return record
