@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
 
@@ -197,7 +197,6 @@ def costs_and_schedules(draw):
     return cost, Schedule(cost.num_layers, tuple(range(1, cost.num_layers - 1)), tuple(budgets))
 
 
-@settings(deadline=None)
 @given(costs_and_schedules(), st.integers(0, 50), st.integers(2, 30))
 def test_speedups_are_ordered(both, prompt_len, new_tokens):
     cost, schedule = both
@@ -217,7 +216,6 @@ def test_speedups_are_ordered(both, prompt_len, new_tokens):
     )
 
 
-@settings(deadline=None)
 @given(costs)
 def test_json_round_trip(cost):
     assert CostModel.from_json(cost.to_json()) == cost
@@ -269,7 +267,6 @@ def test_the_decay_is_the_papers():
     assert solve(smollm2(), 2.0, 64, spread=0.0).is_flat
 
 
-@settings(deadline=None)
 @given(costs, st.floats(0, 1), st.integers(1, 20), st.sampled_from(["lockstep", "continuous"]), st.integers(0, 2))
 def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_len, use, warmup):
     warmup = min(warmup, cost.num_layers - 1)
