@@ -23,6 +23,7 @@ LAYERS = [
     {"textgen"},
     {"methods"},
     {"tuning"},
+    {"calibration"},
     {"evaluation"},
     {"bench"},
     {"serving"},

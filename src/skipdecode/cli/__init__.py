@@ -24,6 +24,7 @@ VERBS = {
     "plan": "a schedule for a model and a speed target, as a picture, with nominal and real speed-up",
     "generate": "text for every prompt of a file, in batches, with fewer layers per token",
     "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
+    "calibrate": "which layers to leave out, and where in the text, learned on your records",
     "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",
     "info": "versions, devices, supported families, cached models",
 }

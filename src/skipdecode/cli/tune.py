@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import option
+from skipdecode.cli.record_options import RecordOptions, read_examples
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.environment import environment
 from skipdecode.errors import MissingExtraError, OutputError, UsageError
@@ -32,7 +33,6 @@ from skipdecode.tuning.recipe import (
 if TYPE_CHECKING:
     from skipdecode.models.hub import LoadedModel
     from skipdecode.tuning.data import Example
-    from skipdecode.tuning.template import Template
     from skipdecode.tuning.trainer import TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
@@ -40,13 +40,8 @@ __all__ = ["Config", "prepare_parser", "run"]
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 
 
-def _with_breaks(text: str) -> str:
-    # A shell has no easy way to write a line break.
-    return text.replace("\\n", "\n").replace("\\t", "\t")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config(TuneConfig, ScheduleOptions):
+class Config(TuneConfig, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
@@ -57,23 +52,6 @@ class Config(TuneConfig, ScheduleOptions):
     recipe: str | None = option("read options from a recipe.json; options given here come first", default=None)
     json: bool = option("print the result as one JSON document", default=False)
 
-    task: str | None = option(
-        "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it", default=None
-    )
-    prompt_template: str | None = option(
-        "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
-        default=None,
-        parse=_with_breaks,
-    )
-    prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
-    response_field: str | None = option("the field that is the response", default=None)
-    chat: bool = option("put the prompt through the model's chat template as a user message", default=False)
-    bad_records: str = option(
-        "what to do about records that cannot be used: refuse the file, or skip them and say which",
-        default="refuse",
-        choices=("refuse", "skip"),
-    )
-    max_length: int | None = option("most tokens of prompt and response (default: the model's context)", default=None)
     seq_len: int | None = option(
         "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the responses' lengths)",
         default=None,
@@ -166,46 +144,13 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
-    from skipdecode.tuning.data import load_examples, reject_summary
+    from skipdecode.tuning.data import reject_summary
 
-    template = _make_template(config)
-    context = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    limits = [limit for limit in (config.max_length, context) if limit is not None]
-    examples, rejects = load_examples(
-        Path(getattr(config, name)),
-        template,
-        loaded.tokenizer,
-        max_length=min(limits, default=None),
-        limit=config.train_records if name == "train" else config.dev_records,
-        skip_bad=config.bad_records == "skip",
-    )
+    limit = config.train_records if name == "train" else config.dev_records
+    examples, rejects = read_examples(config, Path(getattr(config, name)), loaded.model, loaded.tokenizer, limit)
     if rejects:
         print(f"skipdecode: --{name}: {reject_summary(rejects)}", file=sys.stderr)
     return examples, len(rejects)
-
-
-def _make_template(config: Config) -> Template:
-    from skipdecode.evaluation.tasks import load_task
-    from skipdecode.tuning.template import Template
-
-    given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(config, n) is not None]
-    if len(given) != 1:
-        raise UsageError("give --task, --prompt-template or --prompt-field, one of the three")
-    if config.task is not None:
-        if config.response_field is not None or config.chat:
-            raise UsageError("--task says what prompt and response are: it takes no --response-field and no --chat")
-        task = load_task(config.task)
-        return Template(
-            task.prompt,
-            task.references,
-            chat=task.chat,
-            truncate=task.truncate,
-            max_prompt_tokens=task.max_prompt_tokens,
-        )
-    if config.response_field is None:
-        raise UsageError("--response-field is missing: name the field of the record that is the response")
-    prompt = config.prompt_template or f"{{{config.prompt_field}}}"
-    return Template(prompt, config.response_field, chat=config.chat)
 
 
 def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:

@@ -1,0 +1,1 @@
+"""Calibration: drop order and budget curve learned on the user's records, with losses predicted and then checked."""

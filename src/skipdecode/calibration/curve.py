@@ -1,0 +1,101 @@
+"""The budget curve of least predicted loss within a cost limit: never rising, by dynamic programming. Pure Python.
+
+Losses and costs of the buckets add up, so the best way on depends on the past only through the cost so far and the last
+budget. For each last budget the partial curves that no other one beats in both cost and loss are kept (a Pareto front),
+so the result is the optimum, not the relaxation that a Lagrange multiplier finds, which misses curves between the
+corners of the trade-off. Fronts of more than `_MOST` points are thinned by cost; costs of those kept stay exact.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["best_curve", "best_flat"]
+
+_MOST = 4000
+_SLACK = 1 + 1e-12
+# (cost, loss, chain of budgets back to the first bucket)
+_Point = tuple[float, float, Any]
+
+
+def best_curve(
+    losses: Sequence[Mapping[int, float]], costs: Sequence[Mapping[int, float]], limit: float
+) -> tuple[int, ...] | None:
+    """A budget for each bucket.
+
+    Parameters
+    ----------
+    losses, costs : sequence of mapping
+        By bucket and budget; the same budgets in all buckets.
+    limit : float
+        Most that the costs may add up to.
+
+    Returns
+    -------
+    tuple of int or None
+        Non-increasing, of least summed loss, the cheaper one of equals; None if not even the cheapest curve fits.
+    """
+    budgets = sorted(losses[0], reverse=True)
+    rest = _cheapest_rest(costs)
+    fronts: dict[int, list[_Point]] = {budget: [] for budget in budgets}
+    fronts[budgets[0]] = [(0.0, 0.0, None)]
+    for loss, cost, later in zip(losses, costs, rest, strict=True):
+        so_far: list[_Point] = []
+        grown: dict[int, list[_Point]] = {}
+        for budget in budgets:
+            # A curve may come down to this budget from any that is as high or higher.
+            so_far = _front(so_far, fronts[budget])
+            grown[budget] = [
+                (spent + cost[budget], lost + loss[budget], (budget, chain))
+                for spent, lost, chain in so_far
+                if spent + cost[budget] + later <= limit * _SLACK
+            ]
+        fronts = grown
+    ends = [point for front in fronts.values() for point in front]
+    if not ends:
+        return None
+    _, lost, chain = min(ends, key=lambda point: (point[1], point[0]))
+    flat = best_flat(losses, costs, limit)
+    if flat is not None and sum(loss[flat] for loss in losses) < lost:
+        return (flat,) * len(losses)  # only if thinning lost it
+    return _unrolled(chain)
+
+
+def best_flat(losses: Sequence[Mapping[int, float]], costs: Sequence[Mapping[int, float]], limit: float) -> int | None:
+    """The one budget for all buckets of least summed loss within the limit; None if none fits."""
+    fitting = [b for b in losses[0] if sum(cost[b] for cost in costs) <= limit * _SLACK]
+    return min(fitting, key=lambda b: (sum(loss[b] for loss in losses), b), default=None)
+
+
+def _cheapest_rest(costs: Sequence[Mapping[int, float]]) -> list[float]:
+    """What the buckets after each one cost at least."""
+    rest = [0.0]
+    for cost in reversed(costs[1:]):
+        rest.append(rest[-1] + min(cost.values()))
+    return rest[::-1]
+
+
+def _front(left: list[_Point], right: list[_Point]) -> list[_Point]:
+    """The points of two fronts that no other one beats, by rising cost and so by falling loss."""
+    kept: list[_Point] = []
+    for point in heapq.merge(left, right, key=lambda p: p[:2]):
+        if not kept or point[1] < kept[-1][1]:
+            kept.append(point)
+    return kept if len(kept) <= _MOST else _thinned(kept)
+
+
+def _thinned(front: list[_Point]) -> list[_Point]:
+    """The best point of each of `_MOST` cells of cost, and the cheapest."""
+    low, high = front[0][0], front[-1][0]
+    cells = {int((point[0] - low) / (high - low) * _MOST): point for point in front}
+    return [front[0], *(point for point in cells.values() if point is not front[0])]
+
+
+def _unrolled(chain: Any) -> tuple[int, ...]:
+    found = []
+    while chain is not None:
+        budget, chain = chain
+        found.append(budget)
+    return tuple(reversed(found))

@@ -1,0 +1,101 @@
+"""From a target to a limit in seconds, and the baselines at that limit. Pure Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from skipdecode.budgets import least_budget
+from skipdecode.calibration.baselines import deepest_flat, evenly_spaced, paper_within
+from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.workload import Workload, layers_only
+from skipdecode.cost import CostModel
+from skipdecode.errors import TargetError, UsageError
+from skipdecode.schedule import Schedule
+
+__all__ = ["Goal", "set_goal"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the curve has to fit in.
+
+    Parameters
+    ----------
+    workload : Workload
+        Cost and lengths.
+    limit : float
+        Most seconds (layers, for a nominal target) of the decode phase.
+    least : int
+        Fewest layers of the drop order.
+    seq_len : int
+        Positions of the paper's curve.
+    paper, even : Schedule
+        Baselines of this cost; flat in continuous use.
+    """
+
+    workload: Workload
+    limit: float
+    least: int
+    seq_len: int
+    paper: Schedule
+    even: Schedule
+
+
+def set_goal(settings: Settings, cost: CostModel | None, prompt_len: int, lengths: Sequence[int], layers: int) -> Goal:
+    """The goal for texts of these lengths (generated tokens, end token included).
+
+    Parameters
+    ----------
+    cost : CostModel or None
+        Needed for a wall-clock target.
+
+    Raises
+    ------
+    TargetError
+        No schedule that keeps warm-up layers, last layer and `least` reaches the target.
+    UsageError
+        `least` or `warmup_layers` does not fit the model.
+    """
+    warmup = settings.warmup_layers
+    floor = least_budget(layers, warmup)
+    for name, value, most in (("--warmup-layers", warmup, layers - 1), ("--least", settings.least or floor, layers)):
+        low = 0 if name == "--warmup-layers" else floor
+        if not low <= value <= most:
+            raise UsageError(f"{name} {value} is not accepted for {layers} layers: give {low} to {most}")
+    workload = Workload.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use)
+    ordered = sorted(lengths)
+    seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
+    limit = _limit(settings, workload, seq_len)
+    flat = deepest_flat(workload, limit, warmup)
+    if flat is None or (settings.least is not None and settings.least > flat):
+        raise TargetError(_out_of_reach(settings, workload, floor))
+    if settings.use == "continuous":
+        paper = Schedule.constant(layers, flat, warmup_layers=warmup, name="paper")
+        least = settings.least or flat
+    else:
+        paper = paper_within(workload, limit, seq_len, warmup)
+        least = settings.least or max(floor, min(paper.budgets[-1], math.ceil(flat / 2)))
+    return Goal(workload, limit, least, seq_len, replace(paper, name="paper"), evenly_spaced(paper))
+
+
+def _limit(settings: Settings, workload: Workload, seq_len: int) -> float:
+    if settings.target_speedup is not None:
+        return workload.full_seconds / settings.target_speedup
+    layers = workload.cost.num_layers
+    named = Schedule.from_speedup(layers, settings.nominal_speedup or 1, seq_len, warmup_layers=settings.warmup_layers)
+    return workload.seconds(named.flattened() if settings.use == "continuous" else named)
+
+
+def _out_of_reach(settings: Settings, workload: Workload, floor: int) -> str:
+    layers = workload.cost.num_layers
+    asked = settings.least or floor
+    fewest = Schedule.constant(layers, asked, warmup_layers=0, drop_order=range(layers - 1))
+    bound = math.floor(workload.speedup(fewest) * 100) / 100
+    what = "--least" if settings.least is not None else "warm-up layers and last layer"
+    target = settings.target_speedup or settings.nominal_speedup
+    return (
+        f"a speed-up of {target:g} is out of reach on these records: with {asked} of {layers} layers, the fewest that "
+        f"{what} allow, the bound is {bound:.2f}x at batch {workload.cost.batch}"
+    )

@@ -1,0 +1,180 @@
+"""Teacher-forced losses of many schedules on the same records, no gradients.
+
+The prompt runs at full depth under every schedule, so its forward is made once a batch and its keys and values are
+shared; only the responses run again for each schedule. Equal to the parallel form without a cache, which tests hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from skipdecode.calibration.store import MeasurementStore
+from skipdecode.errors import DataError
+from skipdecode.models.attach import Attachment
+from skipdecode.models.cache import SkipCache
+from skipdecode.schedule import Schedule
+from skipdecode.tuning.collate import IGNORE, Batch, collate
+from skipdecode.tuning.data import Example
+
+__all__ = ["LossMeter", "identity_of"]
+
+_SAMPLED = 64
+
+
+class LossMeter:
+    """Measures schedules on records.
+
+    Parameters
+    ----------
+    attachment : Attachment
+        Of the model; its schedule changes with every measurement.
+    examples : sequence of Example
+        The records.
+    store : MeasurementStore
+        What was measured before is not measured again.
+    part : str
+        Name of these records in the store.
+    batch_size : int
+        Records in a forward pass.
+    pad_id : int
+        Token that pads.
+    advance : callable
+        Told after each batch under a schedule.
+    """
+
+    def __init__(
+        self,
+        attachment: Attachment,
+        examples: Sequence[Example],
+        store: MeasurementStore,
+        *,
+        part: str,
+        batch_size: int,
+        pad_id: int,
+        advance: Callable[[], object],
+    ) -> None:
+        ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
+        self._batches = [
+            collate(ordered[first : first + batch_size], pad_id) for first in range(0, len(ordered), batch_size)
+        ]
+        self._attachment = attachment
+        self._store = store
+        self._part = part
+        self._advance = advance
+        columns = max((len(e.response) for e in examples), default=0)
+        self.counts = tuple(sum(len(e.response) > index for e in examples) for index in range(columns))
+
+    @property
+    def batches(self) -> int:
+        """Forward passes that measure one schedule."""
+        return len(self._batches)
+
+    def sums(self, schedules: Sequence[Schedule]) -> list[tuple[float, ...]]:
+        """Summed cross-entropy at each index of the responses, for each schedule; tokens are counted in `counts`.
+
+        Raises
+        ------
+        DataError
+            If a loss is no number.
+        """
+        totals = [[0.0] * len(self.counts) for _ in schedules]
+        for number, batch in enumerate(self._batches):
+            for total, sums in zip(totals, self._batch(number, batch, schedules), strict=True):
+                for index, value in enumerate(sums):
+                    total[index] += value
+        return [tuple(total) for total in totals]
+
+    def losses(self, schedules: Sequence[Schedule]) -> list[float]:
+        """Cross-entropy per response token of each schedule."""
+        return [sum(sums) / sum(self.counts) for sums in self.sums(schedules)]
+
+    def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
+        keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
+        if any(self._store.get(key) is None for key in keys):
+            with torch.inference_mode():
+                forced = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device))
+                for key, schedule in zip(keys, schedules, strict=True):
+                    if self._store.get(key) is None:
+                        self._store.put(key, forced.sums(schedule))
+                    self._advance()
+        else:
+            for _ in keys:
+                self._advance()
+        return [self._store.get(key) or [] for key in keys]
+
+
+class _SharedPrompt:
+    """A batch whose prompt has run."""
+
+    def __init__(self, attachment: Attachment, batch: Batch) -> None:
+        self._attachment = attachment
+        self._batch = batch
+        self._prompt = batch.prompt_length
+        self._cache = attachment.new_cache(self._prompt)
+        attachment.schedule = Schedule.full(attachment.schedule.num_layers)
+        self._first = self._forward(0, self._prompt, self._cache)[:, -1:]
+
+    def sums(self, schedule: Schedule) -> list[float]:
+        """Summed loss at each index of the responses under a schedule."""
+        targets = self._batch.targets
+        logits = self._first
+        if targets.shape[1] > 1:
+            self._attachment.schedule = schedule
+            # The last response token is not fed: nothing follows it.
+            rest = self._forward(self._prompt, -1, copy.deepcopy(self._cache))
+            logits = torch.cat([logits, rest], dim=1)
+        counted = targets != IGNORE
+        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
+        losses[counted] = functional.cross_entropy(logits[counted].float(), targets[counted], reduction="none").double()
+        sums: list[float] = losses.sum(0).tolist()
+        if not torch.isfinite(losses).all():
+            names = ", ".join(self._batch.ids[:3])
+            raise DataError(f"the loss is no number on records {names}, …: the model's arithmetic overflows on them")
+        return sums
+
+    def _forward(self, start: int, end: int, cache: SkipCache) -> Tensor:
+        batch = self._batch
+        arguments: dict[str, Any] = {
+            "input_ids": batch.input_ids[:, start:end],
+            "attention_mask": batch.attention_mask[:, : batch.input_ids[:, :end].shape[1]],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        accepted = inspect.signature(type(self._attachment.model).forward).parameters
+        if "position_ids" in accepted:
+            arguments["position_ids"] = batch.position_ids[:, start:end]
+        if start == 0 and "logits_to_keep" in accepted:
+            arguments["logits_to_keep"] = 1
+        logits: Tensor = self._attachment.model(**arguments).logits
+        return logits
+
+
+def _behaviour(schedule: Schedule) -> str:
+    """What a schedule does, its name and unused part left out: the position at which each layer goes."""
+    ends = ((layer, schedule.drop_position(layer)) for layer in range(schedule.num_layers))
+    return ",".join(f"{layer}:{end}" for layer, end in ends if end is not None)
+
+
+def identity_of(model: Any, name: str, examples: Sequence[Sequence[Example]], batch_size: int) -> dict[str, Any]:
+    """What makes measurements those of one model on one set of records; weights are sampled."""
+    weights = hashlib.sha256()
+    for parameter_name, parameter in model.named_parameters():
+        sample = parameter.detach().flatten()[:_SAMPLED].float().cpu().tolist()
+        weights.update(json.dumps([parameter_name, list(parameter.shape), sample]).encode())
+    tokens = json.dumps([[[e.prompt, e.response] for e in part] for part in examples])
+    return {
+        "model": name,
+        "weights": weights.hexdigest(),
+        "dtype": str(model.dtype),
+        "records": hashlib.sha256(tokens.encode()).hexdigest(),
+        "batch_size": batch_size,
+    }
