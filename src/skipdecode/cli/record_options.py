@@ -61,14 +61,7 @@ def make_template(options: RecordOptions) -> Template:
     if options.task is not None:
         if options.response_field is not None or options.chat:
             raise UsageError("--task says what prompt and response are: it takes no --response-field and no --chat")
-        task = load_task(options.task)
-        return Template(
-            task.prompt,
-            task.references,
-            chat=task.chat,
-            truncate=task.truncate,
-            max_prompt_tokens=task.max_prompt_tokens,
-        )
+        return load_task(options.task).template()
     if options.response_field is None:
         raise UsageError("--response-field is missing: name the field of the record that is the response")
     prompt = options.prompt_template or f"{{{options.prompt_field}}}"

@@ -15,6 +15,7 @@ from typing import Any
 
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.metrics import METRICS
+from skipdecode.tuning.template import Template
 
 __all__ = ["HubSource", "Task", "load_task", "task_names"]
 
@@ -101,6 +102,16 @@ class Task:
     def render(self, values: Mapping[str, str]) -> str:
         """The prompt of one record."""
         return self.prompt.format_map(dict(values))
+
+    def template(self) -> Template:
+        """What makes prompt and response tokens of a record: the same for tuning and for evaluation."""
+        return Template(
+            self.prompt,
+            self.references,
+            chat=self.chat,
+            truncate=self.truncate,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
 
     def cut(self, output: str) -> str:
         """The output text up to the first stop string, without white space around it."""

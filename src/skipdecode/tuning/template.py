@@ -77,17 +77,24 @@ class Template:
             raise DataError(f"empty response: field {name!r} has no text")
         return response
 
-    def prompt_tokens(self, values: Sequence[dict[str, str]], tokenizer: Any) -> list[list[int]]:
-        """Token ids of the prompts with these values, exactly as generation will see them."""
+    def prompt_tokens(
+        self, values: Sequence[Mapping[str, str]], tokenizer: Any, *, room: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of the prompts with these values, exactly as generation will see them.
+
+        A prompt longer than `max_prompt_tokens` or `room` loses the end of its truncated field; it stays as it is where
+        no field may be cut, or the rest alone is too long.
+        """
         found = self._encode(values, tokenizer)
-        if self._most is None:
+        if self._truncate is None:
             return found
+        most = min(n for n in (self._most, room) if n is not None)
         return [
-            self._cut(value, ids, tokenizer) if len(ids) > self._most else ids
+            self._cut(value, self._truncate, ids, tokenizer, most) if len(ids) > most else ids
             for value, ids in zip(values, found, strict=True)
         ]
 
-    def _encode(self, values: Sequence[dict[str, str]], tokenizer: Any) -> list[list[int]]:
+    def _encode(self, values: Sequence[Mapping[str, str]], tokenizer: Any) -> list[list[int]]:
         texts = [self._prompt.format_map(value) for value in values]
         if self._chat:
             chats = [[{"role": "user", "content": text}] for text in texts]
@@ -96,9 +103,8 @@ class Template:
         ids: list[list[int]] = tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]
         return ids
 
-    def _cut(self, values: dict[str, str], ids: list[int], tokenizer: Any) -> list[int]:
-        """The prompt with the end of the truncated field gone; as it is where the rest alone is too long."""
-        field, most = str(self._truncate), int(self._most or 0)
+    def _cut(self, values: Mapping[str, str], field: str, ids: list[int], tokenizer: Any, most: int) -> list[int]:
+        """The prompt with the end of `field` gone; as it is where the rest alone is too long."""
         text = values[field]
         ends = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         keep, shorter = len(ends), ids
@@ -107,7 +113,7 @@ class Template:
             keep -= len(shorter) - most
             if keep < 1:
                 return ids
-            (shorter,) = self._encode([values | {field: text[: ends[keep - 1][1]]}], tokenizer)
+            (shorter,) = self._encode([{**values, field: text[: ends[keep - 1][1]]}], tokenizer)
         return shorter
 
 
