@@ -1,7 +1,7 @@
 """Teacher-forced losses of many schedules on the same records, no gradients.
 
-The prompt runs at full depth under every schedule, so its forward is made once a batch and its keys and values are
-shared; only the responses run again for each schedule. Equal to the parallel form without a cache, which tests hold.
+The prompt runs at full depth under every schedule, so its forward is made once and its keys and values are shared; only
+the responses run again for each schedule. Equal to the parallel form without a cache, which tests hold.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from skipdecode.tuning.data import Example
 __all__ = ["LossMeter", "identity_of"]
 
 _SAMPLED = 64
+_KEPT_BYTES = 2**30
+"""Keys and values of prompts that are kept between calls; later batches' prompts run once a call."""
 
 
 class LossMeter:
@@ -70,6 +72,7 @@ class LossMeter:
         self._store = store
         self._part = part
         self._advance = advance
+        self._prompts: dict[int, _SharedPrompt] = {}
         columns = max((len(e.response) for e in examples), default=0)
         self.counts = tuple(sum(len(e.response) > index for e in examples) for index in range(columns))
 
@@ -101,7 +104,7 @@ class LossMeter:
         keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
         if any(self._store.get(key) is None for key in keys):
             with torch.inference_mode():
-                forced = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device))
+                forced = self._shared_prompt(number, batch)
                 for key, schedule in zip(keys, schedules, strict=True):
                     if self._store.get(key) is None:
                         self._store.put(key, forced.sums(schedule))
@@ -110,6 +113,14 @@ class LossMeter:
             for _ in keys:
                 self._advance()
         return [self._store.get(key) or [] for key in keys]
+
+    def _shared_prompt(self, number: int, batch: Batch) -> _SharedPrompt:
+        if number in self._prompts:
+            return self._prompts[number]
+        forced = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device))
+        if forced.kv_bytes + sum(kept.kv_bytes for kept in self._prompts.values()) <= _KEPT_BYTES:
+            self._prompts[number] = forced
+        return forced
 
 
 class _SharedPrompt:
@@ -121,7 +132,9 @@ class _SharedPrompt:
         self._prompt = batch.prompt_length
         self._cache = attachment.new_cache(self._prompt)
         attachment.schedule = Schedule.full(attachment.schedule.num_layers)
-        self._first = self._forward(0, self._prompt, self._cache)[:, -1:]
+        # Copied, for a view would hold the whole prompt's logits.
+        self._first = self._forward(0, self._prompt, self._cache)[:, -1:].clone()
+        self.kv_bytes = self._cache.kv_bytes()
 
     def sums(self, schedule: Schedule) -> list[float]:
         """Summed loss at each index of the responses under a schedule."""

@@ -1,0 +1,320 @@
+"""`skipdecode calibrate` on tiny models: losses equal the parallel form, predictions hold, runs resume, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib import image
+
+from skipdecode import Schedule, attach
+from skipdecode.calibration.goal import set_goal
+from skipdecode.calibration.influence import block_influence
+from skipdecode.calibration.meter import LossMeter, identity_of
+from skipdecode.calibration.run import calibrate
+from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.store import MeasurementStore
+from skipdecode.cli import main
+from skipdecode.cost import CostModel
+from skipdecode.models.families import decoder_layers
+from skipdecode.tuning.collate import IGNORE, collate
+from skipdecode.tuning.data import Example
+from skipdecode.tuning.objective import Objective, response_logits
+from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
+
+USELESS = 5
+Files = dict[str, str]
+
+
+def examples(count: int = 7, seed: int = 0, longest: int = 9) -> list[Example]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(least: int, most: int) -> tuple[int, ...]:
+        length = int(torch.randint(least, most + 1, (), generator=generator))
+        return tuple(torch.randint(3, 259, (length,), generator=generator).tolist())
+
+    return [Example(f"e{n}", tokens(3, 12), tokens(2, longest)) for n in range(count)]
+
+
+def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
+    store = MeasurementStore(path, {"model": "tiny"})
+    arguments = {"part": "learn", "batch_size": 3, "pad_id": 0, "advance": lambda: None} | options
+    return LossMeter(attachment, rows, store, **arguments)
+
+
+def plant_useless_layer(model: Any, index: int = USELESS) -> Any:
+    """A layer whose output projections are zero passes on what it gets."""
+    layer = decoder_layers(model)[index]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    return model
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3_text", "qwen2", "bloom"])
+def test_losses_with_a_shared_prompt_equal_the_parallel_form(family: str, tmp_path: Path, schedule: Schedule) -> None:
+    model, rows = tuning_model(family), examples()
+    with attach(model, schedule) as attachment:
+        meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
+        (sums,) = meter.sums([schedule])
+        attachment.schedule = schedule
+        batch = collate(rows, 0)
+        with torch.inference_mode():
+            losses = Objective()(model, batch)
+            logits = response_logits(model, batch).log_softmax(-1)
+    assert sum(sums) == pytest.approx(float(losses.cross_entropy), rel=1e-4)
+    assert sum(meter.counts) == losses.tokens
+    gathered = -logits.gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
+    expected = torch.where(batch.targets != IGNORE, gathered, 0.0).sum(0)
+    torch.testing.assert_close(torch.tensor(sums), expected, rtol=1e-4, atol=1e-3, check_dtype=False)
+
+
+def test_nothing_is_measured_twice(tmp_path: Path) -> None:
+    model, rows = tuning_model(), examples()
+    schedule = Schedule.constant(LAYERS, 4)
+    with attach(model, schedule) as attachment:
+        first = meter_of(attachment, rows, tmp_path / "m.jsonl").sums([schedule])
+        size = (tmp_path / "m.jsonl").stat().st_size
+        with torch.no_grad():
+            model.lm_head.weight.zero_()  # would show if anything ran again
+        again = meter_of(attachment, rows, tmp_path / "m.jsonl")
+        # Another name and another unused rest of the order do the same.
+        assert again.sums([Schedule(LAYERS, (1, 2, 3, 4, 6), (4,), name="other")]) == first
+    assert (tmp_path / "m.jsonl").stat().st_size == size
+
+
+def test_block_influence_is_zero_for_a_useless_layer_only(tmp_path: Path) -> None:
+    model = plant_useless_layer(tuning_model())
+    with attach(model, Schedule.constant(LAYERS, 4)) as attachment:
+        influence = block_influence(attachment, examples(), batch_size=3, pad_id=0)
+    assert influence[USELESS] == pytest.approx(0, abs=1e-6)
+    assert min(value for layer, value in enumerate(influence) if layer != USELESS) > 1e-3
+    assert not decoder_layers(model)[0]._forward_hooks
+
+
+def test_identity_changes_with_weights_and_records() -> None:
+    model, rows = tuning_model(), examples()
+    before = identity_of(model, "m", [rows], 4)
+    assert identity_of(model, "m", [rows], 4) == before
+    assert identity_of(model, "m", [rows[1:]], 4)["records"] != before["records"]
+    with torch.no_grad():
+        decoder_layers(model)[3].mlp.up_proj.weight[0, 0] += 1
+    assert identity_of(model, "m", [rows], 4)["weights"] != before["weights"]
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    where = tmp_path_factory.mktemp("calibrate")
+    model = plant_useless_layer(tuning_model())
+    model.save_pretrained(where / "model")
+    byte_tokenizer().save_pretrained(where / "model")
+    rows = [r | {"thing": f"{r['thing']} {n // 2}"} for n, r in enumerate(records(40))]
+    cost = CostModel(LAYERS, batch=2, fixed_seconds=1.0, layer_seconds=1.0)
+    (where / "cost.json").write_text(json.dumps({"cost": cost.to_dict()}))
+    return {
+        "model": str(where / "model"),
+        "data": str(write_jsonl(where / "data.jsonl", rows)),
+        "short": str(write_jsonl(where / "short.jsonl", [r | {"ref": "x"} for r in rows])),
+        "cost": str(where / "cost.json"),
+    }
+
+
+def arguments(files: Files, out: Path, *more: str, data: str = "data") -> list[str]:
+    fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
+    size = ["--records", "10", "--held-out", "6", "--batch-size", "4"]
+    return ["calibrate", files["model"], "--data", files[data], "--out", str(out), *fields, *size, *more]
+
+
+def verdicts(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {v["name"]: v for v in document["verdicts"]}
+
+
+def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
+    model = plant_useless_layer(tuning_model())
+    # Responses that full depth would write, so that any layer that does something is missed.
+    rows = []
+    for example in examples():
+        ids = torch.tensor([example.prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        rows.append(Example(example.id, example.prompt, tuple(out[0, ids.shape[1] :].tolist())))
+    settings = Settings(nominal_speedup=2.0, candidates=3)
+    goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
+    with attach(model, Schedule.full(LAYERS)) as attachment:
+        found = calibrate(settings, goal, [0.0] * LAYERS, meter_of(attachment, rows, tmp_path / "m.jsonl"))
+    assert found.order[0] == USELESS
+    assert found.rounds[0].losses[USELESS] == pytest.approx(found.rounds[0].base, rel=1e-6)
+    assert min(loss for layer, loss in found.rounds[0].losses.items() if layer != USELESS) > found.rounds[0].base
+    assert found.verdicts[0].held_out is None
+
+
+def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    command = arguments(files, out, "--target-speedup", "1.6", "--cost", files["cost"], "--candidates", "3", "--json")
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document == json.loads((out / "calibration.json").read_text())
+    schedule = Schedule.from_json((out / "schedule.json").read_text())
+    assert schedule == Schedule.from_dict(document["schedule"])
+    first = document["rounds"][0]
+    assert first["losses"][str(USELESS)] == pytest.approx(first["base"], rel=1e-6)
+    assert len(first["losses"]) == LAYERS - 2
+    assert all(len(r["losses"]) <= 3 for r in document["rounds"][1:])
+    found = verdicts(document)
+    assert {"full", "paper", "even", "calibrated-1.6x-wall"} <= set(found)
+    assert found["full"]["speedup"] == 1
+    assert all(v["speedup"] >= 1.6 - 1e-9 for name, v in found.items() if name != "full")
+    assert found["paper"]["speedup"] == pytest.approx(found["even"]["speedup"])
+    ours = [v["measured"] for name, v in found.items() if name.startswith("calibrated")]
+    assert found["calibrated-1.6x-wall"]["measured"] == min(ours)
+    assert image.imread(out / "calibration.png").shape[2] == 4
+    assert "100%" in printed.err
+
+
+def test_predictions_are_exact_where_only_one_position_has_a_depth(files: Files, tmp_path: Path, capsys: Any) -> None:
+    # One text token and the end: the second is predicted by position 0, the first by the prompt.
+    command = arguments(files, tmp_path / "out", "--nominal-speedup", "2", "--json", data="short")
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["steps_at_position"] == [1.0]
+    assert document["bucket_starts"] == [0]
+    for verdict in document["verdicts"]:
+        assert verdict["predicted"] == pytest.approx(verdict["measured"], rel=1e-6)
+
+
+def test_flat_schedules_are_predicted_exactly_and_continuous_use_gets_one(
+    files: Files, tmp_path: Path, capsys: Any
+) -> None:
+    command = arguments(files, tmp_path / "out", "--nominal-speedup", "2", "--use", "continuous", "--json")
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert Schedule.from_dict(document["schedule"]).is_flat
+    for verdict in document["verdicts"]:
+        assert verdict["predicted"] == pytest.approx(verdict["measured"], rel=1e-6)
+
+
+def test_block_influence_measures_less_and_the_report_is_for_people(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    assert main(arguments(files, out, "--nominal-speedup", "2", "--method", "block-influence")) == 0
+    printed = capsys.readouterr().out
+    assert "predicted" in printed
+    assert "held out" in printed
+    assert f"in the order {USELESS} " in printed
+    assert str(out / "schedule.json") in printed
+    document = json.loads((out / "calibration.json").read_text())
+    assert document["rounds"] == []
+    influence = document["block_influence"]
+    assert document["order"] == sorted(document["order"], key=lambda layer: influence[layer])
+
+
+def test_records_held_out_share_no_prompt(files: Files, tmp_path: Path, capsys: Any) -> None:
+    fields = ["--prompt-field", "thing", "--response-field", "ref", "--nominal-speedup", "2", "--json"]
+    command = ["calibrate", files["model"], "--data", files["data"], "--out", str(tmp_path / "out"), *fields]
+    assert main([*command, "--records", "18", "--held-out", "9", "--method", "block-influence"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["records"], told["held_out_records"]) == (18, 9)
+
+
+def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path, capsys: Any) -> None:
+    killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
+    quick = ("--nominal-speedup", "2", "--candidates", "2", "--json")
+    command = arguments(files, killed, *quick, "--resume")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skipdecode.cli", *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    kept = killed / "measured.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if kept.exists() and kept.read_bytes().count(b"\n") > 10:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    before = kept.read_bytes()
+    whole = before[: before.rindex(b"\n") + 1]
+    assert main(command) == 0
+    assert kept.read_bytes().startswith(whole)
+    lines = kept.read_text().splitlines()[1:]
+    keys = [json.loads(line)["key"] for line in lines]
+    assert len(keys) == len(set(keys))
+    assert main(arguments(files, unbroken, *quick)) == 0
+    resumed, straight = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    for document in (resumed, straight):
+        del document["options"], document["environment"]
+    assert resumed == straight
+
+
+def refused(capsys: Any, command: list[str]) -> str:
+    try:
+        code = main(command)
+    except SystemExit as e:
+        code = int(str(e.code))
+    printed = capsys.readouterr()
+    assert code != 0
+    assert not printed.out
+    assert "Traceback" not in printed.err
+    return str(printed.err.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "give one target"),
+        (["--nominal-speedup", "2", "--target-speedup", "2"], "give one target"),
+        (["--nominal-speedup", "0.5"], "--nominal-speedup 0.5 is not accepted"),
+        (["--nominal-speedup", "nan"], "--nominal-speedup nan is not accepted"),
+        (["--nominal-speedup", "20"], "at most 4.00 is possible"),
+        (["--target-speedup", "8", "--cost", "{cost}"], "the bound is 3.00x"),
+        (["--nominal-speedup", "2", "--cost", "{cost}"], "--cost belongs to --target-speedup"),
+        (["--target-speedup", "2", "--cost", "{data}"], "is no JSON file that can be read"),
+        (["--nominal-speedup", "2", "--records", "0"], "--records 0 is not accepted: give 1 or more"),
+        (["--nominal-speedup", "2", "--candidates", "0"], "--candidates 0 is not accepted"),
+        (["--nominal-speedup", "2", "--least", "9"], "--least 9 is not accepted for 8 layers: give 2 to 8"),
+        (["--nominal-speedup", "2", "--warmup-layers", "8"], "--warmup-layers 8 is not accepted for 8 layers"),
+        (["--nominal-speedup", "2", "--task", "e2e"], "one of the three"),
+        (["--nominal-speedup", "2", "--response-field", "nothing"], "missing field"),
+        (["--nominal-speedup", "2", "--data", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
+        (["--nominal-speedup", "2", "--method", "magic"], "invalid choice: 'magic'"),
+    ],
+)
+def test_bad_input_gets_one_line(files: Files, tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:
+    more = [word.format(**files) if word.startswith("{") else word for word in more]
+    assert message in refused(capsys, arguments(files, tmp_path / "out", *more))
+
+
+def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    quick = ("--nominal-speedup", "2", "--method", "block-influence")
+    assert main(arguments(files, out, *quick)) == 0
+    capsys.readouterr()
+    assert "is not empty: give --resume" in refused(capsys, arguments(files, out, *quick))
+    assert "measured with another records" in refused(capsys, arguments(files, out, *quick, "--resume", "--seed", "1"))
+    assert main(arguments(files, out, *quick, "--resume")) == 0
+
+
+def test_a_loss_that_is_no_number_stops_the_run(files: Files, tmp_path: Path, capsys: Any) -> None:
+    model = tuning_model()
+    with torch.no_grad():
+        decoder_layers(model)[2].mlp.up_proj.weight.fill_(float("nan"))
+    directory = save_model(tmp_path / "model")
+    model.save_pretrained(directory)
+    command = arguments(files | {"model": str(directory)}, tmp_path / "out", "--nominal-speedup", "2")
+    assert "the loss is no number on records" in refused(capsys, command)
