@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ def report(document: dict[str, Any], schedule_file: Path) -> str:
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
     kind = "wall-clock" if document["options"]["target_speedup"] is not None else "layers"
-    order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (" …" if len(schedule.drop_order) > 12 else "")
+    order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
+        " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
+    )
     depth = f"{schedule.budgets[0]}" if schedule.is_flat else f"{schedule.budgets[0]} falling to {schedule.budgets[-1]}"
     lines = [
         f"{schedule.name}: {depth} of {schedule.num_layers} layers; left out in the order {order}",
@@ -38,7 +41,8 @@ def report(document: dict[str, Any], schedule_file: Path) -> str:
                 held_out,
             )
         )
-    lines += ["", *_remarks(verdicts), f"next: skipdecode tune MODEL --schedule {schedule_file} --train records.jsonl"]
+    model, file = shlex.quote(document["model"]), shlex.quote(str(schedule_file))
+    lines += ["", *_remarks(verdicts), f"next: skipdecode tune {model} --schedule {file} --train records.jsonl"]
     return "\n".join(lines)
 
 
