@@ -8,12 +8,30 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tiny import tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8]])
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
+    """One token a byte, 259 in all; ids 0, 1, 2 are padding, start and end."""
+    special = ["<pad>", "<s>", "</s>"]
+    vocab = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+    fast.chat_template = CHAT_TEMPLATE if chat else None
+    return fast
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.errors import UsageError
 from skipdecode.textgen.backend import GenerationSettings
@@ -18,7 +19,6 @@ from skipdecode.textgen.records import Record
 from skipdecode.textgen.run import make_batches
 from skipdecode.textgen.stopping import StopStrings
 from skipdecode.textgen.transformers_backend import TransformersBackend
-from textgen_tools import byte_tokenizer
 from tiny import LAYERS, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.environment import environment
 from skipdecode.errors import DataError, OutputError, UsageError
@@ -29,7 +30,6 @@ from skipdecode.methods.base import Method
 from skipdecode.methods.full import Full
 from skipdecode.methods.scheduled import Scheduled
 from skipdecode.methods.self_speculation import SelfSpeculation
-from textgen_tools import byte_tokenizer
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from checkpoints import byte_tokenizer
 from skipdecode.errors import DataError, UsageError
 from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
 from skipdecode.evaluation.records import Record, load_records
 from skipdecode.evaluation.tasks import HubSource, Task, load_task, task_names
-from textgen_tools import byte_tokenizer, write_rows
+from textgen_tools import write_rows
 
 TASK = """\
 name: mine

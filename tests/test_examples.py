@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.models.hub import load_model
-from tuning_data import LAYERS, byte_tokenizer, records, save_model, write_jsonl
+from tuning_data import LAYERS, records, save_model, write_jsonl
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -15,9 +15,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
-from textgen_tools import CONTEXT, byte_tokenizer, read_rows, save_tiny_model, write_rows
+from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS
 
 ROWS = [{"id": f"r{i}", "prompt": "hello " * random.Random(i).randint(1, 9) + str(i)} for i in range(30)]

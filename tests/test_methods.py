@@ -171,7 +171,7 @@ def test_methods_are_found_by_name():
 
 
 def test_end_tokens_are_the_models_and_the_tokenizers(model: Any):
-    from textgen_tools import byte_tokenizer
+    from checkpoints import byte_tokenizer
 
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [9, 10]

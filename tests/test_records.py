@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from checkpoints import byte_tokenizer
 from skipdecode.errors import DataError, UsageError
 from skipdecode.textgen import source as source_module
 from skipdecode.textgen.prompts import PromptEncoder
 from skipdecode.textgen.records import Record, read_records, survey
 from skipdecode.textgen.source import PromptSource
-from textgen_tools import byte_tokenizer, write_rows
+from textgen_tools import write_rows
 
 
 def records_of(path: Path, data: bytes, **options: Any) -> list[Record]:

@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
+from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.errors import DivergedError
 from skipdecode.models.hub import load_model
@@ -22,7 +23,7 @@ from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import Objective
 from skipdecode.tuning.run_log import read_log
 from skipdecode.tuning.trainer import Tuner
-from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model
+from tuning_data import LAYERS, records, save_model, tuning_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
 TOKENIZER = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""A tiny model directory with a byte-level tokenizer, and the command line as a subprocess."""
+"""A tiny model directory with a byte-level tokenizer, the command line as a subprocess, and rows of files."""
 
 from __future__ import annotations
 
@@ -9,30 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
+from checkpoints import byte_tokenizer
 from tiny import tiny_model
 
 CONTEXT = 96
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
-    """One token a byte, after pad, begin and end."""
-    special = ["<pad>", "<s>", "</s>"]
-    vocab = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
-    )
-    fast.chat_template = CHAT_TEMPLATE if chat else None
-    return fast
 
 
 def save_tiny_model(path: Path, *, tokenizer: bool = True, chat: bool = True, context: int = CONTEXT) -> str:

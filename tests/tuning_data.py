@@ -1,4 +1,4 @@
-"""A byte-level tokenizer, a small Llama and records of our own for the tests of tuning."""
+"""A small Llama with a byte-level tokenizer and records of our own for the tests of tuning."""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
+from checkpoints import byte_tokenizer
 from tiny import LAYERS, tiny_model
 
 __all__ = ["LAYERS", "byte_tokenizer", "records", "save_model", "tuning_model", "write_jsonl"]
-
-_SPECIAL = ("<pad>", "<s>", "</s>")
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte; ids 0, 1, 2 are padding, start and end."""
-    names = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def tuning_model(model_type: str = "llama", **changes: Any) -> Any:
