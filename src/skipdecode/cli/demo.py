@@ -18,6 +18,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.columns import side_by_side, table
+from skipdecode.cli.engine_options import EngineOptions
 from skipdecode.cli.options import option
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -25,6 +26,7 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:
     from skipdecode.models.hub import LoadedModel
     from skipdecode.textgen.backend import BatchResult
+    from skipdecode.textgen.engines import BackendSource
     from skipdecode.textgen.prompts import EncodedPrompt
 
 __all__ = ["Config", "run"]
@@ -42,8 +44,8 @@ _TUNED = (
 )
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(EngineOptions):
     """Options of `skipdecode demo`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="smollm2-135m")
@@ -98,12 +100,13 @@ def run(config: Config) -> int:
             raise UsageError(f"--{name} {value} is not accepted: give {least} or more")
     loaded = _load(config)
     prompts = _prompts(config, loaded)
-    outcomes = _outcomes(config, loaded, prompts)
+    backends = _backends(config, loaded)
+    outcomes = _outcomes(config, loaded, prompts, backends)
     figures = [o.figures(outcomes[0]) for o in outcomes]
     if config.json:
-        print(json.dumps(_document(config, prompts, figures), indent=2))
+        print(json.dumps(_document(config, backends, prompts, figures), indent=2))
     else:
-        print("\n".join(_page(loaded, prompts, outcomes, figures)))
+        print("\n".join(_page(loaded, backends, prompts, outcomes, figures)))
     return 0
 
 
@@ -117,6 +120,13 @@ def _load(config: Config) -> LoadedModel:
             raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
         torch.set_num_threads(config.threads)
     return load_model(config.model, dtype=config.dtype, device=config.device)
+
+
+def _backends(config: Config, loaded: LoadedModel) -> BackendSource:
+    from skipdecode.textgen.engines import open_backends
+    from skipdecode.textgen.report import note
+
+    return open_backends(loaded.model, loaded.tokenizer, config.engine, note)
 
 
 def _prompts(config: Config, loaded: LoadedModel) -> list[EncodedPrompt]:
@@ -154,17 +164,18 @@ def _schedules(num_layers: int, tokens: int, own: Schedule | None) -> list[tuple
     ]
 
 
-def _outcomes(config: Config, loaded: LoadedModel, prompts: Sequence[EncodedPrompt]) -> list[_Outcome]:
+def _outcomes(
+    config: Config, loaded: LoadedModel, prompts: Sequence[EncodedPrompt], source: BackendSource
+) -> list[_Outcome]:
     """Every schedule on all prompts in one batch, in turn, for exactly as many tokens."""
     from tqdm import tqdm
 
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.textgen.backend import GenerationSettings
-    from skipdecode.textgen.transformers_backend import TransformersBackend
 
     # The last token is not fed back: one position fewer than tokens.
     schedules = _schedules(len(decoder_layers(unwrap(loaded.model))), config.max_new_tokens - 1, loaded.schedule)
-    backends = [TransformersBackend.of(loaded.model, loaded.tokenizer, s) for _, s in schedules]
+    backends = [source.backend(s) for _, s in schedules]
     ids = [p.token_ids for p in prompts]
     settings = GenerationSettings(config.max_new_tokens, ignore_eos=True)
     backends[0].generate(ids[:1], GenerationSettings(2, ignore_eos=True), [0])
@@ -195,12 +206,15 @@ def _text(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> str:
 # ---------------------------------------------------------------------- what is shown
 
 
-def _document(config: Config, prompts: Sequence[EncodedPrompt], figures: list[dict[str, Any]]) -> dict[str, Any]:
+def _document(
+    config: Config, source: BackendSource, prompts: Sequence[EncodedPrompt], figures: list[dict[str, Any]]
+) -> dict[str, Any]:
     from skipdecode.environment import environment
 
     return {
         "model": config.model,
         "dtype": config.dtype,
+        "engine": source.engine,
         "max_new_tokens": config.max_new_tokens,
         "rounds": config.rounds,
         "prompts": [{"id": p.record.id, "prompt": p.record.prompt} for p in prompts],
@@ -210,7 +224,11 @@ def _document(config: Config, prompts: Sequence[EncodedPrompt], figures: list[di
 
 
 def _page(
-    loaded: LoadedModel, prompts: Sequence[EncodedPrompt], outcomes: Sequence[_Outcome], figures: list[dict[str, Any]]
+    loaded: LoadedModel,
+    source: BackendSource,
+    prompts: Sequence[EncodedPrompt],
+    outcomes: Sequence[_Outcome],
+    figures: list[dict[str, Any]],
 ) -> list[str]:
     width = min(shutil.get_terminal_size((100, 24)).columns, 160)
     # The constant schedule is there for its figures; its text says no more than that of the one with the same mean.
@@ -232,7 +250,7 @@ def _page(
         for f in figures
     ]
     header = [
-        f"{loaded.name}, {len(prompts)} rows",
+        f"{loaded.name}, {len(prompts)} rows, {source.engine} engine",
         f"layers of {layers}",
         "nominal",
         "measured",

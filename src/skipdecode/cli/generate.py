@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.engine_options import EngineOptions
 from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.errors import DataError, UsageError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from skipdecode.models.hub import LoadedModel
     from skipdecode.schedule import Schedule
     from skipdecode.textgen.backend import GenerationSettings
+    from skipdecode.textgen.engines import BackendSource
     from skipdecode.textgen.output import RowWriter
     from skipdecode.textgen.report import BadRows
     from skipdecode.textgen.run import Job
@@ -44,7 +46,7 @@ def _with_escapes(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ScheduleOptions):
+class Config(EngineOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
@@ -109,11 +111,11 @@ def run(config: Config) -> int:
     source = _source(config)
     bad_rows = BadRows()
     rows = _survey(source, config, bad_rows)
-    loaded, choice = _load(config)
-    fingerprint = _fingerprint(config, settings, source, choice.schedule)
+    loaded, choice, backends = _load(config)
+    fingerprint = _fingerprint(config, settings, source, choice.schedule) | {"engine": backends.engine}
     writer = open_writer(config.output, fingerprint, restart=config.restart)
     try:
-        job = _job(config, settings, loaded, choice.schedule, rows - writer.rows_before)
+        job = _job(config, settings, loaded, (backends, choice.schedule), rows - writer.rows_before)
         summary = _generate(source, config, job, writer, rows, bad_rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
@@ -175,11 +177,12 @@ def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
     return found.rows
 
 
-def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice]:
+def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
     import torch
 
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.hub import load_model
+    from skipdecode.textgen.engines import open_backends
     from skipdecode.textgen.report import note, schedule_line
 
     if config.threads is not None:
@@ -188,7 +191,7 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice]:
     num_layers = len(decoder_layers(unwrap(loaded.model)))
     choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
-    return loaded, choice
+    return loaded, choice, open_backends(loaded.model, loaded.tokenizer, config.engine, note)
 
 
 def _fingerprint(
@@ -211,22 +214,28 @@ def _fingerprint(
 # ---------------------------------------------------------------------- the run
 
 
-def _job(config: Config, settings: GenerationSettings, loaded: LoadedModel, schedule: Schedule, rows: int) -> Job:
+def _job(
+    config: Config,
+    settings: GenerationSettings,
+    loaded: LoadedModel,
+    runs: tuple[BackendSource, Schedule],
+    rows: int,
+) -> Job:
     from skipdecode.textgen.prompts import PromptEncoder, context_length
     from skipdecode.textgen.run import CompareWith, Job, RowMaker
     from skipdecode.textgen.stopping import StopStrings
-    from skipdecode.textgen.transformers_backend import TransformersBackend
 
-    model, tokenizer = loaded.model, loaded.tokenizer
+    tokenizer = loaded.tokenizer
+    backends, schedule = runs
     chat = config.chat or config.system is not None
     stop = StopStrings(tokenizer, config.stop) if config.stop else None
     compare = None
     if config.compare:
         every = max(1, rows // config.batch_size // _COMPARED_BATCHES)
-        compare = CompareWith(TransformersBackend.of(model, tokenizer, None), every)
+        compare = CompareWith(backends.backend(None), every)
     return Job(
-        PromptEncoder(tokenizer, context_length(model), chat=chat, system=config.system),
-        TransformersBackend.of(model, tokenizer, schedule),
+        PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
+        backends.backend(schedule),
         settings,
         RowMaker(tokenizer, stop, include_prompt=config.include_prompt),
         config.batch_size,

@@ -8,9 +8,10 @@ from typing import Literal, Protocol
 
 from skipdecode.errors import UsageError
 
-__all__ = ["Backend", "BatchResult", "FinishReason", "GenerationSettings", "StopCheck"]
+__all__ = ["ENGINES", "Backend", "BatchResult", "FinishReason", "GenerationSettings", "StopCheck"]
 
 FinishReason = Literal["eos", "length", "stop"]
+ENGINES = ("auto", "fast", "transformers")
 StopCheck = Callable[[Sequence[int]], bool]
 
 
@@ -75,7 +76,7 @@ class BatchResult:
     prefill_s, decode_s : float
         Seconds for the prompts up to the first token, and for the steps.
     kv_bytes, kv_bytes_full : int
-        Bytes of keys and values held at the end, and what full depth would hold.
+        Most bytes of keys and values held at a time, and what full depth would hold.
     """
 
     tokens: list[list[int]]
@@ -95,9 +96,12 @@ class Backend(Protocol):
     ----------
     num_layers : int
         Decoder layers of the model.
+    end_tokens : tuple of int
+        A row ends after any of them.
     """
 
     num_layers: int
+    end_tokens: tuple[int, ...]
 
     def generate(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -26,8 +25,9 @@ from skipdecode.models.attach import Attachment, attach
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.textgen.backend import BatchResult, FinishReason, GenerationSettings, StopCheck
+from skipdecode.textgen.row_seeds import row_seed
 
-__all__ = ["TransformersBackend"]
+__all__ = ["TransformersBackend", "end_tokens"]
 
 
 class TransformersBackend:
@@ -55,7 +55,7 @@ class TransformersBackend:
     def of(cls, model: Any, tokenizer: Any, schedule: Schedule | None) -> Self:
         """With the end tokens of the model's generation config and of its tokenizer."""
         pad = tokenizer.pad_token_id
-        return cls(model, schedule, end_tokens=_end_tokens(model, tokenizer), pad_token=0 if pad is None else pad)
+        return cls(model, schedule, end_tokens=end_tokens(model, tokenizer), pad_token=0 if pad is None else pad)
 
     def generate(
         self,
@@ -115,7 +115,7 @@ class TransformersBackend:
         return steps, steps * self.num_layers, held, held
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a text: those of the model's generation config and the tokenizer's own."""
     configured = unwrap(model).generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
@@ -181,18 +181,13 @@ class _RowSampler(LogitsProcessor):  # type: ignore[misc]
     """
 
     def __init__(self, seed: int, row_keys: Sequence[int]) -> None:
-        self._generators = [torch.Generator().manual_seed(_row_seed(seed, key)) for key in row_keys]
+        self._generators = [torch.Generator().manual_seed(row_seed(seed, key)) for key in row_keys]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         noise = torch.empty(scores.shape)
         for row, generator in zip(noise, self._generators, strict=True):
             row.exponential_(generator=generator)
         return scores - noise.clamp_min_(torch.finfo(noise.dtype).tiny).log_().to(scores.device)
-
-
-def _row_seed(seed: int, key: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def _sampling(settings: GenerationSettings, row_keys: Sequence[int]) -> Iterator[Any]:

@@ -1,0 +1,22 @@
+"""The option that names the engine, the same for every verb that generates text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skipdecode.cli.options import option
+from skipdecode.textgen.backend import ENGINES
+
+__all__ = ["EngineOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Base of a verb's `Config`."""
+
+    engine: str = option(
+        "what runs the model; fast: the package's own engine and kernels (CPU; Llama, Mistral, OPT, Qwen2, Qwen3); "
+        "auto: fast where it covers the model, else transformers",
+        default="auto",
+        choices=ENGINES,
+    )

@@ -1,0 +1,104 @@
+"""Which engine generates for a model: the fast one where it covers the model, else transformers' forward, with a note.
+
+Models wrapped by PEFT run through the fast engine on a copy into which the adapter is merged: the same function,
+rounded once more in the weights' type.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.decoding.model_spec import UnfitModelError
+from skipdecode.errors import UsageError
+from skipdecode.models.families import unwrap
+from skipdecode.schedule import Schedule
+from skipdecode.textgen.backend import ENGINES, Backend
+from skipdecode.textgen.engine_backend import EngineBackend
+from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
+
+__all__ = ["BackendSource", "open_backends"]
+
+
+class BackendSource:
+    """Backends of one model on one engine, for any number of schedules.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+    tokenizer : transformers tokenizer
+    fast : FastModel or None
+        None: through transformers.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, fast: FastModel | None) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._fast = fast
+
+    @property
+    def engine(self) -> str:
+        """ "fast" or "transformers"."""
+        return "transformers" if self._fast is None else "fast"
+
+    def backend(self, schedule: Schedule | None) -> Backend:
+        """A backend under a schedule; None is full depth."""
+        if self._fast is None:
+            return TransformersBackend.of(self._model, self._tokenizer, schedule)
+        return EngineBackend(self._fast, schedule, end_tokens=end_tokens(self._model, self._tokenizer))
+
+
+def open_backends(model: Any, tokenizer: Any, engine: str, note: Callable[[str], None]) -> BackendSource:
+    """The engine for a model.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+        Its projection weights may be fused in place; it stays usable.
+    engine : {"auto", "fast", "transformers"}
+        auto: fast where it covers the model and the C++ kernels run, else transformers, with a note why.
+    note : callable
+        Told one line where the choice needs a word.
+
+    Raises
+    ------
+    UsageError
+        `engine` is unknown, or is "fast" and does not cover the model.
+    """
+    if engine not in ENGINES:
+        raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")
+    if engine == "transformers":
+        return BackendSource(model, tokenizer, None)
+    merged = hasattr(model, "get_base_model")
+    try:
+        fast = FastModel(_merged_copy(model) if merged else unwrap(model))
+    except UnfitModelError as e:
+        if engine == "fast":
+            raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None
+        note(f"decoding through transformers, several times slower than the fast engine: {e}")
+        return BackendSource(model, tokenizer, None)
+    if fast.hint and engine == "auto":
+        note(f"decoding through transformers: {fast.hint}")
+        return BackendSource(model, tokenizer, None)
+    if fast.hint:
+        note(f"the fast engine runs without its kernels: {fast.hint}")
+    if merged:
+        note(
+            "the adapter is merged into a copy of the weights for the fast engine; --engine transformers keeps it apart"
+        )
+    return BackendSource(model, tokenizer, fast)
+
+
+def _merged_copy(model: Any) -> Any:
+    """The plain model with a PEFT adapter added to its weights."""
+    unwrap(model)  # Refuses prompt learning, which has no weights to merge.
+    twin = copy.deepcopy(model)
+    merge = getattr(twin, "merge_and_unload", None)
+    if merge is None:
+        raise UnfitModelError("its adapter cannot be merged into the weights")
+    try:
+        return merge()
+    except (ValueError, TypeError, NotImplementedError) as e:
+        raise UnfitModelError(f"its adapter cannot be merged into the weights ({e})") from None

@@ -1,0 +1,156 @@
+"""Text through the engine: that of transformers, whatever the batch; other families fall back and say so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.errors import UsageError
+from skipdecode.kernels import build
+from skipdecode.textgen.backend import GenerationSettings
+from skipdecode.textgen.engine_backend import EngineBackend
+from skipdecode.textgen.engines import open_backends
+from skipdecode.textgen.transformers_backend import TransformersBackend
+from textgen_tools import byte_tokenizer, read_rows, save_tiny_model, write_rows
+from tiny import LAYERS, tiny_model
+
+PROMPTS = [[5, 6, 7, 8], [9], list(range(3, 40)), [11, 12, 13, 14, 15, 16, 17]]
+PAPER = Schedule.from_speedup(LAYERS, 2, 20)
+KEYS = range(len(PROMPTS))
+
+
+def native_or_skip() -> None:
+    try:
+        build.load_library()
+    except build.KernelBuildError as e:
+        pytest.skip(str(e))
+
+
+def fast(model: Any, schedule: Schedule | None = PAPER, ends: tuple[int, ...] = ()) -> EngineBackend:
+    return EngineBackend(FastModel(copy.deepcopy(model)), schedule, end_tokens=ends)
+
+
+def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
+    notes: list[str] = []
+    return open_backends(model, byte_tokenizer(), engine, notes.append).engine, notes
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("schedule", [None, PAPER, Schedule.even(LAYERS, (6, 4, 3))], ids=["full", "paper", "even"])
+def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: str, schedule: Schedule | None):
+    native_or_skip()
+    model, settings = tiny_model(family), GenerationSettings(20)
+    expected = TransformersBackend(model, schedule, end_tokens=(), pad_token=0).generate(PROMPTS, settings, KEYS)
+    # An end token that one of the rows meets on its way.
+    end = expected.tokens[2][7]
+    for ends in ((), (end,)):
+        expected = TransformersBackend(model, schedule, end_tokens=ends, pad_token=0).generate(PROMPTS, settings, KEYS)
+        found = fast(model, schedule, ends).generate(PROMPTS, settings, KEYS)
+        assert found.tokens == expected.tokens
+        assert found.finish_reasons == expected.finish_reasons
+        assert (found.steps, found.step_layers) == (expected.steps, expected.step_layers)
+        assert found.prefill_s > 0 < found.decode_s
+        assert 0 < found.kv_bytes <= found.kv_bytes_full
+        if schedule is None:
+            assert found.kv_bytes == found.kv_bytes_full
+        elif not ends:
+            assert found.kv_bytes < found.kv_bytes_full
+    ignored = fast(model, schedule, (end,)).generate(PROMPTS, GenerationSettings(20, ignore_eos=True), KEYS)
+    assert ignored.finish_reasons == ["length"] * 4
+
+
+def test_stopped_row_ends_where_it_was_stopped():
+    native_or_skip()
+    model, settings = tiny_model("llama"), GenerationSettings(12)
+    whole = fast(model).generate(PROMPTS, settings, KEYS).tokens
+
+    def should_stop(tokens: Any) -> bool:
+        return len(tokens) == 5 and list(tokens) == whole[1][:5]
+
+    found = fast(model).generate(PROMPTS, settings, KEYS, should_stop)
+    assert found.tokens == [row[:5] if i == 1 else row for i, row in enumerate(whole)]
+    assert found.finish_reasons == ["length", "stop", "length", "length"]
+
+
+def test_sampled_rows_depend_on_seed_and_key_only():
+    native_or_skip()
+    backend = fast(tiny_model("llama"))
+    settings = GenerationSettings(16, temperature=0.9, top_k=40, top_p=0.95, seed=3)
+    together = backend.generate(PROMPTS, settings, KEYS).tokens
+    alone = [backend.generate([p], settings, [k]).tokens[0] for p, k in zip(PROMPTS, KEYS, strict=True)]
+    assert together == alone
+    other = GenerationSettings(16, temperature=0.9, top_k=40, top_p=0.95, seed=4)
+    assert backend.generate(PROMPTS, other, KEYS).tokens != together
+    assert backend.generate([PROMPTS[0]] * 2, settings, [0, 1]).tokens[1] != together[0]
+
+
+def test_unsupported_family_falls_back_with_one_note():
+    engine, notes = notes_of(tiny_model("gpt2"), "auto")
+    assert engine == "transformers"
+    assert len(notes) == 1
+    assert "no fast path for model type 'gpt2'" in notes[0]
+    assert notes_of(tiny_model("gpt2"), "transformers") == ("transformers", [])
+    with pytest.raises(UsageError, match="--engine fast does not cover this model"):
+        notes_of(tiny_model("gpt2"), "fast")
+
+
+def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(build, "_compiler", lambda: (_ for _ in ()).throw(build.KernelBuildError("no C++ compiler")))
+    build.load_library.cache_clear()
+    try:
+        assert notes_of(tiny_model("llama"), "auto") == (
+            "transformers",
+            ["decoding through transformers: no C++ compiler"],
+        )
+        assert notes_of(tiny_model("llama"), "fast")[0] == "fast"
+    finally:
+        build.load_library.cache_clear()
+
+
+def test_adapter_is_merged_into_a_copy():
+    native_or_skip()
+    base = tiny_model("llama", vocab_size=259)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.eval()
+    notes: list[str] = []
+    settings, texts = GenerationSettings(10), []
+    for engine in ("auto", "transformers"):
+        source = open_backends(model, byte_tokenizer(), engine, notes.append)
+        assert source.engine == ("fast" if engine == "auto" else engine)
+        texts.append(source.backend(PAPER).generate(PROMPTS, settings, KEYS).tokens)
+    assert texts[0] == texts[1]
+    assert len(notes) == 1
+    assert "merged into a copy" in notes[0]
+    assert any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Path, capsys: Any):
+    native_or_skip()
+    model = save_tiny_model(tmp_path / "model")
+    data = write_rows(tmp_path / "in.jsonl", [{"id": i, "prompt": "word " * (i + 1)} for i in range(5)])
+    rows = []
+    for engine in ("fast", "transformers"):
+        out, figures = tmp_path / f"{engine}.jsonl", tmp_path / f"{engine}.json"
+        arguments = ["--input", data, "--output", str(out), "--summary", str(figures), "--max-new-tokens", "8"]
+        more = ["--batch-size", "3", "--nominal-speedup", "2", "--compare", "--engine", engine]
+        assert main(["generate", model, *arguments, *more]) == 0
+        rows.append(read_rows(out))
+        document = json.loads(figures.read_text())
+        assert document["settings"]["engine"] == engine
+        assert document["summary"]["comparison"]["measured_decode_speedup"] > 0
+    assert rows[0] == rows[1]
+
+
+def test_demo_names_its_engine(tmp_path: Path, capsys: Any):
+    native_or_skip()
+    model = save_tiny_model(tmp_path, context=400)
+    assert main(["demo", "--model", model, "--max-new-tokens", "4", "--rounds", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engine"] == "fast"
