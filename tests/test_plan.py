@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
 import subprocess
 import sys
+from functools import cache
 from itertools import pairwise
 
 import pytest
 from matplotlib import image
 
 from skipdecode import Schedule
+from skipdecode.bench import cost_source, machine
 from skipdecode.cli import main
 from skipdecode.cost import CostModel
 from skipdecode.text_plot import schedule_picture, shows_blocks
@@ -32,10 +33,15 @@ SMOLLM2 = {
 }
 
 
+measure_once = cache(machine.measure_machine)
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
+    # The machine is really measured, but once and not by each of these tests.
+    monkeypatch.setattr(cost_source, "measure_machine", measure_once)
 
 
 @pytest.fixture
@@ -211,14 +217,15 @@ def test_a_long_schedule_is_binned_to_the_width():
     assert numbers[-1] == pytest.approx(750, abs=20)
 
 
-def test_plain_ascii_where_the_terminal_has_no_blocks(config_file):
+def test_plain_ascii_where_the_terminal_has_no_blocks(config_file, monkeypatch):
     assert shows_blocks("utf-8")
     assert not shows_blocks("ascii")
     assert not shows_blocks(None)
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "skipdecode.cli", "plan", config_file, "--nominal-speedup", "2"]
-    done = subprocess.run(command, capture_output=True, env=environment, check=True)
-    rows = cells(done.stdout.decode("ascii"), 30, "|")
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(["plan", config_file, "--nominal-speedup", "2"]) == 0
+    terminal.flush()
+    rows = cells(terminal.buffer.getvalue().decode("ascii"), 30, "|")
     assert set("".join(rows)) == {"#", "."}
 
 

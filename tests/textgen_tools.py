@@ -1,10 +1,9 @@
-"""A tiny model directory with a byte-level tokenizer, the command line as a subprocess, and rows of files."""
+"""A tiny model directory with a byte-level tokenizer, the command line for a process of its own, and rows of files."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,6 @@ def command(*arguments: str) -> list[str]:
 
 def subprocess_environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def run_command(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`skipdecode` with these arguments in a process of its own."""
-    options = {"capture_output": True, "text": True, "timeout": 240, "env": subprocess_environment()} | options
-    return subprocess.run(command(*arguments), **options)
 
 
 def write_rows(path: Path, rows: list[Any]) -> str:
