@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import DataError, UsageError
+from skipdecode.files import write_whole
 from skipdecode.schedule import Schedule
 
 __all__ = ["RECIPE_FILE", "check_same_run", "data_entry", "make_recipe", "read_recipe", "write_recipe"]
@@ -49,10 +49,7 @@ def data_entry(path: Path, records: int, rejects: int) -> dict[str, Any]:
 
 def write_recipe(recipe: Mapping[str, Any], directory: Path) -> None:
     """Write `directory`/recipe.json; it is there whole or not at all."""
-    path = directory / RECIPE_FILE
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(directory / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
