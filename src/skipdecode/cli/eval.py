@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method
+from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
 from skipdecode.errors import UsageError
 
@@ -35,7 +36,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MethodOptions):
+class Config(MethodOptions, ModelOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
@@ -63,12 +64,6 @@ class Config(MethodOptions):
     resamples: int = option("draws of the bootstrap", default=1000)
     seed: int = option("of the bootstrap; decoding is greedy", default=0)
     samples: int = option("outputs kept in run.json for readers", default=8)
-    dtype: str = option(
-        "of the weights; auto is the checkpoint's own",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-    )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
     compare: tuple[str, ...] = option("runs (run.json or its directory) to compare with the first of them", default=())
     report: str | None = option("file for an HTML report of this run, or of the runs of --compare", default=None)
     json: bool = option("print one JSON document instead of tables", default=False)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from skipdecode import layer_order
+from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
 from skipdecode.cli.plan_report import Plan, document, report
 from skipdecode.cost_solve import assess, solve, why_flat
@@ -31,7 +32,7 @@ _ORDERS = ("bottom-up", "even", "top-down")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ModelOptions):
     """Options of `skipdecode plan`."""
 
     model: str = option("a local directory, a hub id, smollm2-135m, or the file of a config (JSON)", positional=True)
@@ -59,12 +60,6 @@ class Config:
     measure: bool | None = option(
         "load the weights and time decode steps, or predict (default: measure if that fetches nothing)", default=None
     )
-    dtype: str = option(
-        "of the weights; auto is the checkpoint's own",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-    )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
     json: bool = option("print one JSON document", default=False)
     png: str | None = option("file for the picture", default=None)
     out: str | None = option("file for the schedule (JSON), which skipdecode generate --schedule takes", default=None)
