@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
@@ -90,6 +90,33 @@ def _draw_schedule(axes: Any, schedule: Schedule, positions: int | None) -> None
     axes.barh(range(schedule.num_layers), [shown if e is None else min(e, shown) for e in ends], 1.0, color=_RUNS)
     axes.set(xlim=(0, shown), ylim=(-0.5, schedule.num_layers - 0.5), xlabel="generation position")
     axes.locator_params(integer=True)
+
+
+def speed_png(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Decode speed-up and share of the read bandwidth against nominal speed-up, a line an engine and batch, as a PNG.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        The rows of a `skipdecode bench` document.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    figure = _figure()
+    left, right = figure.subplots(1, 2)
+    for engine, batch in dict.fromkeys((r["engine"], r["batch"]) for r in rows):
+        mine = [r for r in rows if (r["engine"], r["batch"]) == (engine, batch)]
+        nominal = [r["nominal_speedup"] for r in mine]
+        line = left.plot(nominal, [r["decode_speedup"] for r in mine], "o-", label=f"{engine}, batch {batch}")[0]
+        left.plot(nominal, [r["amdahl_bound"] for r in mine], ":", color=line.get_color())
+        right.plot(nominal, [r["roofline_share"] for r in mine], "o-", color=line.get_color())
+    left.set(xlabel="nominal speed-up", ylabel="decode speed-up (dotted: bound set by bytes)")
+    right.set(xlabel="nominal speed-up", ylabel="share of the read bandwidth", ylim=(0, None))
+    left.legend(frameon=False)
+    return _png(figure)
 
 
 def _figure() -> Any:
