@@ -43,14 +43,14 @@ def test_page_keeps_to_the_width_of_the_terminal(
     monkeypatch.setenv("COLUMNS", columns)
     assert demo(model_dir, "--rounds", "1") == 0
     lines = capsys.readouterr().out.splitlines()
-    texts = [line for line in lines if "|" not in line and not line.startswith((">", model_dir))]
+    texts = [line for line in lines if "|" not in line and not line.startswith(">") and " rows, " not in line]
     before_table = texts[: next(i for i, line in enumerate(texts) if line.startswith("full depth") and "1.00x" in line)]
     assert max(map(len, before_table)) <= int(columns)
 
 
 def test_document_holds_the_figures(capsys: Any, model_dir: str):
     assert demo(model_dir, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(capsys.readouterr().out)["parts"]
     runs = {r["name"]: r for r in found["runs"]}
     assert list(runs) == NAMES
     two = Schedule.from_speedup(LAYERS, 2, 5)
@@ -102,10 +102,12 @@ def test_table_sets_figures_to_the_right():
 
 
 @pytest.mark.model
-@pytest.mark.slow
-def test_demo_of_the_embedded_model_is_quick_and_skips(capsys: Any):
+def test_demo_of_the_embedded_model_holds_its_text_under_the_schedules(capsys: Any):
     assert main(["demo", "--quick", "--json"]) == 0
-    runs = {r["name"]: r for r in json.loads(capsys.readouterr().out)["runs"]}
-    assert "heron" in runs["full depth"]["texts"][0].lower()
-    assert runs["SkipDecode 3x"]["layers_per_token"] == pytest.approx(10, abs=0.5)
+    records, chats = json.loads(capsys.readouterr().out)["parts"]
+    runs = {r["name"]: r for r in records["runs"]}
+    for run in runs.values():
+        assert run["texts"][0].startswith("The Blue Heron is a"), "the adapter was tuned under all of them"
     assert runs["SkipDecode 3x"]["measured_decode_speedup"] > 1.2
+    untuned = {r["name"]: r for r in chats["runs"]}
+    assert untuned["SkipDecode 3x"]["layers_per_token"] == pytest.approx(10, abs=0.5)
