@@ -15,10 +15,6 @@ from tiny import LAYERS, OPTIONS, ragged_prompts, tiny_model
 
 NEW = 14
 TOLERANCE = 1e-4
-# Every family meets these two by default; `make test-slow` crosses it with all the others too.
-FEW = ("paper", "random-nested")
-OTHERS = ("even", "constant", "early-termination", "no-warm-up")
-SLOW_OTHERS = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 @cache
@@ -65,7 +61,6 @@ def test_cached_equals_uncached(family: str, schedule: Schedule):
     check(model_of(family), schedule, *ragged_prompts())
 
 
-@pytest.mark.parametrize("schedule", SLOW_OTHERS, indirect=True)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_cached_equals_uncached_after_a_shallow_prompt(family: str, schedule: Schedule):
     check(model_of(family), replace(schedule, prompt="max_exit"), *ragged_prompts())
@@ -81,7 +76,6 @@ def test_falcon_variants(changes, schedule: Schedule):
     check(tiny_model("falcon", **changes), schedule, *ragged_prompts())
 
 
-@pytest.mark.parametrize("schedule", SLOW_OTHERS, indirect=True)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_row_alone_is_row_in_batch(family: str, schedule: Schedule):
     model = model_of(family)
