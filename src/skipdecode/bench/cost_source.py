@@ -20,7 +20,7 @@ from skipdecode.models.locate import adapter_dir, base_name
 from skipdecode.models.smollm2 import NAME as EMBEDDED
 from skipdecode.models.store import find_model
 
-__all__ = ["CostSource", "find_cost", "weights_at_hand"]
+__all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_WEIGHTS = (
@@ -96,8 +96,14 @@ def find_cost(
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out --measure")
     if measure or (measure is None and not only_config and weights_at_hand(name)):
         return _measured(name, batch, prompt_len, dtype, device, progress)
-    config = _config_of_file(Path(name)) if only_config else load_config(name)
-    return _predicted(config, batch, dtype, device)
+    return _predicted(name, batch, dtype, device)
+
+
+def find_geometry(name: str, dtype: str = "auto") -> tuple[ModelGeometry, torch.dtype]:
+    """The sizes of a model by name, and the dtype of its weights, from its config alone; see `find_cost`."""
+    config = _config_of_file(Path(name)) if Path(name).is_file() else load_config(name)
+    kind = _dtype(config, dtype)
+    return ModelGeometry.from_config(config, kind.itemsize), kind
 
 
 def weights_at_hand(name: str) -> bool:
@@ -132,9 +138,8 @@ def _measured(name: str, batch: int, prompt_len: int, dtype: str, device: str | 
     return CostSource(cost, geometry, _dtype_name(model.dtype), f"measured here with transformers ({where}{within})")
 
 
-def _predicted(config: Any, batch: int, dtype: str, device: str | None) -> CostSource:
-    kind = _dtype(config, dtype)
-    geometry = ModelGeometry.from_config(config, kind.itemsize)
+def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSource:
+    geometry, kind = find_geometry(name, dtype)
     target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         machine = measure_machine(target, kind)

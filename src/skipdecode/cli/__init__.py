@@ -22,6 +22,7 @@ __all__ = ["VERBS", "main"]
 VERBS = {
     "demo": "the main job on the embedded default model: full depth and schedules, side by side",
     "plan": "a schedule for a model and a speed target, as a picture, with nominal and real speed-up",
+    "simulate": "throughput and latency of many requests on modelled workers, without a model",
     "generate": "text for every prompt of a file, in batches, with fewer layers per token",
     "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
     "calibrate": "which layers to leave out, and where in the text, learned on your records",

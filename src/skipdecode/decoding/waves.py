@@ -9,16 +9,16 @@ once (continuous batching); 0 is strict lockstep.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from skipdecode.errors import UsageError
 
 __all__ = ["RequestSize", "Scheduler"]
 
 
-@dataclass(frozen=True, order=True)
-class RequestSize:
+class RequestSize(NamedTuple):
     """What scheduling needs to know of a request.
 
     Parameters
@@ -60,20 +60,26 @@ class Scheduler:
         self.max_rows = max_rows
         self.join_below = join_below
         self._in_order = in_order
-        self._waiting: list[RequestSize] = []
+        # One of the two is used; both take the next request from the end at hand in constant time.
+        self._queue: deque[RequestSize] = deque()
+        self._sorted: list[RequestSize] = []
 
     def submit(self, sizes: Iterable[RequestSize]) -> None:
         """Queue requests."""
-        for size in sizes:
-            if self._in_order:
-                self._waiting.append(size)
-            else:
-                bisect.insort(self._waiting, size)
+        if self._in_order:
+            self._queue.extend(sizes)
+            return
+        new = list(sizes)
+        if len(new) > len(self._sorted):
+            self._sorted = sorted(self._sorted + new)
+            return
+        for size in new:
+            bisect.insort(self._sorted, size)
 
     @property
     def waiting(self) -> int:
         """Requests not yet admitted."""
-        return len(self._waiting)
+        return len(self._queue) + len(self._sorted)
 
     def admit(self, running: int, free_pages: int | None = None) -> list[RequestSize]:
         """The requests that join now, given the rows that are running and the pages that are free (None: unlimited).
@@ -83,11 +89,11 @@ class Scheduler:
         if running and running > self.join_below * (self.max_rows - 1):
             return []
         chosen: list[RequestSize] = []
-        while self._waiting and running + len(chosen) < self.max_rows:
-            size = self._waiting[0 if self._in_order else -1]
+        while self.waiting and running + len(chosen) < self.max_rows:
+            size = self._queue[0] if self._in_order else self._sorted[-1]
             if free_pages is not None:
                 if size.pages > free_pages:
                     break
                 free_pages -= size.pages
-            chosen.append(self._waiting.pop(0 if self._in_order else -1))
+            chosen.append(self._queue.popleft() if self._in_order else self._sorted.pop())
         return chosen

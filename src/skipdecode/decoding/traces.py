@@ -1,0 +1,189 @@
+"""Request traces for the simulator: who arrives when, with how long a prompt and output. Pure Python, seeded.
+
+Traces are generators: a million requests take no memory. Arrival times and lengths draw from random numbers of their
+own, so that one seed gives the same requests at any rate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+from skipdecode.errors import UsageError
+
+__all__ = [
+    "Arrival",
+    "Lengths",
+    "all_at_once",
+    "bursts",
+    "constant",
+    "empirical",
+    "lognormal",
+    "make_trace",
+    "parse_lengths",
+    "poisson",
+    "uniform",
+]
+
+Lengths = Callable[[random.Random], int]
+"""Draws one length, 1 or more."""
+
+
+class Arrival(NamedTuple):
+    """A request of a trace.
+
+    Parameters
+    ----------
+    seconds : float
+        When it arrives.
+    prompt_tokens : int
+        Tokens of the prompt.
+    new_tokens : int
+        Tokens that its output will have.
+    limit : int
+        Most new tokens it may have: all that the scheduler knows of the output's length.
+    """
+
+    seconds: float
+    prompt_tokens: int
+    new_tokens: int
+    limit: int
+
+
+# ---------------------------------------------------------------------- lengths
+
+
+def constant(length: int) -> Lengths:
+    """Always `length`."""
+    _check(length >= 1, f"length {length}", "1 or more")
+    return lambda _: length
+
+
+def uniform(least: int, most: int) -> Lengths:
+    """Whole numbers from `least` to `most`, all equally often."""
+    _check(1 <= least <= most, f"uniform:{least}:{most}", "1 or more, the smaller first")
+    return lambda rng: rng.randint(least, most)
+
+
+def lognormal(median: float, sigma: float) -> Lengths:
+    """exp of a normal variable, rounded, at least 1; `sigma` is its standard deviation."""
+    _check(
+        median >= 1 and 0 <= sigma < math.inf, f"lognormal:{median}:{sigma}", "a median of 1 or more, sigma 0 or more"
+    )
+    centre = math.log(median)
+    return lambda rng: max(1, round(math.exp(rng.gauss(centre, sigma))))
+
+
+def empirical(lengths: Sequence[int]) -> Lengths:
+    """Drawn from measured lengths, with replacement."""
+    measured = tuple(lengths)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in measured)
+    _check(bool(measured) and whole, "this list of lengths", "whole numbers of 1 or more, at least one")
+    return lambda rng: rng.choice(measured)
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Lengths from text: ``64``, ``uniform:16:128``, ``lognormal:MEDIAN:SIGMA``, ``file:PATH`` (a JSON list).
+
+    Raises
+    ------
+    UsageError
+        If the text is none of these.
+    """
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "uniform":
+            least, most = rest.split(":")
+            return uniform(int(least), int(most))
+        if kind == "lognormal":
+            median, sigma = rest.split(":")
+            return lognormal(float(median), float(sigma))
+        if kind == "file":
+            values = json.loads(Path(rest).read_text(encoding="utf-8"))
+            _check(isinstance(values, list), rest, "a file with a JSON list of lengths")
+            return empirical(values)
+        return constant(int(text))
+    except OSError as e:
+        raise UsageError(f"cannot read the lengths {rest}: {e.strerror or e}") from None
+    except ValueError:
+        raise UsageError(
+            f"{text!r} is no length: give a whole number, uniform:LEAST:MOST, lognormal:MEDIAN:SIGMA, or file:PATH "
+            "with a JSON list of lengths"
+        ) from None
+
+
+# ---------------------------------------------------------------------- arrivals
+
+
+def all_at_once() -> Iterator[float]:
+    """Arrival times of a batch job: all 0."""
+    return repeat(0.0)
+
+
+def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+    """Arrival times of independent users, `rate` requests a second on average. Endless."""
+    return bursts(rate, 1, seed)
+
+
+def bursts(rate: float, size: int, seed: int = 0) -> Iterator[float]:
+    """Arrival times of groups of `size` requests that come together; `rate` counts requests, not groups. Endless."""
+    _check(0 < rate < math.inf, f"rate={rate!r}", "requests a second, above 0")
+    _check(size >= 1, f"burst of {size}", "1 request or more")
+    rng = random.Random(f"{seed} arrivals")
+    return _bursts(rng, rate / size, size)
+
+
+def _bursts(rng: random.Random, rate: float, size: int) -> Iterator[float]:
+    now = 0.0
+    while True:
+        now += rng.expovariate(rate)
+        yield from repeat(now, size)
+
+
+def make_trace(
+    requests: int,
+    times: Iterator[float],
+    prompt_tokens: Lengths,
+    new_tokens: Lengths,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Iterator[Arrival]:
+    """A trace of `requests` requests.
+
+    Parameters
+    ----------
+    requests : int
+    times : iterator of float
+        Arrival times, rising.
+    prompt_tokens, new_tokens : Lengths
+        Lengths of prompts and outputs.
+    limit : int, optional
+        Most new tokens of a request: longer outputs are cut, and the scheduler, which knows only this limit, cannot
+        sort by length. Default: the scheduler knows every output's length.
+    seed : int
+        Of the lengths.
+    """
+    _check(requests >= 1, f"requests={requests}", "1 or more")
+    _check(limit is None or limit >= 1, f"limit={limit}", "1 or more")
+    return _trace(requests, times, prompt_tokens, new_tokens, limit, random.Random(f"{seed} lengths"))
+
+
+def _trace(
+    requests: int, times: Iterator[float], prompts: Lengths, outputs: Lengths, limit: int | None, rng: random.Random
+) -> Iterator[Arrival]:
+    for _ in range(requests):
+        prompt, new = prompts(rng), outputs(rng)
+        if limit is not None:
+            new = min(new, limit)
+        yield Arrival(next(times), prompt, new, new if limit is None else limit)
+
+
+def _check(ok: bool, what: str, accepted: str) -> None:
+    if not ok:
+        raise UsageError(f"{what} is not accepted: give {accepted}")

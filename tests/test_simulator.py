@@ -1,0 +1,452 @@
+"""The simulator against arithmetic done by hand, a step-by-step reference, queueing theory, and the real engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skipdecode.cli import main
+from skipdecode.cost import CostModel, Machine
+from skipdecode.decoding.batch_cost import BatchCost
+from skipdecode.decoding.budget_policy import DepthOrder, SchedulePolicy
+from skipdecode.decoding.histogram import LogHistogram
+from skipdecode.decoding.simulator import POLICIES, capacity, new_scheduler, simulate
+from skipdecode.decoding.traces import (
+    Arrival,
+    all_at_once,
+    bursts,
+    constant,
+    empirical,
+    lognormal,
+    make_trace,
+    parse_lengths,
+    poisson,
+    uniform,
+)
+from skipdecode.decoding.waves import RequestSize
+from skipdecode.errors import DataError, ScheduleError, UsageError
+from skipdecode.geometry import ModelGeometry
+from skipdecode.schedule import Schedule
+
+LAYERS = 8
+PAPER = Schedule.from_speedup(LAYERS, 2, 12)
+FULL = Schedule.full(LAYERS)
+MODELS = [
+    CostModel(LAYERS, 1, 0.010, 0.0020, 1e-5),
+    CostModel(LAYERS, 4, 0.012, 0.0026, 3e-5),
+    CostModel(LAYERS, 8, 0.016, 0.0040, 5e-5),
+]
+COST = BatchCost.between(MODELS, prompt_token_seconds=1e-4)
+WINDOWED = replace(COST, window=20, window_share=0.5)
+
+
+def requests(*sizes: tuple[float, int, int]) -> list[Arrival]:
+    return [Arrival(seconds, prompt, new, new) for seconds, prompt, new in sizes]
+
+
+# ---------------------------------------------------------------------- reference
+
+
+def reference(trace, cost, schedule, max_rows, policy, chunk):
+    """The engine's loop, one step and one row at a time; returns times of every token by request, and totals."""
+    scheduler, order = new_scheduler(policy, max_rows), DepthOrder(schedule)
+    times: list[list[float]] = [[] for _ in trace]
+    left = [a.prompt_tokens for a in trace]
+    submitted, now = 0, 0.0
+    starting: list[int] = []
+    running: list[int] = []
+    totals = {"steps": 0, "token_layers": 0, "layer_reads": 0}
+
+    def put(rows):
+        for i in rows:
+            times[i].append(now)
+            if len(times[i]) == trace[i].new_tokens and i in running:
+                running.remove(i)
+
+    while submitted < len(trace) or starting or running or scheduler.waiting:
+        if not (starting or running or scheduler.waiting):
+            now = max(now, trace[submitted].seconds)
+        while submitted < len(trace) and trace[submitted].seconds <= now:
+            scheduler.submit([RequestSize(trace[submitted].limit, trace[submitted].prompt_tokens, submitted)])
+            submitted += 1
+        starting += [s.request for s in scheduler.admit(len(starting) + len(running))]
+        put_out = False
+        while starting:
+            room, done = chunk, []
+            for i in starting:
+                part = min(left[i], room)
+                left[i] -= part
+                room -= part
+                if not left[i]:
+                    done.append(i)
+                if not room:
+                    break
+            now += cost.prompt_seconds(chunk - room, len(schedule.prompt_layers()))
+            starting = [i for i in starting if left[i]]
+            running += done
+            put(done)
+            put_out = bool(done)
+            if running:
+                break
+        if not running or (put_out and starting):
+            continue
+        running.sort(key=lambda i: -schedule.budget(len(times[i]) - 1))
+        budgets = [schedule.budget(len(times[i]) - 1) for i in running]
+        counts = order.counts(budgets)
+        now += cost.fixed_seconds(len(running))
+        for count in filter(None, counts):
+            kv = [trace[i].prompt_tokens + len(times[i]) for i in running[:count]]
+            read = sum(t - cost.window_share * max(0, t - cost.window) for t in kv)
+            now += cost.layer_seconds(count) + cost.kv_seconds(count) * read
+        totals["steps"] += 1
+        totals["token_layers"] += sum(counts)
+        totals["layer_reads"] += sum(map(bool, counts))
+        put(list(running))
+    return times, totals
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.tuples(st.floats(0, 0.2), st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=25),
+    max_rows=st.integers(1, 8),
+    policy=st.sampled_from(list(POLICIES)),
+    schedule=st.sampled_from([PAPER, FULL, PAPER.flattened(), replace(PAPER, prompt="max_exit")]),
+    cost=st.sampled_from([COST, WINDOWED]),
+    chunk=st.sampled_from([7, 512]),
+)
+def test_stretches_equal_single_steps(sizes, max_rows, policy, schedule, cost, chunk):
+    clock, trace = 0.0, []
+    for gap, prompt, new in sizes:
+        clock += gap
+        trace.append(Arrival(clock, prompt, new, new))
+    times, want = reference(trace, cost, schedule, max_rows, policy, chunk)
+    result = simulate(trace, cost, schedule, max_rows=max_rows, policy=policy, prompt_chunk=chunk)
+    totals = result.totals
+    assert {name: getattr(totals, name) for name in want} == want
+    assert totals.finished == totals.first_token.count == totals.whole.count == len(trace)
+    assert totals.new_tokens == sum(a.new_tokens for a in trace) == sum(map(len, times))
+    assert totals.between_tokens.count == totals.new_tokens - len(trace) == totals.row_steps
+    assert totals.prompt_tokens == sum(a.prompt_tokens for a in trace)
+    assert result.seconds == pytest.approx(max(t[-1] for t in times) - trace[0].seconds)
+    gaps = [b - a for t in times for a, b in pairwise(t)]
+    firsts = [t[0] - a.seconds for t, a in zip(times, trace, strict=True)]
+    wholes = [t[-1] - a.seconds for t, a in zip(times, trace, strict=True)]
+    for histogram, values in ((totals.first_token, firsts), (totals.whole, wholes), (totals.between_tokens, gaps)):
+        assert histogram.total == pytest.approx(sum(values))
+        assert histogram.largest == pytest.approx(max(values, default=0), rel=2e-4)
+    assert result.utilisation <= 1 + 1e-9
+
+
+# ---------------------------------------------------------------------- by hand
+
+
+def test_two_requests_by_hand():
+    cost = BatchCost(
+        2, fixed=(1.0, 1.0), layer=(2.0, 3.0), kv=(0.0, 0.0), prompt_layer_seconds=5, prompt_token_seconds=0
+    )
+    schedule = Schedule(2, (0,), (2, 1), warmup_layers=0)
+    # 0: prompt 1 + 2·5 -> 11. Step with 2 layers: 1 + 2·2 -> 16. Request 1 came at 12, joins: prompt -> 27.
+    # Then 0 runs layer 1, 1 runs both: 1 + 2 + 3 -> 33, where 0 (3 tokens) ends. 1 goes on with one layer: 1 + 2 -> 36.
+    result = simulate(requests((0, 4, 3), (12, 4, 3)), cost, schedule, max_rows=2)
+    totals = result.totals
+    assert result.seconds == totals.last_end == pytest.approx(36)
+    assert (totals.steps, totals.layer_reads, totals.token_layers) == (3, 5, 6)
+    assert totals.first_token.total == pytest.approx(11 + 15)
+    assert totals.whole.total == pytest.approx(33 + 24)
+    assert totals.between_tokens.total == pytest.approx((16 - 11) + (33 - 16) + (33 - 27) + (36 - 33))
+    assert result.utilisation == pytest.approx(1)
+    assert result.tokens_per_second == pytest.approx(6 / 36)
+
+
+@pytest.mark.parametrize("schedule", [FULL, PAPER], ids=["full", "paper"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lockstep_equals_the_cost_model(schedule, policy):
+    model = replace(MODELS[1], window=30, window_share=0.25)
+    result = simulate(requests(*[(0, 16, 40)] * 4), BatchCost.between([model]), schedule, max_rows=4, policy=policy)
+    assert result.totals.decode_seconds == pytest.approx(model.sequence_seconds(schedule, 16, 40))
+    assert result.layers_per_step == pytest.approx(model.layers_per_step(schedule, 40))
+
+
+def test_continuous_with_one_row_equals_waves_of_one():
+    trace = list(make_trace(50, poisson(3, 1), uniform(1, 40), constant(9), seed=1))
+    continuous, waves = (simulate(trace, COST, PAPER, max_rows=1, policy=p) for p in ("continuous", "waves"))
+    assert continuous.seconds == pytest.approx(waves.seconds)
+    assert continuous.totals.steps == waves.totals.steps == 50 * 8
+    assert continuous.layers_per_step == continuous.layers_per_token
+
+
+def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
+    service = simulate(requests((0, 10, 20)), COST, PAPER, max_rows=1).seconds
+    load = 0.7
+    trace = make_trace(40_000, poisson(load / service, 3), constant(10), constant(20))
+    result = simulate(trace, COST, PAPER, max_rows=1)
+    # M/D/1 (Pollaczek-Khinchine): mean wait = load · service / (2 (1 - load)).
+    wait = result.totals.whole.mean - service
+    assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.05)
+    assert result.utilisation == pytest.approx(load, rel=0.02)
+
+
+def test_a_policy_is_asked_and_gives_what_its_schedule_gives():
+    trace = list(make_trace(40, poisson(20, 2), uniform(1, 30), uniform(1, 30)))
+    asked = simulate(trace, COST, SchedulePolicy(PAPER), max_rows=4)
+    known = simulate(trace, COST, PAPER, max_rows=4)
+    assert asked.seconds == pytest.approx(known.seconds)
+    assert asked.totals.token_layers == known.totals.token_layers
+    assert asked.totals.layer_reads == known.totals.layer_reads
+
+
+def test_a_policy_may_not_raise_a_budget():
+    class Rising(SchedulePolicy):
+        def next_budget(self, row):
+            return 5 + row.position
+
+    with pytest.raises(ScheduleError, match="from 5 to 6 layers at position 1"):
+        simulate(requests((0, 1, 5)), COST, Rising(PAPER), max_rows=1)
+
+
+def test_least_loaded_routing_shares_the_work():
+    trace = list(make_trace(64, all_at_once(), constant(8), constant(10)))
+    alone = simulate(trace[:8], COST, PAPER)
+    shared = simulate(trace, COST, PAPER, workers=8)
+    assert shared.seconds == pytest.approx(alone.seconds)
+    assert shared.utilisation == pytest.approx(1)
+    assert shared.totals.finished == 64
+
+
+def test_mixed_ages_make_a_falling_schedule_run_more_layers_than_its_flat_twin():
+    def stream(schedule):
+        trace = make_trace(600, all_at_once(), uniform(8, 16), uniform(4, 20))
+        return simulate(trace, COST, schedule, max_rows=8)
+
+    falling, flat = stream(PAPER), stream(PAPER.flattened())
+    assert falling.layers_per_step > falling.layers_per_token + 0.5
+    assert flat.layers_per_step == pytest.approx(flat.layers_per_token)
+
+
+def test_capacity_is_what_an_overloaded_worker_finishes():
+    def trace(n, times):
+        return make_trace(n, times, uniform(5, 50), uniform(5, 50))
+
+    most = capacity(trace(10**9, all_at_once()), COST, FULL)
+    assert simulate(trace(3000, poisson(3 * most)), COST, FULL).requests_per_second == pytest.approx(most, rel=0.05)
+    calm = simulate(trace(3000, poisson(0.5 * most)), COST, FULL)
+    assert calm.requests_per_second == pytest.approx(0.5 * most, rel=0.1)
+
+
+def test_the_real_engine_runs_the_steps_that_are_simulated():
+    """Steps, layers and layer reads of the engine on a tiny model; its seconds are compared elsewhere."""
+    import torch
+
+    from skipdecode.decoding import engine as engine_module
+    from skipdecode.decoding.requests import Request
+    from tiny import tiny_model
+
+    torch.set_num_threads(1)
+    model = tiny_model("llama").eval()
+    layers = model.config.num_hidden_layers
+    schedule = Schedule.from_speedup(layers, 1.5, 10)
+    rng = random.Random(4)
+    trace = [Arrival(0.0, rng.randint(1, 12), n, n) for n in (rng.randint(1, 14) for _ in range(11))]
+    cost = BatchCost.between([CostModel(layers, 3, 0.01, 0.001)])
+    for policy, (join_below, in_order) in POLICIES.items():
+        engine = engine_module.Engine(
+            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, kernel="torch"
+        )
+        model = engine.model
+        for _ in engine.run([Request((1,) * a.prompt_tokens, a.new_tokens) for a in trace]):
+            pass
+        got = simulate(trace, cost, schedule, max_rows=3, policy=policy).totals
+        for name in ("steps", "prompt_tokens", "new_tokens", "token_layers", "layer_reads"):
+            assert getattr(got, name) == getattr(engine.stats, name), (policy, name)
+    assert simulate.__kwdefaults__["prompt_chunk"] == engine_module._PROMPT_TOKENS
+
+
+# ---------------------------------------------------------------------- histogram, traces, cost
+
+
+@given(
+    st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e6)), min_size=1), st.sampled_from([0, 0.1, 0.5, 0.9, 0.99, 1])
+)
+def test_percentiles_are_within_a_bucket(values, share):
+    histogram = LogHistogram()
+    for value in values:
+        histogram.add(value)
+    exact = sorted(values)[max(1, math.ceil(share * len(values))) - 1]
+    assert histogram.quantile(share) == pytest.approx(exact, rel=0.0051)
+    assert histogram.mean == pytest.approx(sum(values) / len(values))
+    assert histogram.largest == max(values)
+
+
+@given(st.floats(1e-3, 10), st.floats(0, 1), st.integers(1, 300))
+def test_a_line_counts_as_its_values(first, slope, steps):
+    line, single, merged = LogHistogram(), LogHistogram(), LogHistogram()
+    line.add_line(first, slope, steps, 3)
+    for i in range(steps):
+        single.add(first + slope * i, 3)
+    merged.merge(line)
+    assert merged == line
+    assert line.count == single.count
+    assert line.total == pytest.approx(single.total)
+    for share in (0.1, 0.5, 0.99):
+        assert line.quantile(share) == pytest.approx(single.quantile(share), rel=0.011)
+
+
+def test_traces_depend_on_the_seed_alone():
+    def trace(seed, rate=5.0):
+        return list(make_trace(300, bursts(rate, 3, seed), lognormal(50, 0.5), empirical([3, 9]), seed=seed))
+
+    assert trace(1) == trace(1) != trace(2)
+    assert [a[1:] for a in trace(1)] == [a[1:] for a in trace(1, rate=50)]
+    assert all(len({a.seconds for a in trace(1)[i : i + 3]}) == 1 for i in range(0, 300, 3))
+    assert trace(1)[-1].seconds == pytest.approx(60, rel=0.3)
+    first, second = (simulate(trace(1), COST, PAPER, workers=3).to_dict() for _ in range(2))
+    assert first == second
+
+
+def test_lengths_in_words(tmp_path):
+    rng = random.Random(0)
+    path = tmp_path / "lengths.json"
+    path.write_text("[4, 4]")
+    assert parse_lengths("7")(rng) == 7
+    assert parse_lengths(f"file:{path}")(rng) == 4
+    assert {parse_lengths("uniform:2:4")(rng) for _ in range(50)} == {2, 3, 4}
+    drawn = sorted(parse_lengths("lognormal:100:0.3")(rng) for _ in range(999))
+    assert drawn[499] == pytest.approx(100, rel=0.1)
+    for wrong in ("", "0", "x", "uniform:4:2", "uniform:1", "lognormal:0:1", "file:/nowhere"):
+        with pytest.raises(UsageError):
+            parse_lengths(wrong)
+
+
+def test_a_limit_hides_lengths_from_the_scheduler():
+    trace = list(make_trace(50, all_at_once(), constant(4), uniform(1, 30), limit=20))
+    assert {a.limit for a in trace} == {20}
+    assert max(a.new_tokens for a in trace) == 20
+    hidden = simulate(trace, COST, FULL, policy="waves")
+    known = simulate([a._replace(limit=a.new_tokens) for a in trace], COST, FULL, policy="waves")
+    assert known.rows_per_step > hidden.rows_per_step
+
+
+def test_costs_between_measured_batches():
+    assert COST.max_rows == 8
+    assert COST.layer_seconds(1) == 0.0020
+    assert COST.layer_seconds(2) == pytest.approx(0.0022)
+    assert COST.layer_seconds(6) == pytest.approx(0.0033)
+    assert COST.fixed_seconds(8) == 0.016
+    assert COST.kv_seconds(8) == pytest.approx(5e-5 / 8)
+    assert BatchCost.between(MODELS[2:]).layer_seconds(1) == 0.0040
+    with pytest.raises(UsageError, match="known for 1 to 8 rows"):
+        BatchCost.between(MODELS, 9)
+    with pytest.raises(UsageError, match="do not go together"):
+        BatchCost.between([MODELS[0], MODELS[0]])
+    with pytest.raises(UsageError, match="no cost model"):
+        BatchCost.between([])
+
+
+def test_predicted_costs_are_the_cost_models():
+    geometry = ModelGeometry.from_config(
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "vocab_size": 99,
+        }
+    )
+    machine = Machine(1e9, 1e9)
+    cost = BatchCost.predicted(geometry, machine, 16)
+    for rows in (1, 7, 16):
+        model = CostModel.predicted(geometry, machine, rows)
+        assert cost.layer_seconds(rows) == model.layer_seconds
+        assert cost.kv_seconds(rows) * rows == pytest.approx(model.kv_seconds)
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(UsageError, match="up to 8 rows"):
+        simulate([], COST, PAPER, max_rows=9)
+    with pytest.raises(UsageError, match="workers=0"):
+        simulate([], COST, PAPER, workers=0)
+    with pytest.raises(UsageError, match="policy='x'"):
+        simulate([], COST, PAPER, policy="x")
+    with pytest.raises(UsageError, match="request 1 of the trace"):
+        simulate(requests((1, 1, 1), (0, 1, 1)), COST, PAPER)
+    with pytest.raises(ScheduleError, match="for 4 layers"):
+        simulate([], COST, Schedule.full(4))
+    assert simulate([], COST, PAPER).totals.finished == 0
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def cost_files(tmp_path):
+    paths = [tmp_path / f"cost-{m.batch}.json" for m in MODELS]
+    for path, model in zip(paths, MODELS, strict=True):
+        path.write_text(model.to_json())
+    paths[0].write_text(json.dumps({"cost": MODELS[0].to_dict()}))  # as skipdecode plan --json prints it
+    return list(map(str, paths))
+
+
+def test_command_compares_full_depth_with_the_schedule(cost_files, capsys):
+    arguments = ["simulate", "--cost", *cost_files, "--nominal-speedup", "2", "--requests", "200", "--load", "0.8"]
+    assert main([*arguments, "--flat", "--load-of", "own", "--workers", "4", "--json"]) == 0
+    full, flat = json.loads(capsys.readouterr().out)["runs"]
+    assert full["name"] == "full"
+    assert flat["name"] == "skipdecode-2x-flat"
+    assert full["requests"] == flat["requests"] == 200
+    assert flat["rate"] > 1.3 * full["rate"]
+    assert full["layers_per_step"] == LAYERS
+    assert flat["layers_per_step"] == 4
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "inter-token p99, ms" in text
+    assert "x the tokens/s of full depth (nominal 2.00x)" in text
+
+
+def test_command_predicts_from_a_config(tmp_path, capsys):
+    config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"vocab_size": 99}))
+    machine = ["--bandwidth", "3000", "--flops", "900000"]
+    assert main(["simulate", "--model", str(path), *machine, "--requests", "20", "--json"]) == 0
+    (full,) = json.loads(capsys.readouterr().out)["runs"]
+    assert full["new_tokens"] == 20 * 64
+    assert full["rate"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a cost is needed"),
+        (["--model", "x", "--flops", "1"], "give both, or neither"),
+        (["--cost", "COST", "--rate", "1", "--load", "1"], "give one of them"),
+        (["--cost", "COST", "--load", "0"], "--load 0"),
+        (["--cost", "COST", "--burst", "4"], "--burst needs"),
+        (["--cost", "COST", "--max-rows", "99"], "known for 1 to 8 rows"),
+        (["--cost", "COST", "--new-tokens", "many"], "is no length"),
+    ],
+)
+def test_wrong_commands_get_one_line(arguments, message, cost_files, capsys):
+    given = [cost_files[2] if a == "COST" else a for a in arguments]
+    assert main(["simulate", *given]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_wrong_cost_file_is_named(tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text("{}")
+    assert main(["simulate", "--cost", str(path)]) == DataError.exit_code
+    assert f"{path}: not a cost model" in capsys.readouterr().err
+
+
+def test_simulating_imports_no_torch():
+    code = "import sys, skipdecode.cli.simulate; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
