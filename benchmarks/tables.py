@@ -39,7 +39,39 @@ def decode(document: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {"decode": decode}
+def bench(document: dict[str, Any]) -> list[list[str]]:
+    """`skipdecode bench`: engines by batch and nominal speed-up, against transformers and the read bandwidth."""
+    head = [
+        "engine",
+        "batch",
+        "nominal",
+        "layers",
+        "tokens/s",
+        "speed-up",
+        "byte bound",
+        "x transformers",
+        "of bandwidth",
+    ]
+    return [
+        head,
+        *(
+            [
+                row["engine"],
+                str(row["batch"]),
+                f"{row['nominal_speedup']:g}x",
+                f"{row['mean_layers']:.1f}",
+                f"{row['decode_tokens_per_s']:.1f}",
+                f"{row['decode_speedup']:.2f}x",
+                f"{row['amdahl_bound']:.2f}x",
+                f"{row['speedup_over_transformers']:.2f}x" if row["speedup_over_transformers"] else "",
+                f"{row['roofline_share']:.0%}",
+            ]
+            for row in document["rows"]
+        ),
+    ]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {"bench": bench, "decode": decode}
 
 
 def markdown(rows: list[list[str]]) -> str:

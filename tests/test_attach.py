@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -158,6 +159,68 @@ def test_paused_is_full_depth():
         assert not torch.equal(model(input_ids=ids, labels=ids).logits, plain)
 
 
+def test_generate_while_paused_is_full_depth():
+    model = tiny_model("llama")
+    plain = greedy(model)
+    with attach(model, PAPER) as attachment:
+        skipped = greedy(model)
+        with attachment.paused():
+            assert torch.equal(greedy(model), plain)
+        assert torch.equal(greedy(model), skipped)
+
+
+def test_forward_called_by_name_goes_the_same_way():
+    model = tiny_model("llama")
+    ids = torch.randint(3, 90, (2, 12))
+    with attach(model, PAPER), torch.no_grad():
+        assert torch.equal(model.forward(ids, labels=ids).logits, model(input_ids=ids, labels=ids).logits)
+        assert "labels" in inspect.signature(model.forward).parameters, "trainers choose columns by the signature"
+
+
+def test_a_forward_wrapped_by_another_tool_after_attaching_survives_detach():
+    model = tiny_model("llama")
+    ids = torch.randint(3, 90, (2, 12))
+    plain = model(input_ids=ids, labels=ids).logits
+    attachment = attach(model, PAPER)
+    ours = model.forward
+    model.forward = lambda *args, **kwargs: ours(*args, **kwargs)
+    attachment.detach()
+    assert torch.equal(model(input_ids=ids, labels=ids).logits, plain)
+
+
+def test_an_interrupt_in_a_forward_leaves_no_plan_behind():
+    model = tiny_model("llama")
+    ids = torch.randint(3, 90, (2, 12))
+    plain = model.model(input_ids=ids).last_hidden_state
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with attach(model, PAPER):
+        handle = model.lm_head.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, prompt_length=2)
+        handle.remove()
+        assert torch.equal(model.model(input_ids=ids).last_hidden_state, plain)
+
+
+def test_backward_may_come_after_detach():
+    model = tiny_model("llama").train()
+    ids = torch.randint(3, 90, (2, 12))
+    grads = []
+    for late in (False, True):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        with attach(model, PAPER):
+            loss = model(input_ids=ids, labels=ids).loss
+            if not late:
+                loss.backward()
+        if late:
+            loss.backward()
+        grads.append(model.lm_head.weight.grad.clone())
+    assert torch.equal(*grads)
+
+
 def test_an_attached_model_can_be_copied():
     model = tiny_model("llama")
     with attach(model, PAPER):
@@ -169,16 +232,22 @@ def test_peft_models():
     from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
     base = tiny_model("llama")
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    lora = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_dropout=0.0
+    )
+    model = get_peft_model(base, lora)
     merged = copy.deepcopy(model).merge_and_unload()
     ids, mask = ragged_prompts()
     with attach(merged, PAPER):
         expected = greedy(merged)
+        forced = merged(input_ids=ids, attention_mask=mask, prompt_length=3).logits
     plain = greedy(model)
     with attach(model, PAPER):
         assert torch.equal(
             model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=10, do_sample=False), expected
         )
+        own = model(input_ids=ids, attention_mask=mask, prompt_length=3).logits
+        assert torch.allclose(own, forced, atol=1e-5)
         model.train()
         loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
         loss.backward()

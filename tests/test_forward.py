@@ -157,6 +157,10 @@ def test_later_turns_in_one_row_run_the_last_set():
         ({"position_ids": torch.arange(16).remainder(5).expand(2, -1)}, "packed"),
         ({"labels": torch.zeros(2, 16, dtype=torch.long), "use_cache": True}, "labels with a KV cache"),
         ({"prompt_length": torch.tensor([1, 2, 3])}, "prompt_length"),
+        ({"prompt_length": -3}, "0 or more"),
+        ({"prompt_length": 99}, "16 columns"),
+        ({"prompt_length": 2.5}, "whole numbers"),
+        ({"prompt_length": "x"}, "whole numbers"),
     ],
 )
 def test_what_a_schedule_cannot_give_is_refused_by_name(options, names):
@@ -166,6 +170,16 @@ def test_what_a_schedule_cannot_give_is_refused_by_name(options, names):
         with pytest.raises(UnsupportedFeatureError, match=names):
             model(input_ids=ids, **options)
         model(input_ids=ids)
+
+
+def test_prompt_length_with_use_cache_returns_a_cache_that_goes_on():
+    model = tiny_model("llama")
+    ids, _, _ = ragged_batch()
+    with attach(model, PAPER), torch.no_grad():
+        forced = model(input_ids=ids, prompt_length=5).logits
+        out = model(input_ids=ids[:, :15], prompt_length=5, use_cache=True)
+        last = model(input_ids=ids[:, 15:], past_key_values=out.past_key_values).logits
+    assert torch.allclose(torch.cat([out.logits, last], 1), forced, atol=1e-4)
 
 
 def test_foreign_cache_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LogitsProcessor, TextStreamer, set_seed
+from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_seed
 
 from oracle import layer_list, oracle_logits
 from skipdecode import Schedule, attach
@@ -213,6 +213,44 @@ def test_inputs_embeds():
         assert torch.equal(text, generate(model, max_new_tokens=8)[:, 9:])
 
 
+def test_embeddings_count_as_the_prompt_also_beside_ids_and_without_a_cache():
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts()
+    with attach(model, PAPER), torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+        expected = generate(model, max_new_tokens=8)[:, 9:]
+        options = {"inputs_embeds": embeds, "attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        assert torch.equal(model.generate(input_ids=ids[:, :1], **options)[:, -8:], expected)
+        assert torch.equal(model.generate(use_cache=False, **options), expected)
+
+
+def test_a_config_object_leaves_the_models_defaults_in_force():
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts()
+    own = GenerationConfig(max_new_tokens=10, pad_token_id=0, do_sample=False)
+    with attach(model, PAPER):
+        expected = generate(model, max_new_tokens=10)
+        model.generation_config.use_cache = False
+        assert torch.equal(model.generate(ids, attention_mask=mask, generation_config=own), expected)
+        model.generation_config.use_cache = True
+        model.generation_config.prompt_lookup_num_tokens = 3
+        with pytest.raises(UnsupportedFeatureError, match="prompt_lookup_num_tokens"):
+            model.generate(ids, attention_mask=mask, generation_config=own)
+
+
+def test_a_cache_does_not_outlive_its_schedule_in_silence():
+    model = tiny_model("llama")
+    with attach(model, PAPER) as attachment:
+        turn = generate(model, return_dict_in_generate=True)
+        attachment.schedule = Schedule.full(LAYERS)
+        with pytest.raises(UnsupportedFeatureError, match="start with a new cache"):
+            model.generate(turn.sequences, past_key_values=turn.past_key_values, max_new_tokens=3)
+        attachment.schedule = PAPER
+        turn = generate(model, return_dict_in_generate=True)
+    with pytest.raises(UnsupportedFeatureError, match="start with a new cache"):
+        model.generate(turn.sequences, past_key_values=turn.past_key_values, max_new_tokens=3)
+
+
 def test_no_prompt_at_all():
     model = tiny_model("llama")
     with attach(model, PAPER):
@@ -232,6 +270,7 @@ def test_no_prompt_at_all():
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"custom_generate": lambda *a, **k: None}, "custom_generate"),
+        ({"negative_prompt_ids": torch.tensor([[5, 6]])}, "negative_prompt_ids"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(options, named):
@@ -243,6 +282,19 @@ def test_what_cannot_work_is_refused_by_name(options, named):
             model.generate_batch([[1, 2]])
         with pytest.raises(UnsupportedFeatureError, match="assistant_model"):
             generate(model, assistant_model=tiny_model("llama", seed=4))
+        generate(model)
+
+
+def test_the_dynamic_cache_may_be_asked_for_by_name():
+    model = tiny_model("llama")
+    with attach(model, PAPER):
+        assert torch.equal(generate(model, cache_implementation="dynamic"), generate(model))
+
+
+def test_checkpointing_in_training_mode_is_refused_for_generate():
+    model = tiny_model("llama").train()
+    model.gradient_checkpointing_enable()
+    with attach(model, PAPER), pytest.raises(UnsupportedFeatureError, match=r"model\.eval"):
         generate(model)
 
 

@@ -45,6 +45,8 @@ def test_other_methods_are_points_of_the_same_space():
     assert Schedule.top_down(6, (5, 3)).layers(1) == (0, 1, 2)
     assert Schedule.constant(6, 3).layers(0) == (0, 4, 5)
     assert Schedule.constant(6, 4, drop_order=(3, 1, 2)).layers(7) == (0, 2, 4, 5)
+    top = Schedule.top_down(8, (6, 3))
+    assert Schedule.from_layer_sets(8, [top.layers(0), top.layers(1)]).layers(1) == top.layers(1)
     assert Schedule.from_layer_sets(6, [(0, 1, 4, 5), (0, 5), (0, 5)]).layers(1) == (0, 5)
 
 
@@ -89,6 +91,10 @@ def test_degenerate_schedules():
         (lambda: Schedule.from_json('{"num_layers": 6, "drop_order": []}'), "'budgets' is missing"),
         (lambda: Schedule.from_dict(Schedule.full(6).to_dict() | {"exit": 3}), "unknown schedule field 'exit'"),
         (lambda: Schedule.full(6).layers(-1), "position=-1"),
+        (lambda: Schedule.full(6).layers(1.5), "position=1.5"),
+        (lambda: Schedule.from_speedup(6, 2, 4, warmup_layers="1"), "warmup_layers='1'"),
+        (lambda: Schedule.power_law(6, 0.9, 4, min_exit_layer="x"), "min_exit_layer='x'"),
+        (lambda: Schedule.top_down("6", 3), "num_layers='6'"),
         (lambda: Schedule.full(6).check_fits(7), "6 layers, but the model has 7"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skipdecode.checks import int_tuple
+from skipdecode.checks import int_tuple, require_int
 from skipdecode.errors import ScheduleError
 
 __all__ = ["check_budgets", "least_budget", "linear", "one_or_more"]
@@ -20,6 +20,7 @@ def linear(most: int, least: int, seq_len: int) -> tuple[int, ...]:
 
 def least_budget(num_layers: int, warmup_layers: int) -> int:
     """The fewest layers that keep the warm-up layers and the last one."""
+    require_int("warmup_layers", warmup_layers)
     return min(num_layers, warmup_layers + 1)
 
 

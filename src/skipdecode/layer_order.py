@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from skipdecode.checks import int_tuple
+from skipdecode.checks import int_tuple, require_int
 from skipdecode.errors import ScheduleError
 
 __all__ = ["bottom_up", "check_order", "evenly_spaced", "from_sets", "top_down"]
@@ -15,12 +15,19 @@ __all__ = ["bottom_up", "check_order", "evenly_spaced", "from_sets", "top_down"]
 
 def bottom_up(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
     """warm-up, warm-up + 1, … (SkipDecode, arXiv 2307.02628, section 3)."""
+    _require_ints(num_layers, warmup_layers)
     return tuple(range(warmup_layers, num_layers - 1))
 
 
 def top_down(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
     """Last, last - 1, … (early termination). With no warm-up layers, layer 0 stays: one layer must run."""
+    _require_ints(num_layers, warmup_layers)
     return tuple(range(num_layers - 1, max(warmup_layers, 1) - 1, -1))
+
+
+def _require_ints(num_layers: int, warmup_layers: int) -> None:
+    require_int("num_layers", num_layers)
+    require_int("warmup_layers", warmup_layers)
 
 
 def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tuple[int, ...]:
@@ -28,6 +35,7 @@ def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tup
 
     Source: Unified Layer Skipping, arXiv 2404.06954. The full list goes on below `least_budget` with the layers left.
     """
+    _require_ints(num_layers, warmup_layers)
     free = least_budget - warmup_layers
     kept = set(range(warmup_layers)) | {num_layers - 1}
     if free > 0:
@@ -56,14 +64,16 @@ def from_sets(num_layers: int, layer_sets: Sequence[Iterable[int]]) -> tuple[tup
         raise ScheduleError("layer_sets is empty: give the layers of at least one position")
     if outside := sorted(sets[0] - set(range(num_layers))):
         raise ScheduleError(f"layer_sets names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
-    gone = sorted(set(range(num_layers)) - sets[0])
+    # Those that go at one position go in any order: downwards where early termination is meant.
+    downwards = num_layers - 1 not in sets[-1]
+    gone = sorted(set(range(num_layers)) - sets[0], reverse=downwards)
     for position in range(1, len(sets)):
         if back := sorted(sets[position] - sets[position - 1]):
             raise ScheduleError(
                 f"layer_sets is not nested: layer {back[0]} runs at position {position} but was skipped at position "
                 f"{position - 1}, so its keys and values are missing; each set must be part of the one before"
             )
-        gone += sorted(sets[position - 1] - sets[position])
+        gone += sorted(sets[position - 1] - sets[position], reverse=downwards)
     return tuple(gone), tuple(map(len, sets))
 
 

@@ -67,8 +67,7 @@ class Schedule:
             checks.require_int(field, getattr(self, field))
         for field in ("drop_order", "budgets"):
             object.__setattr__(self, field, checks.int_tuple(field, getattr(self, field)))
-        if self.num_layers < 1:
-            raise ScheduleError(f"num_layers={self.num_layers} is not accepted: give 1 or more")
+        checks.require_positive("num_layers", self.num_layers)
         if not 0 <= self.warmup_layers <= self.num_layers:
             raise ScheduleError(f"warmup_layers={self.warmup_layers} is not accepted: give 0 to {self.num_layers}")
         if self.prompt not in ("full", "max_exit"):
@@ -127,14 +126,13 @@ class Schedule:
     ) -> Self:
         """The paper's schedule for a *nominal* speed-up: mean exit layer = `num_layers` / `nominal_speedup`.
 
-        `spread` sets the decay: from mean·(1 + spread) to mean·(1 - spread). The paper's own table of exits could not
-        be recovered, hence a parameter. Real speed-up is lower; `skipdecode plan` solves for wall-clock time.
+        `spread` sets the decay, from mean·(1 + spread) to mean·(1 - spread). `skipdecode plan` solves for wall-clock.
         """
         if not isinstance(nominal_speedup, int | float) or not nominal_speedup >= 1:
             raise ScheduleError(f"nominal_speedup={nominal_speedup!r} is not accepted: give a number of 1 or more")
+        checks.require_int("num_layers", num_layers)
         if not 0 <= spread < 1:
             raise ScheduleError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
-        checks.require_int("num_layers", num_layers)
         mean = num_layers / nominal_speedup
         floor = least_budget(num_layers, warmup_layers)
         if mean < floor:
@@ -209,6 +207,7 @@ class Schedule:
             raise ScheduleError(f"alpha={alpha!r} is not accepted: give a number in (0, 1]")
         checks.require_positive("seq_len", seq_len)
         floor = least_budget(num_layers, warmup_layers) if min_exit_layer is None else min_exit_layer
+        checks.require_int("min_exit_layer", floor)
         budgets = tuple(max(floor, round(num_layers * alpha**i)) for i in range(seq_len))
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
         return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
@@ -248,6 +247,7 @@ class Schedule:
 
     def budget(self, position: int) -> int:
         """Number of layers that run at a generation position (0, 1, …, any size)."""
+        checks.require_int("position", position)
         if position < 0:
             raise ScheduleError(f"position={position} is not accepted: positions count from 0")
         return self.budgets[min(position, len(self.budgets) - 1)]

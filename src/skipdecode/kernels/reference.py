@@ -108,8 +108,9 @@ def _attend(spec: AttentionSpec, q: Tensor, pages: Tensor, ids: Tensor, slots: T
         query, mask = q.transpose(0, 1).unsqueeze(0), mask[None, None]
     else:
         query, mask = q.unsqueeze(2), mask[:, None, None]
-    # Columns past a row's end may hold anything, and nothing times zero is not always zero.
-    values = values.masked_fill(~mask.any(2).unsqueeze(-1), 0)
+    # Columns past a row's end may hold anything, NaN too, which neither a mask nor a factor of zero undoes.
+    unseen = ~mask.any(2).unsqueeze(-1)
+    keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
     repeat = spec.heads // spec.kv_heads
     keys, values = (t.repeat_interleave(repeat, dim=1) for t in (keys, values))
     y = functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from skipdecode.errors import AlreadyAttachedError, AttachError, ScheduleError, UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
-from skipdecode.models.forward import CallArguments
+from skipdecode.models.forward import CallArguments, ForwardSlot
 from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
-from skipdecode.models.generation import GenerationStats, check_features, prompt_columns
-from skipdecode.models.plan import StepPlan, label_positions, length_positions
+from skipdecode.models.generation import GenerationOptions, GenerationStats
+from skipdecode.models.plan import StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
 
 __all__ = ["Attachment", "attach", "detach"]
@@ -91,7 +91,6 @@ class Attachment:
         self.schedule = _schedule_of(self._model) if schedule is None else schedule
         self._conductor = Conductor(family.returns_tuple)
         self._arguments = CallArguments(self._model)
-        self._pending: tuple[SkipCache, list[int]] | None = None
         self._uncached_prompt: int | None = None
         self._paused = False
         self._counts = (0, 0, 0)
@@ -121,6 +120,7 @@ class Attachment:
             raise ScheduleError(f"a Schedule is needed, not {type(schedule).__name__}: see skipdecode.Schedule")
         schedule.check_fits(len(self._layers))
         self._schedule = schedule
+        self._step_plans: dict[int | None, StepPlan] = {}
 
     def new_cache(self, prompt_length: int | None = None) -> SkipCache:
         """An empty cache for a decoding loop of your own (`SkipCache`)."""
@@ -139,8 +139,7 @@ class Attachment:
         """Restore the model; may be called twice."""
         if self._model.__dict__.pop(_MARK, None) is None:
             return
-        for handle in self._handles:
-            handle.remove()
+        self._forward.restore()
         for layer in self._layers:
             ungate_layer(layer)
         for name in ("generate", "generate_batch"):
@@ -154,35 +153,50 @@ class Attachment:
                 raise AttachError(f"this model's {name} was replaced by another tool: undo that before attaching")
         for index, layer in enumerate(self._layers):
             gate_layer(layer, index, self._conductor)
-        self._handles = [
-            self._model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._model.register_forward_hook(self._after, always_call=True),
-        ]
         self._model.__dict__[_MARK] = self
+        self._forward = ForwardSlot(self._model, self._run_forward)
         # Instance attributes, so that the class and every other model of it stay as they are.
         self._model.__dict__["generate"] = self._generate
         self._model.__dict__["generate_batch"] = self._refuse_generate_batch
 
     # ------------------------------------------------------------------ forward
 
-    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Plan the forward, and see to it that it uses our cache."""
-        self._conductor.plan = self._pending = None
+    def _run_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward with its tokens planned, on our cache."""
         call = self._arguments.named(args, kwargs)
         prompt_length = call.pop("prompt_length", None)
         if self._paused:
-            return (), call
+            return forward(**call)
+        try:
+            advance = self._plan(call, prompt_length)
+            output = forward(**call)
+        finally:
+            self._conductor.plan = None
+        if advance is not None:
+            cache, positions = advance
+            cache.advance(positions)
+        return output
+
+    def _plan(self, call: dict[str, Any], prompt_length: int | Tensor | None) -> tuple[SkipCache, list[int]] | None:
+        """Set the plan of a forward; returns the cache that it fills, and the positions of its columns."""
         columns = self._arguments.columns(call)
         if not self._schedule.is_full:
             self._arguments.check(call)
+        if prompt_length is not None:
+            check_prompt_length(prompt_length, columns, call.get("past_key_values"))
         past = call.get("past_key_values")
-        if past is None and (prompt_length is not None or call.get("labels") is not None):
+        if past is not None:
+            return self._plan_cached(call, prompt_length, columns)
+        if self._schedule.is_full:
+            return None
+        forced = call.get("labels") is not None or (prompt_length is not None and not call.get("use_cache"))
+        if not forced and self._arguments.wants_cache(call):
+            return self._plan_cached(call, prompt_length, columns)
+        if forced:
             self._plan_teacher_forced(call, prompt_length, columns)
-        elif past is None and not self._arguments.wants_cache(call):
-            self._plan_uncached(columns)
         else:
-            self._plan_cached(call, prompt_length, columns)
-        return (), call
+            self._plan_uncached(columns)
+        return None
 
     def _plan_teacher_forced(self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int) -> None:
         call["use_cache"] = False
@@ -197,49 +211,55 @@ class Attachment:
         prompt = columns if self._uncached_prompt is None else self._uncached_prompt
         self._set_columns([max(-1, i - prompt) for i in range(columns)])
 
-    def _plan_cached(self, call: dict[str, Any], prompt_length: int | None, columns: int) -> None:
+    def _plan_cached(
+        self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int
+    ) -> tuple[SkipCache, list[int]] | None:
         cache = call.get("past_key_values")
         if cache is None:
             cache = call["past_key_values"] = self.new_cache()
         elif not isinstance(cache, SkipCache):
             if self._schedule.is_full:
-                return
-            check_features({"past_key_values": cache}, None)
+                return None
+            GenerationOptions.refuse_cache(cache)
         if prompt_length is not None:
             cache.prompt_length = int(prompt_length)
         positions = cache.next_positions(columns)
         self._set_columns(positions)
-        self._pending = cache, positions
+        return cache, positions
 
     def _set_columns(self, positions: list[int]) -> None:
-        plan = self._conductor.plan = StepPlan.of_columns(self._schedule, positions)
+        # From seq_len on all positions run the same layers, so the kept plans are as few as the budgets.
+        key = min(positions[0], self._schedule.seq_len) if len(positions) == 1 else None
+        plan = self._step_plans.get(key)
+        if plan is None:
+            plan = StepPlan.of_columns(self._schedule, positions)
+            if key is not None:
+                self._step_plans[key] = plan
+        self._conductor.plan = plan
         forwards, run, full = self._counts
-        run += sum(layer.count for layer in plan.layers)
-        self._counts = (forwards + 1, run, full + plan.columns * len(plan.layers))
-
-    def _after(self, module: Any, args: Any, output: Any) -> None:
-        self._conductor.plan = None
-        if self._pending is not None and output is not None:
-            cache, positions = self._pending
-            cache.advance(positions)
-        self._pending = None
+        self._counts = (forwards + 1, run + plan.token_layers, full + plan.columns * len(plan.layers))
 
     # ------------------------------------------------------------------ generate
 
     def _generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate` under the schedule; refuses by name what cannot work with skipped layers."""
         plain = functools.partial(type(self._model).generate, self._model, inputs, generation_config, *args)
-        defaults = generation_config or self._model.generation_config
-        try:
-            check_features(kwargs, defaults)
-        except UnsupportedFeatureError:
-            if not self._schedule.is_full:
-                raise
+        if self._paused:
+            return plain(**kwargs)
+        options = GenerationOptions(kwargs, generation_config, self._model.generation_config)
+        if self._schedule.is_full and options.refusal() is not None:
             with self.paused():
                 return plain(**kwargs)
-        prompt = prompt_columns(inputs, kwargs) or 1
+        options.check()
+        if self._model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers):
+            raise UnsupportedFeatureError(
+                "generate in training mode with gradient checkpointing is not supported: checkpointed layers keep no "
+                "cache; call model.eval() first"
+            )
+        prompt = options.prompt_columns(inputs) or 1
         self._counts = (0, 0, 0)
-        if kwargs.get("use_cache", getattr(defaults, "use_cache", True)) is False:
+        kwargs.pop("cache_implementation", None)
+        if not options.uses_cache():
             with self._prompt_without_cache(prompt):
                 result = plain(**kwargs)
             held = (0, 0)

@@ -48,6 +48,22 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         """What is fed from here on comes after the prompt, even if no generated token has been fed yet."""
         self.fed = self.fed or 0
 
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store a layer's new keys and values, and return all it holds.
+
+        Raises
+        ------
+        UnsupportedFeatureError
+            If the layer lacks earlier columns, because the schedule changed or was detached in the middle of a text.
+        """
+        held = self.layers[layer_idx].get_seq_length()
+        if held != self.length:
+            raise UnsupportedFeatureError(
+                f"layer {layer_idx} holds {held} of {self.length} columns of this cache, so it cannot run: the "
+                "schedule was changed, paused or detached in the middle of a text; start with a new cache"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns fed so far, whatever `layer_idx` holds."""
         return self.length

@@ -1,8 +1,9 @@
-"""The arguments of a causal LM's forward, by name, whatever way they were passed."""
+"""A causal LM's forward while attached: what is called in its place, and its arguments by name."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +11,39 @@ from torch import Tensor
 
 from skipdecode.errors import UnsupportedFeatureError
 
-__all__ = ["CallArguments"]
+__all__ = ["CallArguments", "ForwardSlot"]
 
 _NO_STATES = "skipped layers have nothing to report; leave it out, or use attachment.paused()"
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+class ForwardSlot:
+    """Stands as `forward` on one model object, so that `model(...)` and `model.forward(...)` go the same way.
+
+    Its signature is that of the forward it stands for: trainers read it to choose columns. An object, not a closure, so
+    that a deep copy of the model calls the copy.
+    """
+
+    def __init__(self, model: Any, run: Callable[..., Any]) -> None:
+        self._model = model
+        self._run: Callable[..., Any] | None = run
+        self._before = model.__dict__.get("forward")
+        self._forward = model.forward
+        self.__signature__ = inspect.signature(model.forward)
+        model.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            return self._forward(*args, **kwargs)
+        return self._run(self._forward, args, kwargs)
+
+    def restore(self) -> None:
+        """Put the model's own forward back; where another tool has wrapped this one since, only stand aside."""
+        self._run = None
+        if self._model.__dict__.get("forward") is self:
+            del self._model.__dict__["forward"]
+            if self._before is not None:
+                self._model.__dict__["forward"] = self._before
 
 
 class CallArguments:
@@ -25,7 +55,9 @@ class CallArguments:
         self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, in a new dictionary."""
+        """All arguments by name, in a new dictionary; raises TypeError if there are too many."""
+        if len(args) > len(self._names):
+            raise TypeError(f"forward takes at most {len(self._names)} positional arguments, {len(args)} were given")
         return dict(zip(self._names, args, strict=False)) | kwargs
 
     def batch(self, call: dict[str, Any]) -> tuple[int, torch.device]:

@@ -77,7 +77,12 @@ def is_gated(layer: nn.Module) -> bool:
 def _gated_class(base: Any) -> Any:
     # The name stays, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (_Gated, base), body)
+    gated: Any = type(base.__name__, (_Gated, base), body)
+    # transformers wraps `forward` of every subclass for checkpointing. Two wrappers would checkpoint twice when the
+    # backward pass comes after detach.
+    if "forward" in gated.__dict__:
+        del gated.forward
+    return gated
 
 
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:

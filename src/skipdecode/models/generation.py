@@ -10,10 +10,9 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 
-__all__ = ["GenerationStats", "check_features", "prompt_columns"]
+__all__ = ["GenerationOptions", "GenerationStats"]
 
 _ROLLBACK = "it rolls the cache back, and skipped layers have nothing to roll back to"
-_PLAIN_CACHES = (None, "dynamic", "dynamic_full")
 _REFUSED_IF_SET = {
     "assistant_model": f"assisted generation is not supported: {_ROLLBACK}",
     "prompt_lookup_num_tokens": f"prompt lookup is not supported: {_ROLLBACK}",
@@ -54,43 +53,69 @@ class GenerationStats:
         return self.kv_bytes_full - self.kv_bytes
 
 
-def check_features(options: dict[str, Any], defaults: Any) -> None:
-    """Refuse, by name, options of `generate` that break cached skipping.
+class GenerationOptions:
+    """The options of one `generate` call, wherever they were given.
 
-    `defaults` is the generation config that applies where `options` says nothing.
-
-    Raises
-    ------
-    UnsupportedFeatureError
-        Naming the option, with the reason.
+    Parameters
+    ----------
+    given : dict
+        Keyword arguments of the call.
+    config, defaults : GenerationConfig
+        The call's config object, if any, and the model's own; transformers takes from the latter what the former leaves
+        open.
     """
 
-    def value(name: str) -> Any:
-        return options.get(name, getattr(defaults, name, None))
+    def __init__(self, given: dict[str, Any], config: Any, defaults: Any) -> None:
+        self._given = given
+        self._sources = [config, defaults]
 
-    advice = "leave it out, or detach first"
-    for name, reason in _REFUSED_IF_SET.items():
-        if value(name) not in (None, False):
-            raise UnsupportedFeatureError(f"{name}: {reason}; {advice}")
-    if value("guidance_scale") not in (None, 1, 1.0):
-        raise UnsupportedFeatureError(f"guidance_scale: {_REFUSED_IF_SET['negative_prompt_ids']}; {advice}")
-    kind = value("cache_implementation")
-    if kind not in _PLAIN_CACHES:
-        raise UnsupportedFeatureError(
-            f"cache_implementation={kind!r} is not supported: only a dynamic cache can leave skipped layers empty; "
-            f"{advice}"
-        )
-    past = options.get("past_key_values")
-    if past is not None and not isinstance(past, SkipCache):
-        raise UnsupportedFeatureError(
-            f"past_key_values of type {type(past).__name__} is not supported: pass a cache that an attached model "
-            "returned, or attachment.new_cache()"
-        )
+    def value(self, name: str) -> Any:
+        """An option's value; None where nobody set it."""
+        values = [self._given.get(name), *(getattr(source, name, None) for source in self._sources)]
+        return next((v for v in values if v is not None), None)
+
+    def uses_cache(self) -> bool:
+        """Whether keys and values are cached. Text that begins as embeddings always is: it cannot be fed again."""
+        return self.value("use_cache") is not False or self._given.get("inputs_embeds") is not None
+
+    def prompt_columns(self, inputs: Any) -> int | None:
+        """Columns of the prompt; None if the text starts from the model's own begin token."""
+        for candidate in (self._given.get("inputs_embeds"), inputs, self._given.get("input_ids")):
+            if isinstance(candidate, Tensor):
+                return int(candidate.shape[1])
+        return None
+
+    def check(self) -> None:
+        """Raise UnsupportedFeatureError, naming the option and the reason, if one breaks cached skipping."""
+        if (reason := self.refusal()) is not None:
+            raise UnsupportedFeatureError(reason)
+
+    def refusal(self) -> str | None:
+        """Why the call cannot run under a schedule, if so."""
+        advice = "leave it out, or detach first"
+        for name, reason in _REFUSED_IF_SET.items():
+            value = self.value(name)
+            if value is not None and value is not False:
+                return f"{name}: {reason}; {advice}"
+        if self.value("guidance_scale") not in (None, 1, 1.0):
+            return f"guidance_scale: {_REFUSED_IF_SET['negative_prompt_ids']}; {advice}"
+        kind = self.value("cache_implementation")
+        if kind is not None and self._given.get("cache_implementation") != "dynamic":
+            return (
+                f"cache_implementation={kind!r} is not supported: only a dynamic cache, which is what an attached "
+                f"model uses, can leave skipped layers empty; {advice}"
+            )
+        past = self._given.get("past_key_values")
+        return None if past is None or isinstance(past, SkipCache) else _foreign(past)
+
+    @staticmethod
+    def refuse_cache(past: Any) -> None:
+        """Raise UnsupportedFeatureError for a cache that is not ours."""
+        raise UnsupportedFeatureError(_foreign(past))
 
 
-def prompt_columns(inputs: Any, options: dict[str, Any]) -> int | None:
-    """Columns of the prompt given to `generate`; None if it starts from the model's own begin token."""
-    for candidate in (inputs, options.get("input_ids"), options.get("inputs_embeds")):
-        if isinstance(candidate, Tensor):
-            return int(candidate.shape[1])
-    return None
+def _foreign(past: Any) -> str:
+    return (
+        f"past_key_values of type {type(past).__name__} is not supported: pass a cache that an attached model "
+        "returned, or attachment.new_cache()"
+    )

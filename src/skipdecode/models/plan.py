@@ -6,6 +6,8 @@ Along a row the positions never fall, so the tokens that run a layer are always 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,16 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.schedule import Schedule
 
-__all__ = ["AFTER", "PROMPT", "LayerPlan", "StepPlan", "cached_positions", "label_positions", "length_positions"]
+__all__ = [
+    "AFTER",
+    "PROMPT",
+    "LayerPlan",
+    "StepPlan",
+    "cached_positions",
+    "check_prompt_length",
+    "label_positions",
+    "length_positions",
+]
 
 PROMPT = -1
 """Position of a prompt token."""
@@ -40,6 +51,11 @@ class StepPlan:
 
     columns: int
     layers: tuple[LayerPlan, ...]
+
+    @cached_property
+    def token_layers(self) -> int:
+        """Sum over layers of the columns that run them."""
+        return sum(layer.count for layer in self.layers)
 
     @classmethod
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:
@@ -88,6 +104,18 @@ def label_positions(labels: Tensor) -> Tensor:
     # Positions that a response token follows directly: a gap after a response ends the first segment.
     gap = (~response & (count > 0)).cumsum(1) > 0
     return torch.where(gap, AFTER, count - 1)
+
+
+def check_prompt_length(value: Any, columns: int, past: Any) -> None:
+    """Raise UnsupportedFeatureError unless `value` can be the prompt's columns: whole, 0 or more, one if cached."""
+    numbers = value.tolist() if isinstance(value, Tensor) else [value]
+    numbers = numbers if isinstance(numbers, list) else [numbers]
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
+        raise UnsupportedFeatureError(f"prompt_length={value!r} is not accepted: give whole numbers of 0 or more")
+    if past is not None and len(numbers) > 1:
+        raise UnsupportedFeatureError("prompt_length with a cache is one number: the rows of a cache are in lockstep")
+    if past is None and max(numbers) > columns:
+        raise UnsupportedFeatureError(f"prompt_length={max(numbers)} is more than the input's {columns} columns")
 
 
 def length_positions(prompt_length: int | Tensor, batch: int, columns: int, device: torch.device) -> Tensor:

@@ -62,7 +62,7 @@ class PromptEncoder:
         self._chat = chat
         self._system = system
         if chat and tokenizer.chat_template is None:
-            raise UsageError("the model's tokenizer has no chat template: give --no-chat")
+            raise UsageError("the model's tokenizer has no chat template: give --no-chat and no --system")
 
     def encode(self, records: Sequence[Record]) -> list[EncodedPrompt]:
         """One result for each row, in their order; an error stays with its row."""
