@@ -153,4 +153,5 @@ def test_demo_names_its_engine(tmp_path: Path, capsys: Any):
     native_or_skip()
     model = save_tiny_model(tmp_path, context=400)
     assert main(["demo", "--model", model, "--max-new-tokens", "4", "--rounds", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["engine"] == "fast"
+    (part,) = json.loads(capsys.readouterr().out)["parts"]
+    assert part["engine"] == "fast"
