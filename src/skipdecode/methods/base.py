@@ -18,6 +18,7 @@ from torch import Tensor
 from skipdecode.errors import UsageError
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.schedule import Schedule
+from skipdecode.textgen import transformers_backend
 
 __all__ = ["Generation", "LayerCount", "Method", "Timed", "end_tokens", "fed_tokens", "left_pad"]
 
@@ -154,9 +155,7 @@ def fed_tokens(rows: Sequence[Sequence[int]]) -> int:
 
 def end_tokens(model: Any, tokenizer: Any) -> set[int]:
     """Tokens that end a text: those of the model's generation config and the tokenizer's own."""
-    configured = unwrap(model).generation_config.eos_token_id
-    listed = configured if isinstance(configured, list) else [configured]
-    return {int(token) for token in (*listed, tokenizer.eos_token_id) if token is not None}
+    return set(transformers_backend.end_tokens(model, tokenizer))
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
