@@ -160,10 +160,7 @@ def end_tokens(model: Any, tokenizer: Any) -> set[int]:
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
     """Token ids and attention mask, each (rows, longest prompt), with the padding on the left."""
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return tokens, mask
+    return transformers_backend.left_pad(prompts, pad, device)
 
 
 def _until_end(row: list[int], eos: set[int]) -> list[int]:

@@ -27,7 +27,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.textgen.backend import BatchResult, FinishReason, GenerationSettings, StopCheck
 from skipdecode.textgen.row_seeds import row_seed
 
-__all__ = ["TransformersBackend", "end_tokens"]
+__all__ = ["TransformersBackend", "end_tokens", "left_pad"]
 
 
 class TransformersBackend:
@@ -65,12 +65,7 @@ class TransformersBackend:
         should_stop: StopCheck | None = None,
     ) -> BatchResult:
         width = max(map(len, prompts))
-        padding = [width - len(p) for p in prompts]
-        device = self._model.device
-        ids = torch.tensor(
-            [[self._pad_token] * n + list(p) for n, p in zip(padding, prompts, strict=True)], device=device
-        )
-        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
+        ids, mask = left_pad(prompts, self._pad_token, self._model.device)
         ends = () if settings.ignore_eos else self.end_tokens
         watch = _Watch(width, len(prompts), ends, should_stop)
         keywords: dict[str, Any] = {
@@ -120,6 +115,14 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     configured = unwrap(model).generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return sorted({int(t) for t in (*listed, tokenizer.eos_token_id) if t is not None})
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, each (rows, longest prompt), with the padding on the left."""
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return tokens, mask
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]
