@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Lowest first. A module may import from its own layer and from those before it.
 LAYERS = [
-    {"errors", "checks", "registry", "paths", "files", "environment", "jsonl"},
+    {"errors", "checks", "registry", "paths", "files", "environment", "jsonl", "allocator"},
     {"budgets", "layer_order"},
     {"schedule"},
     {"config_sizes", "geometry", "cost", "cost_solve"},

@@ -22,6 +22,7 @@ from typing import Any
 from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
 
+from skipdecode.allocator import keep_freed_memory
 from skipdecode.errors import DivergedError, MissingExtraError
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
@@ -136,6 +137,7 @@ class Tuner:
 
     def _set_up(self, model: Any) -> None:
         config = self._config
+        keep_freed_memory()
         set_seed(config.seed)
         needs_copy = config.full and config.distill_weight > 0 and config.teacher == "initial"
         frozen = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
