@@ -10,6 +10,7 @@
     │   ├── UnsupportedModelError   its architecture is not in the table of families
     │   └── AlreadyAttachedError    a schedule is attached already
     ├── UnsupportedFeatureError     a generation feature that breaks cached skipping, refused by name
+    ├── UnfitModelError        the fast engine does not cover the model; transformers' own forward still may
     ├── ModelLoadError         a model name or directory that does not load
     ├── DataError              prompts or records that cannot be read; carries the line number
     ├── OutputError            results that cannot be written
@@ -32,6 +33,7 @@ __all__ = [
     "ScheduleError",
     "SkipDecodeError",
     "TargetError",
+    "UnfitModelError",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
     "UsageError",
@@ -76,6 +78,10 @@ class AlreadyAttachedError(AttachError, RuntimeError):
 
 class UnsupportedFeatureError(SkipDecodeError, ValueError):
     """A generation feature that cannot work with skipped layers, refused by name."""
+
+
+class UnfitModelError(SkipDecodeError):
+    """The fast engine does not cover this model; the message says what it met."""
 
 
 class ModelLoadError(SkipDecodeError):

@@ -21,9 +21,8 @@ from skipdecode.bench.machine import synchronize
 from skipdecode.decoding.budget_policy import RowView
 from skipdecode.decoding.engine import Engine
 from skipdecode.decoding.fast_model import FastModel
-from skipdecode.decoding.model_spec import UnfitModelError
 from skipdecode.decoding.requests import Request
-from skipdecode.errors import UsageError
+from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.attach import attach
 from skipdecode.models.plan import PROMPT
 from skipdecode.schedule import Schedule

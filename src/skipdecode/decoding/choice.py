@@ -7,7 +7,7 @@ from typing import Any
 
 from skipdecode.decoding.engine import Engine
 from skipdecode.decoding.gated_engine import GatedEngine
-from skipdecode.decoding.model_spec import UnfitModelError
+from skipdecode.errors import UnfitModelError
 from skipdecode.kernels import KernelChoice
 from skipdecode.schedule import Schedule
 

@@ -14,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipdecode.errors import UnfitModelError
 from skipdecode.kernels.spec import Activation, AttentionSpec, LinearSpec, Prologue
 
-__all__ = ["READERS", "LayerSpec", "ModelSpec", "UnfitModelError", "read_model"]
-
-
-class UnfitModelError(Exception):
-    """The fast path does not cover this model; the message says what it met."""
+__all__ = ["READERS", "LayerSpec", "ModelSpec", "read_model"]
 
 
 @dataclass(frozen=True)
