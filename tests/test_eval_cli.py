@@ -67,6 +67,42 @@ def test_methods_by_name(place: Path, tmp_path: Path, method: str):
     assert load_run(tmp_path).data["config"]["method"]["name"].startswith(method.replace("_", "-"))
 
 
+def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    schedule = load_run(place / "skip").data["config"]["method"]["schedule"] | {"name": "mine / 2x"}
+    (tmp_path / "mine.json").write_text(json.dumps(schedule))
+    words = ["full", "skipdecode:2", "even:1.5", str(tmp_path / "mine.json")]
+    call = arguments(place, "--out", str(tmp_path / "out"), "--name", "base", "--seq-len", "6", "--methods", *words)
+    assert main(call) == 0
+    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert names == ["base full", "base skipdecode-2x", "base even-1.5x", "base mine / 2x"]
+    folders = ["full", "skipdecode-2x", "even-1.5x", "mine-2x"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(folders)
+    runs = {name: load_run(tmp_path / "out" / name) for name in folders}
+    alone = {"full": load_run(place / "full"), "skipdecode-2x": load_run(place / "skip")}
+    for name, run in alone.items():
+        assert [r["output"] for r in runs[name].outputs] == [r["output"] for r in run.outputs]
+    speeds = [runs[name].data["full_depth_speed"] for name in folders[1:]]
+    assert speeds[0] == speeds[1] == speeds[2] == runs["full"].data["speed"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evne:2"], "unknown method 'evne'"),
+        (["even:two"], "'two' is no speed-up"),
+        (["even"], "--method even needs --nominal-speedup"),
+        (["none.json"], "cannot read the schedule none.json"),
+        (["full", "full"], "--methods names full twice"),
+        (["full", "--nominal-speedup", "2"], "leave out --nominal-speedup"),
+    ],
+)
+def test_methods_that_are_not_understood(
+    place: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments(place, "--out", str(tmp_path / "x"), "--methods", *words)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixture[str]):
     assert (
         main(["eval", "--compare", str(place / "full"), str(place / "skip" / "run.json"), "--metrics", "rougeL"]) == 0

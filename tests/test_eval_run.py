@@ -47,11 +47,11 @@ def model() -> Any:
 
 def evaluated(model: Any, out: Path, method: Method, **settings: Any) -> Run:
     out.mkdir(parents=True, exist_ok=True)
-    subject = Subject(model, byte_tokenizer(), method, {2}, context=256)
+    subject = Subject(model, byte_tokenizer(), {2}, context=256)
     options = Settings(**{"batch_size": 3, "resamples": 50, **settings})
-    return evaluate(
-        subject, TASK, RECORDS, make_metrics(["bleu", "rougeL"]), options, out=out, config={"model": "tiny"}
-    )
+    metrics = make_metrics(["bleu", "rougeL"])
+    (run,) = evaluate(subject, {out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"})
+    return run
 
 
 # ---------------------------------------------------------------------- fidelity

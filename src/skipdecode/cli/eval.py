@@ -1,23 +1,26 @@
 """Quality, fidelity and measured speed of a method on a task; runs compared with paired intervals; an HTML report.
 
   skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
+  skipdecode eval MODEL --task e2e --data test.jsonl --methods full skipdecode:2 even:2 mine.json --out runs
   skipdecode eval --compare runs/1x runs/2x --report report.html
 
 The first form generates an output for every record, next to the same model at full depth on the same batches in turn,
 scores it, and writes OUT/run.json and OUT/outputs.jsonl; if it is interrupted, the same command goes on.
-The second form reads such runs and compares all of them to the first.
+The second does so for several methods, which take turns and share full depth; each gets a directory of its own in OUT.
+The third form reads such runs and compares all of them to the first.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method
+from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
 from skipdecode.errors import UsageError
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.records import Records
     from skipdecode.evaluation.results import Run
     from skipdecode.evaluation.tasks import Task
+    from skipdecode.methods.base import Method
     from skipdecode.models.hub import LoadedModel
 
 __all__ = ["Config", "run"]
@@ -44,9 +48,14 @@ class Config(MethodOptions, ModelOptions):
     data: str | None = option(
         "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
     )
+    methods: tuple[str, ...] = option(
+        "several in one run: methods by name (full, calm), schedules with their nominal speed-up (skipdecode:2), "
+        "schedule files (*.json)",
+        default=(),
+    )
     out: str | None = option("directory for run.json and outputs.jsonl", default=None)
     overwrite: bool = option("replace a run that is in --out already", default=False)
-    name: str | None = option("the run's name in tables (default: the method's)", default=None)
+    name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
         "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's); with --compare also "
         "exact_match, token_agreement, top1_agreement, kl",
@@ -72,8 +81,8 @@ class Config(MethodOptions, ModelOptions):
 def run(config: Config) -> int:
     """Evaluate or compare."""
     if config.compare:
-        if config.model or config.task or config.out:
-            raise UsageError("--compare reads finished runs: leave out MODEL, --task and --out")
+        if config.model or config.task or config.out or config.methods:
+            raise UsageError("--compare reads finished runs: leave out MODEL, --task, --methods and --out")
         return _compare(config)
     for value, flag in ((config.model, "MODEL"), (config.task, "--task"), (config.out, "--out")):
         if not value:
@@ -120,7 +129,9 @@ def _evaluate(config: Config) -> int:
     from skipdecode.evaluation.settings import Settings
     from skipdecode.evaluation.tasks import load_task
 
-    check_method_options(config)
+    each = each_method(config, config.methods) if config.methods else [config]
+    for one in each:
+        check_method_options(one)
     if config.limit is not None and config.limit < 1:
         raise UsageError(f"--limit {config.limit} is not accepted: give 1 or more")
     settings = Settings(
@@ -142,7 +153,7 @@ def _evaluate(config: Config) -> int:
         lines = ", ".join(f"{line} ({reason})" for line, reason in records.skipped[:5])
         _note(f"{len(records.skipped)} records left out; lines {lines}{' ...' if len(records.skipped) > 5 else ''}")
     metrics = _metrics(config, task)
-    _show(config, [_run(config, settings, task, records, metrics, directory)], ())
+    _show(config, _runs(config, each, settings, task, records, metrics, directory), ())
     return 0
 
 
@@ -153,9 +164,16 @@ def _metrics(config: Config, task: Task) -> list[Metric]:
     return make_metrics(config.metrics or task.metrics, options)
 
 
-def _run(
-    config: Config, settings: Any, task: Task, records: Records, metrics: Sequence[Metric], directory: Path
-) -> Run:
+def _runs(
+    config: Config,
+    each: Sequence[Config],
+    settings: Any,
+    task: Task,
+    records: Records,
+    metrics: Sequence[Metric],
+    directory: Path,
+) -> list[Run]:
+    from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
     from skipdecode.methods.base import end_tokens
@@ -164,37 +182,57 @@ def _run(
     from skipdecode.textgen.prompts import context_length
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    _check_template(loaded, task)
+    recipe = _recipe(loaded)
+    _check_template(recipe, task)
     layers = len(decoder_layers(unwrap(loaded.model)))
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
-    method, origin = choose_method(config, layers, carried=loaded.schedule, default_seq_len=seq_len)
-    _note(f"{method.name}: {origin}")
+    methods: dict[Path, Method] = {}
+    for one in each:
+        method, origin = choose_method(one, layers, carried=loaded.schedule, default_seq_len=seq_len)
+        _note(f"{method.name}: {origin}")
+        place = directory / _folder(method.name) if config.methods else directory
+        if place in methods:
+            raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
+        check_directory(place, overwrite=config.overwrite)
+        methods[place] = method
     subject = Subject(
         loaded.model,
         loaded.tokenizer,
-        method,
         end_tokens(loaded.model, loaded.tokenizer),
         context_length(unwrap(loaded.model)),
     )
     about = {
         "name": config.name,
         "model": config.model,
+        "recipe": recipe,
         "data": None if config.data is None else Path(config.data).name,
         "limit": config.limit,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
     }
-    return evaluate(subject, task, records, metrics, settings, out=directory, config=about, progress=_bars())
+    return evaluate(subject, methods, task, records, metrics, settings, out=directory, config=about, progress=_bars())
 
 
-def _check_template(loaded: LoadedModel, task: Task) -> None:
-    """Say so when the model was tuned on prompts of another form: its scores would mean little."""
+def _folder(name: str) -> str:
+    """A method's name as one folder's: names of schedules are free text."""
+    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
+
+
+def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
+    """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
     from skipdecode.tuning.recipe import RECIPE_FILE, read_recipe
 
     path = loaded.path / RECIPE_FILE
     if not path.is_file():
-        return
-    options = read_recipe(path)["options"]
+        return None
+    recipe = read_recipe(path)
+    schedule = (recipe.get("schedule") or {}).get("name")
+    return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}
+
+
+def _check_template(recipe: dict[str, Any] | None, task: Task) -> None:
+    """Say so when the model was tuned on prompts of another form: its scores would mean little."""
+    options = {} if recipe is None else recipe["options"]
     tuned = options.get("prompt_template")
     if tuned is not None and (tuned, bool(options.get("chat"))) != (task.prompt, task.chat):
         _note(f"the model was tuned with the prompt {tuned!r}, chat={bool(options.get('chat'))}; this task's differs")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
@@ -13,12 +13,15 @@ from skipdecode.methods.schedules import SCHEDULES, Budget, build_schedule
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from skipdecode.methods.base import Method
 
-__all__ = ["MethodOptions", "check_method_options", "choose_method"]
+__all__ = ["MethodOptions", "check_method_options", "choose_method", "each_method"]
 
 _OTHERS = tuple(name for name in METHODS if name != "schedule")
 _SCHEDULES = tuple(name for name in SCHEDULES if name not in _OTHERS)
+_ONE_ONLY = ("schedule", "nominal_speedup", "method", "drop_order", "exit_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,46 @@ class MethodOptions(ScheduleOptions):
     )
     exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None)
     draft_tokens: int = option("longest draft of prompt_lookup", default=10)
+
+
+OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+
+
+def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
+    """The options of each of several methods that were asked for in short.
+
+    Parameters
+    ----------
+    options : MethodOptions
+        What they have in common.
+    wanted : sequence of str
+        ``full``, ``calm`` and the like; ``even:3``, a schedule by name and nominal speed-up; a schedule file (*.json).
+
+    Raises
+    ------
+    UsageError
+        One of them is not understood, or `options` name a method too.
+    """
+    for name in _ONE_ONLY:
+        if getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"--methods and {flag} both say how to decode: leave out {flag}")
+    return [_from_word(options, word) for word in wanted]
+
+
+def _from_word(options: OptionsT, word: str) -> OptionsT:
+    if word.endswith(".json"):
+        return replace(options, schedule=word, seq_len=None)
+    name, colon, speedup = word.partition(":")
+    if name not in (*_OTHERS, *_SCHEDULES):
+        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
+        raise UsageError(f"--methods {word}: unknown method {name!r}: accepted are {accepted}")
+    if not colon:
+        return replace(options, method=name, seq_len=None)
+    try:
+        return replace(options, method=name, nominal_speedup=float(speedup))
+    except ValueError:
+        raise UsageError(f"--methods {word}: {speedup!r} is no speed-up: give a number, as in {name}:2") from None
 
 
 def check_method_options(options: MethodOptions) -> None:

@@ -1,6 +1,6 @@
-"""Outputs of a method for every record, next to full depth's, batch by batch in turn, each timed.
+"""Outputs of methods for every record, full depth's next to them, batch by batch in turn, each timed.
 
-Alternating the two on each batch lets the machine's ups and downs hit both, so their ratio is a measurement.
+Taking turns on each batch lets the machine's ups and downs hit all, so the ratio of two is a measurement.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from skipdecode.evaluation.bootstrap import Interval, compare
 from skipdecode.evaluation.kept import Kept
 from skipdecode.methods.base import Generation, Method
 
-__all__ = ["Outputs", "Timing", "batches", "generate_all"]
+__all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 
 _WARM_UP_TOKENS = 4
 
 
 @dataclass
 class Timing:
-    """Seconds and work of one method, a row a batch: prompt, decoding, positions, tokens fed back, layers they ran."""
+    """Seconds and work of one method, a row a batch: prompt, decoding, positions, tokens fed back, layers they ran.
 
+    Parameters
+    ----------
+    rows_leave : bool
+        See `Method`. If rows leave, decode time is spent on tokens fed back, else on positions of the longest row.
+    """
+
+    rows_leave: bool = False
     rows: list[tuple[float, float, int, int, int]] = field(default_factory=list)
 
     def add(self, generation: Generation) -> None:
@@ -38,28 +45,38 @@ class Timing:
         return prompt, decode, positions, fed, layers
 
     def decode_table(self) -> NDArray[np.float64]:
-        """(batches, 2): seconds of decoding, positions."""
-        return np.asarray([(decode, positions) for _, decode, positions, _, _ in self.rows], dtype=np.float64)
+        """(batches, 2): seconds of decoding, and the tokens or positions that they were spent on."""
+        work = 3 if self.rows_leave else 2
+        return np.asarray([(row[1], row[work]) for row in self.rows], dtype=np.float64)
 
     def to_dict(self) -> dict[str, float | None]:
         """JSON-ready sums and rates."""
         prompt, decode, positions, fed, layers = self.total()
         return {
+            "seconds": prompt + decode,
             "prompt_seconds": prompt,
             "decode_seconds": decode,
             "positions": positions,
             "fed_tokens": fed,
+            "layer_tokens": layers,
             "layers_per_token": layers / fed if fed else None,
             "ms_per_position": 1000 * decode / positions if positions else None,
             "tokens_per_s": fed / decode if decode else None,
         }
 
 
-@dataclass
-class Outputs:
-    """Tokens of every record in the order of the prompts, and the times.
+@dataclass(frozen=True)
+class Side:
+    """What one method gave: tokens of every record in the order of the prompts, and the times."""
 
-    Parameters
+    tokens: list[list[int]]
+    timing: Timing
+
+
+class Outputs:
+    """A method's outputs next to full depth's.
+
+    Attributes
     ----------
     tokens, full : list of list of int
         The method's, and full depth's (empty if it was not run).
@@ -67,29 +84,33 @@ class Outputs:
         The same of times.
     """
 
-    tokens: list[list[int]]
-    full: list[list[int]]
-    timing: Timing
-    full_timing: Timing
+    def __init__(self, side: Side, full: Side | None) -> None:
+        self.tokens, self.timing = side.tokens, side.timing
+        self.full = [] if full is None else full.tokens
+        self.full_timing = Timing() if full is None else full.timing
 
     def speedup(self, *, seed: int, resamples: int) -> Interval | None:
-        """Full depth's seconds a position over the method's, decoding only; the interval is over batches."""
+        """Full depth's seconds of decoding over the method's, for the same work; the interval is over batches.
+
+        The same work: as many tokens, or where ended rows stay in the batch, as many positions.
+        """
         if not self.full_timing.rows:
             return None
         ours, theirs = self.timing.decode_table(), self.full_timing.decode_table()
         if not (ours[:, 1].sum() and theirs[:, 1].sum()):
             return None
-        return compare(ours, theirs, _per_position, seed=seed, resamples=resamples).ratio
+        return compare(ours, theirs, _seconds_a_unit, seed=seed, resamples=resamples).ratio
 
     def speedup_with_prompt(self) -> float | None:
         """The same with the prompt's time, for outputs of the length of full depth's."""
         if not self.full_timing.rows:
             return None
-        prompt, decode, positions, _, _ = self.timing.total()
-        full_prompt, full_decode, full_positions, _, _ = self.full_timing.total()
-        if not (positions and full_positions):
+        decode, work = self.timing.decode_table().sum(axis=0)
+        full_decode, full_work = self.full_timing.decode_table().sum(axis=0)
+        if not (work and full_work):
             return None
-        return (full_prompt + full_decode) / (prompt + decode / positions * full_positions)
+        prompt, full_prompt = self.timing.total()[0], self.full_timing.total()[0]
+        return float((full_prompt + full_decode) / (prompt + decode / work * full_work))
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -108,22 +129,22 @@ def generate_all(
     max_new_tokens: int,
     eos: set[int],
     progress: Callable[[int], None] = lambda rows: None,
-) -> Outputs:
-    """Run a method, and full depth next to it, over all prompts.
+) -> list[Side]:
+    """Run methods in turn over all prompts; what each gave, in their order.
 
     Parameters
     ----------
     sides : sequence of Method
-        The method, and full depth for fidelity and speed unless that is left out.
+        Full depth among them, unless that is left out.
     kept : Kept
         Batches that an earlier, interrupted run finished; takes those that this one finishes.
     batch_size : int
-        Rows of a batch, for both.
+        Rows of a batch, for all.
     progress : callable
         Told after each batch how many records it finished.
     """
     tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
-    timings = [Timing() for _ in sides]
+    timings = [Timing(side.rows_leave) for side in sides]
     warm = False
     for number, indices in enumerate(batches([len(p) for p in prompts], batch_size)):
         rows = [prompts[i] for i in indices]
@@ -132,8 +153,8 @@ def generate_all(
             for side in () if warm else sides:
                 side.generate(model, rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
             warm = True
-            turns = list(enumerate(sides)) if number % 2 == 0 else list(enumerate(sides))[::-1]
-            found = {i: side.generate(model, rows, max_new_tokens=max_new_tokens, eos=eos) for i, side in turns}
+            order = [(number + i) % len(sides) for i in range(len(sides))]
+            found = {i: sides[i].generate(model, rows, max_new_tokens=max_new_tokens, eos=eos) for i in order}
             done = [found[i] for i in range(len(sides))]
             kept.put(number, done)
         for generation, timing, outputs in zip(done, timings, tokens, strict=True):
@@ -141,10 +162,8 @@ def generate_all(
             for index, row in zip(indices, generation.tokens, strict=True):
                 outputs[index] = row
         progress(len(indices))
-    if len(sides) == 1:
-        return Outputs(tokens[0], [], timings[0], Timing())
-    return Outputs(tokens[0], tokens[1], timings[0], timings[1])
+    return [Side(*given) for given in zip(tokens, timings, strict=True)]
 
 
-def _per_position(total: NDArray[np.float64]) -> float:
+def _seconds_a_unit(total: NDArray[np.float64]) -> float:
     return float(total[0] / total[1]) if total[1] else 0.0

@@ -22,7 +22,7 @@ _FILE = "unfinished.jsonl"
 
 
 class Kept:
-    """Batches that are done, by number; each holds the method's generation and full depth's, where that was run.
+    """Batches that are done, by number; each holds the generation of every method that took its turn.
 
     Parameters
     ----------

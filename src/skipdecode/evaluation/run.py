@@ -25,6 +25,7 @@ from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import teacher_forced
 from skipdecode.methods.base import Method
 from skipdecode.methods.full import Full
+from skipdecode.schedule import Schedule
 
 __all__ = ["evaluate"]
 
@@ -33,6 +34,7 @@ Table = NDArray[np.float64]
 
 def evaluate(
     subject: Subject,
+    methods: Mapping[Path, Method],
     task: Task,
     records: Records,
     metrics: Sequence[Metric],
@@ -41,17 +43,26 @@ def evaluate(
     out: Path,
     config: Mapping[str, Any],
     progress: Progress | None = None,
-) -> Run:
+) -> list[Run]:
     """Generate, score and save. A run that was interrupted goes on with the batches that are left.
+
+    Several methods take turns on each batch and share full depth beside them.
 
     Parameters
     ----------
+    methods : mapping of Path to Method
+        What is evaluated, by the directory that gets its ``run.json`` and ``outputs.jsonl``.
     metrics : sequence of Metric
         From `make_metrics`.
     out : Path
-        A directory; ``run.json`` and ``outputs.jsonl`` are written there.
+        The directory that keeps finished batches until all are there.
     config : mapping
         What the caller wants kept (model name, data file, a name for tables).
+
+    Returns
+    -------
+    list of Run
+        In the order of `methods`.
 
     Raises
     ------
@@ -59,45 +70,31 @@ def evaluate(
         A method that does not fit the model, a prompt too long for it, results that cannot be written.
     """
     told = progress or Progress()
-    method = subject.method
-    method.check(subject.model)
+    for method in methods.values():
+        method.check(subject.model)
     settings = replace(
         settings,
         max_new_tokens=settings.max_new_tokens or task.max_new_tokens,
-        batch_size=min(settings.batch_size, method.max_batch or settings.batch_size),
+        batch_size=min(settings.batch_size, *(m.max_batch or settings.batch_size for m in methods.values())),
     )
     prompts = _prompts(subject, task, records, settings)
     about = {
         **config,
         "task": asdict(task),
-        "method": method.settings(),
         "settings": asdict(settings),
         "data_sha256": records.digest(),
         "skipped_records": [list(entry) for entry in records.skipped],
     }
-    kept = Kept(out, {**about, "prompts": prompts})
-    outputs = _generate(subject, prompts, kept, settings, told)
-    texts = _texts(subject, task, outputs.tokens)
-    scored = _score(subject, metrics, records, prompts, outputs, texts, settings, told)
-    reference_lengths = [reference_tokens(record, subject.tokenizer) for record in records.items]
-    full_texts = _texts(subject, task, outputs.full)
-    rows = []
-    for i, record in enumerate(records.items):
-        row = {
-            "id": record.id,
-            "prompt": task.render(record.values),
-            "references": list(record.references),
-            "output": texts[i],
-            "tokens": outputs.tokens[i],
-            "prompt_tokens": len(prompts[i]),
-            "reference_tokens": reference_lengths[i],
-        }
-        if full_texts:
-            row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
-        rows.append(row | {"statistics": scored.of_record(i)})
-    run = save_run(out, _document(rows, about, method, scored, outputs, settings), rows)
+    kept = Kept(out, {**about, "methods": [m.settings() for m in methods.values()], "prompts": prompts})
+    found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
+    runs = []
+    for (directory, method), outputs in zip(methods.items(), found, strict=True):
+        scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
+        rows = _rows(subject, task, records, prompts, outputs, scored)
+        document = _document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
+        runs.append(save_run(directory, document, rows))
     kept.remove()
-    return run
+    return runs
 
 
 # ---------------------------------------------------------------------- steps
@@ -109,13 +106,21 @@ def _prompts(subject: Subject, task: Task, records: Records, settings: Settings)
 
 
 def _generate(
-    subject: Subject, prompts: list[list[int]], kept: Kept, settings: Settings, progress: Progress
-) -> Outputs:
-    alone = isinstance(subject.method, Full) or not settings.full_depth
+    subject: Subject,
+    methods: Sequence[Method],
+    prompts: list[list[int]],
+    kept: Kept,
+    settings: Settings,
+    progress: Progress,
+) -> list[Outputs]:
+    """The outputs of each method, next to the one full depth that ran beside all."""
+    sides = list(methods)
+    if settings.full_depth and not any(isinstance(side, Full) for side in sides):
+        sides.append(Full())
     with progress.stage("generate", len(prompts)) as bar:
-        return generate_all(
+        found = generate_all(
             subject.model,
-            (subject.method,) if alone else (subject.method, Full()),
+            sides,
             prompts,
             kept,
             batch_size=settings.batch_size,
@@ -123,6 +128,30 @@ def _generate(
             eos=subject.eos,
             progress=bar.update,
         )
+    full = next((given for side, given in zip(sides, found, strict=True) if isinstance(side, Full)), None)
+    # Full depth is not compared with itself.
+    return [Outputs(given, None if given is full else full) for given in found[: len(methods)]]
+
+
+def _rows(
+    subject: Subject, task: Task, records: Records, prompts: list[list[int]], outputs: Outputs, scored: Scored
+) -> list[dict[str, Any]]:
+    texts, full_texts = _texts(subject, task, outputs.tokens), _texts(subject, task, outputs.full)
+    rows = []
+    for i, record in enumerate(records.items):
+        row = {
+            "id": record.id,
+            "prompt": task.render(record.values),
+            "references": list(record.references),
+            "output": texts[i],
+            "tokens": outputs.tokens[i],
+            "prompt_tokens": len(prompts[i]),
+            "reference_tokens": reference_tokens(record, subject.tokenizer),
+        }
+        if full_texts:
+            row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
+        rows.append(row | {"statistics": scored.of_record(i)})
+    return rows
 
 
 def _texts(subject: Subject, task: Task, rows: list[list[int]]) -> list[str]:
@@ -131,14 +160,16 @@ def _texts(subject: Subject, task: Task, rows: list[list[int]]) -> list[str]:
 
 def _score(
     subject: Subject,
+    method: Method,
     metrics: Sequence[Metric],
     records: Records,
     prompts: list[list[int]],
     outputs: Outputs,
-    texts: Sequence[str],
+    task: Task,
     settings: Settings,
     progress: Progress,
 ) -> Scored:
+    texts = _texts(subject, task, outputs.tokens)
     references = [record.references for record in records.items]
     tables: dict[str, Table] = {}
     signatures: dict[str, str] = {}
@@ -149,22 +180,25 @@ def _score(
         signatures[metric.name] = metric.signature
     if outputs.full:
         tables |= free_running(outputs.tokens, outputs.full)
-        if subject.method.schedule is not None:
-            tables |= _teacher_forced(subject, prompts, outputs, settings.batch_size, progress)
+        if method.schedule is not None:
+            tables |= _teacher_forced(subject, method.schedule, prompts, outputs, settings.batch_size, progress)
     return Scored(tables, FREE_RUNNING | TEACHER_FORCED | signatures)
 
 
 def _teacher_forced(
-    subject: Subject, prompts: list[list[int]], outputs: Outputs, batch_size: int, progress: Progress
+    subject: Subject,
+    schedule: Schedule,
+    prompts: list[list[int]],
+    outputs: Outputs,
+    batch_size: int,
+    progress: Progress,
 ) -> dict[str, Table]:
-    schedule = subject.method.schedule
     tables = {name: np.zeros((len(prompts), 2)) for name in TEACHER_FORCED}
     with progress.stage("fidelity", len(prompts)) as bar:
         for indices in batches([len(p) for p in prompts], batch_size):
             rows, full = [prompts[i] for i in indices], [outputs.full[i] for i in indices]
-            if schedule is not None:
-                for name, table in teacher_forced(subject.model, schedule, rows, full).items():
-                    tables[name][indices] = table
+            for name, table in teacher_forced(subject.model, schedule, rows, full).items():
+                tables[name][indices] = table
             bar.update(len(indices))
     return tables
 
@@ -184,7 +218,7 @@ def _document(
     return {
         "format": FORMAT,
         "kind": "eval",
-        "name": str(about.get("name") or method.name),
+        "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
         "n": len(rows),
         **_speed(method, outputs, settings),
         "metrics": scored.summary(resamples=settings.resamples, seed=settings.seed),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipdecode.errors import UsageError
-from skipdecode.methods.base import Method
 
 __all__ = ["Progress", "Settings", "Subject"]
 
@@ -54,8 +53,6 @@ class Subject:
         In eval mode, nothing attached.
     tokenizer : transformers tokenizer
         The model's.
-    method : Method
-        How it decodes.
     eos : set of int
         Tokens that end an output.
     context : int, optional
@@ -64,7 +61,6 @@ class Subject:
 
     model: Any
     tokenizer: Any
-    method: Method
     eos: set[int]
     context: int | None = None
 

@@ -67,12 +67,21 @@ class Method(ABC):
         Most rows of a batch; None for any number.
     lossless : bool
         Whether the output is full depth's by construction.
+    full_depth : bool
+        Whether it is full depth itself, the yardstick.
+    engine : {"transformers", "fast"}
+        What runs the model.
+    rows_leave : bool
+        Whether rows that have ended leave the batch. If not, they are decoded on to the end of the longest.
     """
 
     name: str
     schedule: Schedule | None = None
     max_batch: int | None = None
     lossless: bool = False
+    full_depth: bool = False
+    engine: str = "transformers"
+    rows_leave: bool = False
 
     @abstractmethod
     def generate(

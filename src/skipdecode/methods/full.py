@@ -12,3 +12,4 @@ class Full(Timed):
 
     name = "full"
     lossless = True
+    full_depth = True
