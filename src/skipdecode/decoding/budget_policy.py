@@ -77,11 +77,19 @@ class DepthOrder:
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers = schedule.num_layers
+        self._drop_order = schedule.drop_order
         # The least budget with which a layer runs; layers never dropped run with any.
         self._least = [0] * self.num_layers
         for rank, layer in enumerate(schedule.drop_order):
             self._least[layer] = self.num_layers - rank
         self._layers: dict[int, tuple[int, ...]] = {}
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise ScheduleError unless the layers that a schedule ever drops are the first of this order."""
+        schedule.check_fits(self.num_layers)
+        dropped = schedule.drop_order[: self.num_layers - schedule.budgets[-1]]
+        if dropped != self._drop_order[: len(dropped)]:
+            raise ScheduleError(f"schedule {schedule.name!r} drops layers in another order than this engine")
 
     def layers(self, budget: int) -> tuple[int, ...]:
         """Layers of a budget, ascending."""

@@ -13,44 +13,14 @@ import torch
 from skipdecode.decoding.budget_policy import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
 from skipdecode.decoding.fast_model import FastModel, TokenRows
 from skipdecode.decoding.requests import Request, StepOutput, finish_reason
-from skipdecode.decoding.sampling import RowSampler, choose
+from skipdecode.decoding.sampling import RowSampler, choose, likeliest
+from skipdecode.decoding.stats import EngineStats
 from skipdecode.decoding.waves import RequestSize, Scheduler
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.kernels import KernelChoice
 from skipdecode.schedule import Schedule
 
-__all__ = ["Engine", "EngineStats"]
-
-_PROMPT_TOKENS = 512  # prompt tokens of one forward: bounds the buffers, and how long a running row waits
-
-
-@dataclass
-class EngineStats:
-    """Totals of an engine since it was made.
-
-    Parameters
-    ----------
-    steps, prompt_tokens, new_tokens : int
-        Decode steps, tokens of prompts run, tokens put out.
-    prompt_seconds, decode_seconds, sampling_seconds : float
-        Time in prompts' forwards, decode steps' forwards, and the choice of tokens.
-    token_layers : int
-        Sum over decoded (fed back) tokens of the layers run.
-    layer_reads : int
-        Sum over decode steps of the layers that ran at all: what was read from memory.
-    kv_bytes_peak : int
-        Most bytes of KV pages in use.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    sampling_seconds: float = 0.0
-    token_layers: int = 0
-    layer_reads: int = 0
-    kv_bytes_peak: int = 0
+__all__ = ["Engine"]
 
 
 @dataclass(eq=False)
@@ -59,6 +29,7 @@ class _Row:
 
     number: int
     request: Request
+    policy: BudgetPolicy
     slot: int
     pages: int
     sampler: RowSampler
@@ -87,6 +58,8 @@ class Engine:
         Most bytes of keys and values; requests wait for room. Default: what `max_rows` of the largest requests need.
     kernel : {"auto", "native", "torch"}
         See `FastModel`.
+    prompt_tokens : int
+        Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.
 
     Raises
     ------
@@ -106,18 +79,20 @@ class Engine:
         in_order: bool = False,
         kv_bytes: int | None = None,
         kernel: KernelChoice = "auto",
+        prompt_tokens: int = 512,
     ) -> None:
         self.model = model if isinstance(model, FastModel) else FastModel(model, kernel)
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
-        self._policy = SchedulePolicy(schedule) if isinstance(schedule, Schedule) else schedule
+        self._policy = _policy(schedule)
         self._policy.schedule.check_fits(self.model.num_layers)
         self._order = DepthOrder(self._policy.schedule)
+        self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
         self.kv = self.model.new_kv()
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
         self.stats = EngineStats()
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
         self._submitted = 0
         self._starting: list[_Row] = []
         self._running: list[_Row] = []
@@ -131,18 +106,28 @@ class Engine:
         while self.has_work:
             yield from self.step()
 
-    def submit(self, requests: Iterable[Request]) -> list[int]:
+    def submit(self, requests: Iterable[Request], schedule: Schedule | BudgetPolicy | None = None) -> list[int]:
         """Queue requests; returns their numbers.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+        schedule : Schedule or BudgetPolicy, optional
+            Of these requests, in place of the engine's; it must drop layers in the engine's order.
 
         Raises
         ------
+        ScheduleError
+            If the schedule drops layers in another order.
         UsageError
             If a request cannot ever run: too long for the model, a token outside its vocabulary, or more keys and
             values than `kv_bytes`.
         """
         batch = list(requests)
-        sizes = [self._size(self._submitted + i, request) for i, request in enumerate(batch)]
-        self._requests |= {size.request: request for size, request in zip(sizes, batch, strict=True)}
+        policy = self._policy if schedule is None else _policy(schedule)
+        self._order.check(policy.schedule)
+        sizes = [self._size(self._submitted + i, request, policy) for i, request in enumerate(batch)]
+        self._requests |= {size.request: (request, policy) for size, request in zip(sizes, batch, strict=True)}
         self._submitted += len(batch)
         self._scheduler.submit(sizes)
         return [size.request for size in sizes]
@@ -152,8 +137,15 @@ class Engine:
         """Whether a request waits or runs."""
         return bool(self._running or self._starting or self._scheduler.waiting)
 
+    @property
+    def rows(self) -> int:
+        """Requests that have a place in the batch."""
+        return len(self._running) + len(self._starting)
+
     def cancel(self, number: int) -> None:
-        """Drop a running request; its room is free at once."""
+        """Drop a request that waits or runs; its room is free at once."""
+        if self._requests.pop(number, None) is not None:
+            self._scheduler.drop(number)
         for rows in (self._starting, self._running):
             for row in [r for r in rows if r.number == number]:
                 rows.remove(row)
@@ -174,13 +166,13 @@ class Engine:
 
     # ------------------------------------------------------------------ admission
 
-    def _size(self, number: int, request: Request) -> RequestSize:
+    def _size(self, number: int, request: Request, policy: BudgetPolicy) -> RequestSize:
         prompt, total = len(request.prompt), len(request.prompt) + request.max_new_tokens
         self.model.ensure_positions(total)
         wrong = next((t for t in request.prompt if not 0 <= t < self.model.vocab_size), None)
         if wrong is not None:
             raise UsageError(f"token {wrong} is outside the model's vocabulary of {self.model.vocab_size}")
-        kv, policy = self.kv, self._policy
+        kv = self.kv
         pages = max(policy.prompt_budget() * kv.pages_for(prompt), policy.first_budget() * kv.pages_for(total))
         if self._kv_pages is not None and pages > self._kv_pages:
             raise UsageError(
@@ -194,38 +186,42 @@ class Engine:
         used = sum(row.pages for row in rows)
         free = None if self._kv_pages is None else self._kv_pages - used
         for size in self._scheduler.admit(len(rows), free):
-            request = self._requests.pop(size.request)
+            request, policy = self._requests.pop(size.request)
             used += size.pages
             self.kv.reserve(self._scheduler.max_rows, size.prompt_tokens + size.new_tokens, used)
             sampler = RowSampler(request.sampling, request.prompt)
-            self._starting.append(
-                _Row(size.request, request, self.kv.open(), size.pages, sampler, self._policy.prompt_budget())
-            )
+            budget = policy.prompt_budget()
+            self._starting.append(_Row(size.request, request, policy, self.kv.open(), size.pages, sampler, budget))
 
     # ------------------------------------------------------------------ prompts
 
     def _run_prompts(self) -> list[StepOutput]:
-        """One forward over up to `_PROMPT_TOKENS` tokens of the prompts that are due."""
+        """One forward over up to `prompt_tokens` tokens of the prompts that are due."""
         start = time.perf_counter()
-        layers = self._order.layers(self._policy.prompt_budget())
+        parts: list[tuple[_Row, tuple[int, ...]]] = []
+        room = self._prompt_tokens
+        for row in self._starting:
+            if part := row.request.prompt[row.fed : row.fed + room]:
+                parts.append((row, part))
+                room -= len(part)
+        parts.sort(key=lambda part: -part[0].budget)
         tokens: list[int] = []
         slots: list[int] = []
         positions: list[int] = []
+        budgets: list[int] = []
         done: list[_Row] = []
         wanted: list[int] = []
-        for row in self._starting:
-            part = row.request.prompt[row.fed : row.fed + _PROMPT_TOKENS - len(tokens)]
-            if not part:
-                break
-            self.kv.extend(row.slot, layers, row.fed + len(part))
+        for row, part in parts:
+            self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + len(part))
             tokens += part
             slots += [row.slot] * len(part)
             positions += range(row.fed, row.fed + len(part))
+            budgets += [row.budget] * len(part)
             row.fed += len(part)
             if row.fed == len(row.request.prompt):
                 done.append(row)
                 wanted.append(len(tokens) - 1)
-        counts = self._order.counts([len(layers)] * len(tokens))
+        counts = self._order.counts(budgets)
         logits = self.model.forward(TokenRows(tokens, slots, positions, counts, wanted or [len(tokens) - 1]), self.kv)
         self._note_kv()
         self.stats.prompt_tokens += len(tokens)
@@ -263,7 +259,7 @@ class Engine:
     def _grant(self, row: _Row) -> None:
         """Ask for the row's next budget; give back pages of layers that it leaves, find room for those that go on."""
         position = len(row.output) - 1
-        budget = self._policy.next_budget(RowView(row.number, position, row.budget, row.logprob))
+        budget = row.policy.next_budget(RowView(row.number, position, row.budget, row.logprob))
         if budget != row.budget:
             if budget > row.budget:
                 raise ScheduleError(
@@ -278,19 +274,20 @@ class Engine:
 
     def _emit(self, rows: list[_Row], logits: torch.Tensor, start: float) -> list[StepOutput]:
         before = time.perf_counter()
-        tokens, logprobs = choose(logits, [row.sampler for row in rows])
+        samplers = [row.sampler for row in rows]
+        tokens, logprobs = choose(logits, samplers)
+        tops = likeliest(logits, samplers)
         now = time.perf_counter()
         self.stats.sampling_seconds += now - before
         self.stats.new_tokens += len(rows)
         outputs = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+        for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):
             row.output.append(token)
             row.logprob = logprob
             reason = finish_reason(row.request, row.output)
             position = len(row.output) - 1
-            outputs.append(
-                StepOutput(row.number, position, token, logprob, row.budget, reason, now - self._begin, now - start)
-            )
+            times = now - self._begin, now - start
+            outputs.append(StepOutput(row.number, position, token, logprob, row.budget, reason, *times, top))
             if reason is not None:
                 self._running.remove(row)
                 self.kv.close(row.slot)
@@ -298,3 +295,7 @@ class Engine:
 
     def _note_kv(self) -> None:
         self.stats.kv_bytes_peak = max(self.stats.kv_bytes_peak, self.kv.bytes_held)
+
+
+def _policy(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:
+    return SchedulePolicy(schedule) if isinstance(schedule, Schedule) else schedule

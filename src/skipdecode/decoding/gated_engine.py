@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.decoding.requests import Request, StepOutput, finish_reason
-from skipdecode.decoding.sampling import RowSampler, choose
+from skipdecode.decoding.sampling import RowSampler, choose, likeliest
 from skipdecode.decoding.waves import RequestSize, Scheduler
 from skipdecode.models.attach import Attachment, attach
 from skipdecode.models.families import decoder_layers, unwrap
@@ -51,6 +51,7 @@ class GatedEngine:
         self._max_rows = max_rows
         self._takes_positions = "position_ids" in inspect.signature(type(self._model).forward).parameters
         self._numbers = 0
+        self._cancelled: set[int] = set()
         self._begin = time.perf_counter()
 
     def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
@@ -62,6 +63,10 @@ class GatedEngine:
         with attach(self._model, self._schedule) as attachment:
             while wave := scheduler.admit(0):
                 yield from self._wave(attachment, {size.request: waiting.pop(size.request) for size in wave})
+
+    def cancel(self, number: int) -> None:
+        """Drop a request of the current `run`; its row leaves the batch when the step ends."""
+        self._cancelled.add(number)
 
     def _wave(self, attachment: Attachment, requests: dict[int, Request]) -> Iterator[StepOutput]:
         device = self._model.device
@@ -77,7 +82,9 @@ class GatedEngine:
         cache = attachment.new_cache(width)
         for position in range(max(r.max_new_tokens for r in requests.values())):
             start = time.perf_counter()
-            tokens, logprobs = choose(self._logits(ids, mask, cache), samplers)
+            logits = self._logits(ids, mask, cache)
+            tokens, logprobs = choose(logits, samplers)
+            tops = likeliest(logits, samplers)
             now = time.perf_counter()
             layers = self._schedule.prompt_layers() if position == 0 else self._schedule.layers(position - 1)
             alive = []
@@ -87,7 +94,8 @@ class GatedEngine:
                 if reason is None:
                     alive.append(row)
                 times = now - self._begin, now - start
-                yield StepOutput(number, position, token, logprob, len(layers), reason, *times)
+                yield StepOutput(number, position, token, logprob, len(layers), reason, *times, tops[row])
+            alive = [row for row in alive if numbers[row] not in self._cancelled]
             if not alive:
                 return
             if len(alive) < len(numbers):

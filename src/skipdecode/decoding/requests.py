@@ -36,6 +36,8 @@ class Sampling:
         Of the row's own random numbers: the same row with the same seed gives the same tokens in any batch.
     logit_bias : mapping of int to float
         Added to tokens' logits.
+    top_logprobs : int
+        For each new token, the log-probabilities of this many likeliest ones are wanted (`StepOutput.top`).
     """
 
     temperature: float = 0.0
@@ -45,12 +47,14 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         _check(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "0 or more")
         _check(self.top_k >= 0, "top_k", self.top_k, "a whole number, 0 (all) or more")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
+        _check(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 or more")
         _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "a number above 0")
 
     @property
@@ -115,6 +119,8 @@ class StepOutput(NamedTuple):
         Time of the step's end, from the engine's start.
     step_seconds : float
         Duration of the step (the prompt's part, for the first token).
+    top : tuple of (int, float)
+        Likeliest tokens and their log-probabilities, as many as the request's sampling asks for.
     """
 
     request: int
@@ -125,6 +131,7 @@ class StepOutput(NamedTuple):
     finish_reason: FinishReason | None
     seconds: float
     step_seconds: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def finish_reason(request: Request, output: list[int]) -> FinishReason | None:

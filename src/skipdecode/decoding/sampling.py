@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skipdecode.decoding.requests import Sampling
 
-__all__ = ["RowSampler", "choose"]
+__all__ = ["RowSampler", "choose", "likeliest"]
 
 
 class RowSampler:
@@ -93,3 +93,13 @@ def choose(logits: Tensor, rows: list[RowSampler]) -> tuple[list[int], list[floa
     tokens = [row.pick(values) for row, values in zip(rows, local, strict=True)]
     chosen = local[torch.arange(len(rows)), torch.tensor(tokens)]
     return tokens, (chosen - local.logsumexp(-1)).tolist()
+
+
+def likeliest(logits: Tensor, rows: list[RowSampler]) -> list[tuple[tuple[int, float], ...]]:
+    """For each row the likeliest tokens and their log-probabilities, as many as it asks for; arguments of `choose`."""
+    found: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    for i, row in enumerate(rows):
+        if row.sampling.top_logprobs:
+            values, tokens = logits[i].topk(min(row.sampling.top_logprobs, logits.shape[1]))
+            found[i] = tuple(zip(tokens.tolist(), (values - logits[i].logsumexp(-1)).tolist(), strict=True))
+    return found

@@ -76,6 +76,11 @@ class Scheduler:
         for size in new:
             bisect.insort(self._sorted, size)
 
+    def drop(self, request: int) -> None:
+        """Forget a request that was not admitted yet."""
+        self._queue = deque(size for size in self._queue if size.request != request)
+        self._sorted = [size for size in self._sorted if size.request != request]
+
     @property
     def waiting(self) -> int:
         """Requests not yet admitted."""

@@ -1,0 +1,83 @@
+"""What a server needs of the engine: schedules per request in one batch, cancelling what waits, likeliest tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skipdecode import Schedule
+from skipdecode.decoding import Engine, GatedEngine, Request, Sampling
+from skipdecode.errors import ScheduleError
+from tiny import LAYERS, tiny_model
+
+NEW = 12
+PROMPTS = [(5, 6, 7, 8), (9,), tuple(range(3, 40)), (11, 12, 13)]
+SCHEDULES = [
+    Schedule.full(LAYERS),
+    Schedule.from_speedup(LAYERS, 2, NEW),
+    Schedule.constant(LAYERS, 3),
+    Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=8, prompt="max_exit"),
+]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def decode(engine, numbers):
+    got = {number: [] for number in numbers}
+    while engine.has_work:
+        for out in engine.step():
+            got[out.request].append(out)
+    return list(got.values())
+
+
+def test_schedules_of_one_drop_order_share_a_batch():
+    model = tiny_model("llama")
+    engine = Engine(model, Schedule.constant(LAYERS, LAYERS), max_rows=4, join_below=1)
+    numbers = [engine.submit([Request(p, NEW)], s)[0] for p, s in zip(PROMPTS, SCHEDULES, strict=True)]
+    together = decode(engine, numbers)
+    for prompt, schedule, row in zip(PROMPTS, SCHEDULES, together, strict=True):
+        alone = list(Engine(model, schedule).run([Request(prompt, NEW)]))
+        assert [(o.token, o.layers) for o in row] == [(o.token, o.layers) for o in alone]
+    assert engine.kv.bytes_held == 0
+
+
+def test_another_drop_order_needs_another_engine():
+    engine = Engine(tiny_model("llama"), Schedule.constant(LAYERS, LAYERS))
+    with pytest.raises(ScheduleError, match="another order"):
+        engine.submit([Request(PROMPTS[0], NEW)], Schedule.top_down(LAYERS, 4))
+    # As far as it drops, the order is the same.
+    engine.submit([Request(PROMPTS[0], NEW)], Schedule(LAYERS, (1, 2, 6, 5), (6,)))
+
+
+def test_cancel_drops_what_waits():
+    engine = Engine(tiny_model("llama"), SCHEDULES[0], max_rows=1, in_order=True)
+    first, second, third = engine.submit([Request(p, 3) for p in PROMPTS[:3]])
+    engine.step()
+    assert engine.rows == 1
+    engine.cancel(second)
+    engine.cancel(second)
+    assert {o.request for o in engine.run([])} == {first, third}
+
+
+@pytest.mark.parametrize("kind", [Engine, GatedEngine])
+def test_likeliest_tokens(kind):
+    model = tiny_model("llama")
+    requests = [Request(PROMPTS[0], 2, Sampling(top_logprobs=5)), Request(PROMPTS[1], 2)]
+    rows = [list(kind(model, SCHEDULES[0]).run([r])) for r in requests]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([PROMPTS[0]])).logits[0, -1].log_softmax(-1)
+    values, tokens = logprobs.topk(5)
+    assert [t for t, _ in rows[0][0].top] == tokens.tolist()
+    torch.testing.assert_close(torch.tensor([v for _, v in rows[0][0].top]), values, rtol=0, atol=1e-3)
+    assert rows[0][0].top[0] == (rows[0][0].token, pytest.approx(rows[0][0].logprob, abs=1e-5))
+    assert rows[1][0].top == ()
+
+
+def test_a_cancelled_row_leaves_a_gated_wave():
+    engine = GatedEngine(tiny_model("gpt2"), SCHEDULES[1])
+    seen = {0: 0, 1: 0}
+    for out in engine.run([Request(p, 6) for p in PROMPTS[:2]]):
+        seen[out.request] += 1
+        if out.request == 0 and out.position == 1:
+            engine.cancel(0)
+    assert seen[0] in (2, 3)
+    assert seen[1] == 6
