@@ -71,7 +71,37 @@ def bench(document: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {"bench": bench, "decode": decode}
+def quality(document: dict[str, Any]) -> list[list[str]]:
+    """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
+    metrics = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
+    head = ["method", "nominal speed-up", "measured speed-up", "mean layers"]
+    return [
+        [*head, *(cell for name in metrics.values() for cell in (name, "kept"))],
+        *(
+            [
+                row["method"],
+                f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-",
+                f"{row['measured_speedup']:.2f}x" if row["measured_speedup"] else "-",
+                f"{row['mean_layers']:.1f}",
+                *(cell for name in metrics for cell in (scored(row, name), kept(row["retained"][name]))),
+            ]
+            for row in document["runs"]
+        ),
+    ]
+
+
+def scored(row: dict[str, Any], metric: str) -> str:
+    """A score with half the width of its interval."""
+    low, high = row["intervals"][metric]
+    return f"{row[metric]:.1f} ± {(high - low) / 2:.1f}"
+
+
+def kept(share: dict[str, float] | None) -> str:
+    """A share with its interval, in percent."""
+    return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {"bench": bench, "decode": decode, "quality": quality}
 
 
 def markdown(rows: list[list[str]]) -> str:

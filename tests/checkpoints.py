@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, BertTokenizer, PreTrainedTokenizerFast
 
 from tiny import tiny_model
 
@@ -64,3 +64,13 @@ def save_adapter(folder: Path, base: str) -> Any:
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS).logits
+
+
+def save_tiny_encoder(folder: Path, texts: list[str]) -> None:
+    """A random BERT of 3 layers that knows the words of `texts`."""
+    words = sorted({w.lower().strip(".") for text in texts for w in text.split()})
+    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *words])}
+    BertTokenizer(vocab=vocab, model_max_length=64).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=len(vocab), **sizes)).save_pretrained(folder)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sacrebleu
-import torch
 from rouge_score import rouge_scorer
 
+from checkpoints import save_tiny_encoder
 from skipdecode.errors import DataError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.evaluation.metrics import METRICS, MetricOptions, make_metrics
 
@@ -106,17 +106,8 @@ def test_signatures_name_library_and_version():
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny random BERT on disk."""
     pytest.importorskip("bert_score")
-    from transformers import BertConfig, BertModel, BertTokenizer
-
     path = tmp_path_factory.mktemp("encoder")
-    words = sorted(
-        {w.lower().strip(".") for t in [*OUTPUTS, *(text for texts in REFERENCES for text in texts)] for w in t.split()}
-    )
-    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *words])}
-    BertTokenizer(vocab=vocab, model_max_length=64).save_pretrained(path)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    BertModel(BertConfig(vocab_size=len(vocab), **sizes)).save_pretrained(path)
+    save_tiny_encoder(path, [*OUTPUTS, *(text for texts in REFERENCES for text in texts)])
     return str(path)
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.evaluation.results import Run
+from skipdecode.evaluation.results import Run, curve_name
 
 __all__ = ["buckets_svg", "tradeoff_svg"]
 
 _COLORS = ("#1b6ca8", "#d1603d", "#3a8f5c", "#8a5fb0", "#b58a1e", "#5d6d7e", "#c2478b", "#2a9d9d")
-_SPEED_ENDING = re.compile(r"[-_@ ]\d+(\.\d+)?x$")
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "skipdecode",
@@ -77,7 +75,7 @@ def buckets_svg(runs: Sequence[Run], axis: str, metric: str) -> str | None:
 def _curves(runs: Sequence[Run]) -> dict[str, list[Run]]:
     curves: dict[str, list[Run]] = {}
     for run in runs:
-        curves.setdefault(_SPEED_ENDING.sub("", run.name), []).append(run)
+        curves.setdefault(curve_name(run.name), []).append(run)
     return curves
 
 

@@ -1,0 +1,200 @@
+"""Build the published quality table from finished runs of `skipdecode eval`.
+
+    python benchmarks/quality_table.py runs/full runs/2x runs/3x --out results/e2e-smollm2-135m.json
+    python benchmarks/quality_table.py runs/* --full runs/full --speed timing --out results/e2e-smollm2-135m.json
+
+A run is a directory with a run.json, or one that holds such directories (`skipdecode eval --methods`). The yardstick is
+the model tuned for and run at full depth: `--full`, or the one run of full depth. "retained" is a run's score over the
+yardstick's, with the interval of a paired bootstrap over the records.
+
+The measured speed-up is that of the eval run itself: full depth and the method took turns on each batch. Where those
+runs shared the machine with others, measure again on a quiet one, all schedules in one call with few records
+(`skipdecode eval MODEL --methods full skipdecode:2 even.json ... --limit 48 --out timing`), and give that as `--speed`:
+every run then takes the speed of the run in there that has the same schedule. Each row says which it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import DataError, SkipDecodeError
+from skipdecode.evaluation.compare import compare_runs
+from skipdecode.evaluation.metrics import METRICS
+from skipdecode.evaluation.results import RUN_FILE, Run, curve_name, load_run
+from skipdecode.files import write_whole
+
+NEEDED = ("bleu", "rougeL", "bertscore_f1")
+
+
+def load_runs(places: Sequence[str]) -> list[Run]:
+    """The runs of all places, in order."""
+    found = []
+    for place in map(Path, places):
+        inside = sorted(place.glob(f"*/{RUN_FILE}")) if place.is_dir() and not (place / RUN_FILE).exists() else [place]
+        if not inside:
+            raise DataError(
+                f"{place} holds no run of `skipdecode eval`: it needs a {RUN_FILE}, or directories with one"
+            )
+        found += [load_run(path) for path in inside]
+    return found
+
+
+def yardstick(runs: Sequence[Run], named: str | None) -> Run:
+    """The run that all others are compared with."""
+    if named is not None:
+        full = load_run(named)
+        if not at_full_depth(full):
+            raise DataError(
+                f"{named} is a run of {full.data['config']['method']['name']}: --full must be at full depth"
+            )
+        return full
+    candidates = [run for run in runs if at_full_depth(run)]
+    if len(candidates) != 1:
+        raise DataError(f"{len(candidates)} of the runs are at full depth: say with --full which is the yardstick")
+    return candidates[0]
+
+
+def at_full_depth(run: Run) -> bool:
+    """Whether every layer ran."""
+    return bool(run.data["config"]["method"]["name"] == "full")
+
+
+def same_work(run: Run) -> str:
+    """What decides the time of a method: its settings less the schedule's name."""
+    method = run.data["config"]["method"]
+    schedule = method.get("schedule")
+    work = method if schedule is None else {k: v for k, v in schedule.items() if k != "name"}
+    return json.dumps(work, sort_keys=True)
+
+
+def speeds(runs: Sequence[Run], measured: Sequence[Run] | None) -> list[Run]:
+    """For each run the one whose speed counts for it."""
+    if measured is None:
+        return list(runs)
+    by_work = {same_work(run): run for run in measured}
+    for run in runs:
+        if same_work(run) not in by_work:
+            raise DataError(f"no run of --speed has the schedule of {run.path}: measure all in one call")
+    return [by_work[same_work(run)] for run in runs]
+
+
+def speed_columns(run: Run, source: Run) -> dict[str, Any]:
+    """Speed-up and where it is from."""
+    config, interval = source.data["config"], source.data.get("measured_speedup_interval")
+    return {
+        "measured_speedup": source.measured_speedup,
+        "measured_speedup_interval": None if interval is None else [interval["low"], interval["high"]],
+        "speed_from": {
+            "what": "decoding, full depth and the method in turn on the same batches",
+            "run": "the evaluation itself" if source is run else "a run for timing",
+            "engine": source.data.get("engine", "transformers"),
+            "batch_size": config["settings"]["batch_size"],
+            "dtype": config["dtype"],
+            "device": config["device"],
+            "records": source.data["n"],
+            "date": source.data["environment"]["date"],
+            "threads": source.data["environment"]["threads"],
+        },
+    }
+
+
+def scores(run: Run) -> dict[str, Any]:
+    """Scores, and the bounds of their 95% intervals."""
+    entries = run.data["metrics"]
+    bounds = {name: [entry["interval"]["low"], entry["interval"]["high"]] for name, entry in entries.items()}
+    return {name: entry["score"] for name, entry in entries.items()} | {"intervals": bounds}
+
+
+def retained(run: Run, full: Run, resamples: int) -> dict[str, Any]:
+    """Share of the yardstick's score that the run keeps, with its paired interval, for each metric with references."""
+    names = [name for name in full.data["metrics"] if name in METRICS and name in run.data["metrics"]]
+    kept = {}
+    for pair in compare_runs([full, run], [*NEEDED, *(n for n in names if n not in NEEDED)], resamples=resamples):
+        ratio = pair.comparison.ratio
+        kept[pair.metric] = None if ratio is None else {"share": ratio.estimate, "low": ratio.low, "high": ratio.high}
+    return kept
+
+
+def row(run: Run, full: Run, source: Run, common: Mapping[str, Any], resamples: int) -> dict[str, Any]:
+    """One line of the table."""
+    data, config = run.data, run.data["config"]
+    recipe = config.get("recipe")
+    own = {k: v for k, v in options_of(run).items() if k not in common}
+    return {
+        "method": curve_name(config["method"]["name"]),
+        "nominal_speedup": data["nominal_speedup"],
+        **speed_columns(run, source),
+        "mean_layers": data["speed"]["layers_per_token"],
+        "n": data["n"],
+        **scores(run),
+        "retained": retained(run, full, resamples),
+        "checkpoint": Path(config["model"]).name,
+        "recipe": None
+        if recipe is None
+        else {"schedule": recipe["schedule"], "options": own, "result": recipe["result"]},
+        "decoding": config["method"],
+        "commit": data["environment"]["commit"],
+        "date": data["environment"]["date"],
+    }
+
+
+def options_of(run: Run) -> dict[str, Any]:
+    """The options its model was tuned with; of a local path only the name."""
+    options = (run.data["config"].get("recipe") or {}).get("options", {})
+    return {k: Path(v).name if isinstance(v, str) and Path(v).is_absolute() else v for k, v in options.items()}
+
+
+def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamples: int) -> dict[str, Any]:
+    """The document."""
+    runs = runs if any(run.path == full.path for run in runs) else [full, *runs]
+    tuned = [options_of(run) for run in runs if run.data["config"].get("recipe")]
+    common = {k: v for k, v in tuned[0].items() if all(o.get(k) == v for o in tuned)} if tuned else {}
+    config = full.data["config"]
+    rows = [row(run, full, source, common, resamples) for run, source in zip(runs, speeds(runs, measured), strict=True)]
+    return {
+        "kind": "quality",
+        "environment": (measured[0] if measured else full).data["environment"],
+        "task": {
+            "name": config["task"]["name"],
+            "data": config["data"],
+            "data_sha256": config["data_sha256"],
+            "records": full.data["n"],
+            "decoding": "greedy",
+            "max_new_tokens": config["settings"]["max_new_tokens"],
+        },
+        "metrics": {name: entry["signature"] for name, entry in full.data["metrics"].items() if name in METRICS},
+        "intervals": "95%, bootstrap over records; of retained, paired with full depth's; of speed, over batches",
+        "recipe": {"options": common, "data": (config.get("recipe") or {}).get("data")},
+        "runs": sorted(rows, key=lambda r: (r["nominal_speedup"] or 0, r["method"])),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build and write; returns 0, or 1 with one line that says what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="directories of runs")
+    parser.add_argument("--full", help="the run at full depth that all are compared with (default: the only one)")
+    parser.add_argument("--speed", nargs="+", help="runs whose speed counts (default: the runs themselves)")
+    parser.add_argument("--resamples", type=int, default=1000, help="draws of the bootstrap (default: 1000)")
+    parser.add_argument("--out", required=True, help="file for the table as JSON")
+    options = parser.parse_args(argv)
+    try:
+        runs = load_runs(options.runs)
+        full = yardstick(runs, options.full)
+        measured = None if options.speed is None else load_runs(options.speed)
+        document = build(runs, full, measured, options.resamples)
+        write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    except SkipDecodeError as e:
+        print(f"quality_table: {e}", file=sys.stderr)
+        return 1
+    print(f"{len(runs)} runs against {full.path.parent.name}: {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Runs of `skipdecode eval` on a tiny model whose outputs are known: the first words of each record's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoints import byte_tokenizer, save_tiny_encoder
+from skipdecode import Schedule
+from skipdecode.evaluation.metrics import MetricOptions, make_metrics
+from skipdecode.evaluation.records import Record, Records
+from skipdecode.evaluation.results import Run
+from skipdecode.evaluation.run import evaluate
+from skipdecode.evaluation.settings import Settings, Subject
+from skipdecode.evaluation.tasks import Task
+from skipdecode.methods.base import Generation, Method, fed_tokens
+from skipdecode.methods.full import Full
+from skipdecode.methods.scheduled import Scheduled
+from tiny import LAYERS, tiny_model
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "near",
+    "old",
+    "quiet",
+    "river",
+    "banks",
+    "today",
+]
+REFERENCES = [" ".join(WORDS[i : i + 8]) for i in range(8)]
+TASK = Task("mine", "{text}:", ("answer",), ("bleu", "rougeL", "bertscore_f1"), 60)
+SECONDS_A_LAYER = 0.01
+RECIPE = {
+    "schedule": "full",
+    "options": {"steps": 300, "learning_rate": 1e-3, "nominal_speedup": 1.0, "model": "/secret/place/base"},
+    "data": {"train": {"file": "train.jsonl", "records": 40}},
+    "result": {"best_dev_loss": 1.25},
+}
+
+
+def says(base: type[Full] | type[Scheduled], words: int, *arguments: Any) -> Method:
+    """A method that says the first words of the reference, and takes time by its layers."""
+
+    class Says(base):  # type: ignore[misc, valid-type]
+        def generate(
+            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int]
+        ) -> Generation:
+            tokenizer = byte_tokenizer()
+            numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]
+            rows = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
+            layers = LAYERS if self.schedule is None else self.schedule.budget(0)
+            fed = fed_tokens(rows)
+            steps = max(map(len, rows)) - 1
+            return Generation(rows, 0.1, SECONDS_A_LAYER * layers * steps, layers * fed, fed)
+
+    return Says(*arguments)
+
+
+def quality_runs(place: Path) -> dict[str, Run]:
+    """Runs by directory: full depth says 7 of 8 words, the flat 2x schedule too, the flat 4x one 5."""
+    methods = {
+        place / "full": says(Full, 7),
+        place / "flat-2x": says(Scheduled, 7, Schedule.constant(LAYERS, 4, name="flat-2x")),
+        place / "flat-4x": says(Scheduled, 5, Schedule.constant(LAYERS, 2, name="flat-4x")),
+    }
+    encoder = place / "encoder"
+    save_tiny_encoder(encoder, REFERENCES)
+    metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
+    records = Records(tuple(Record(f"r{i}", {"text": str(i)}, (text,)) for i, text in enumerate(REFERENCES)), ())
+    subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2})
+    about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
+    settings = Settings(batch_size=3, resamples=50)
+    place.mkdir(parents=True, exist_ok=True)
+    runs = evaluate(subject, methods, TASK, records, metrics, settings, out=place, config=about)
+    return dict(zip((path.name for path in methods), runs, strict=True))

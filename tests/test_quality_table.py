@@ -1,0 +1,95 @@
+"""The published table is made of eval runs, by one command, and README's Markdown is made of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from quality_runs import quality_runs
+from skipdecode.evaluation.results import Run
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    pytest.importorskip("bert_score")
+    return quality_runs(tmp_path_factory.mktemp("quality") / "runs")
+
+
+def built(runs: dict[str, Run], out: Path, *more: str) -> dict[str, Any]:
+    place = str(runs["full"].path.parents[1])
+    assert script("quality_table").main([place, "--out", str(out), "--resamples", "50", *more]) == 0
+    return json.loads(out.read_text())
+
+
+def test_the_table_has_a_row_a_run_with_shares_of_full_depth(runs: dict[str, Run], tmp_path: Path):
+    document = built(runs, tmp_path / "table.json")
+    rows = {(r["method"], r["nominal_speedup"]): r for r in document["runs"]}
+    assert list(rows) == [("full", 1.0), ("flat", 2.0), ("flat", 4.0)]
+    full, two, four = rows.values()
+    for name in ("bleu", "rougeL", "bertscore_f1"):
+        assert four[name] == runs["flat-4x"].score(name)
+        low, high = four["intervals"][name]
+        assert low <= four[name] <= high
+        assert two["retained"][name]["share"] == pytest.approx(1)
+        share = four["retained"][name]
+        assert share["share"] == pytest.approx(four[name] / full[name])
+        assert share["low"] <= share["share"] <= share["high"] < 1
+    # The canned methods' time is proportional to their layers.
+    assert four["measured_speedup"] == pytest.approx(4)
+    assert four["speed_from"]["run"] == "the evaluation itself"
+    assert (four["mean_layers"], four["n"], four["checkpoint"]) == (2, 8, "checkpoint")
+    assert document["recipe"]["options"] | {"model": "base"} == document["recipe"]["options"]
+    assert "/secret" not in json.dumps(document)
+    assert document["environment"]["packages"]["torch"]
+
+
+def test_speed_may_come_from_a_run_of_its_own(runs: dict[str, Run], tmp_path: Path):
+    timing = tmp_path / "timing"
+    for name, run in runs.items():
+        data = dict(run.data)
+        if data["measured_speedup_interval"] is not None:
+            data["measured_speedup"] = 1.5
+        # A schedule's name does not decide its time.
+        data["config"] = json.loads(json.dumps(data["config"]).replace('"flat-', '"renamed-'))
+        (timing / name).mkdir(parents=True)
+        (timing / name / "run.json").write_text(json.dumps(data))
+    document = built(runs, tmp_path / "table.json", "--speed", str(timing))
+    assert [r["measured_speedup"] for r in document["runs"]] == [1.0, 1.5, 1.5]
+    assert document["runs"][1]["speed_from"]["run"] == "a run for timing"
+
+
+def test_a_yardstick_and_a_speed_for_every_run_are_needed(
+    runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    table, out = script("quality_table"), str(tmp_path / "t.json")
+    two, four, full = (str(runs[name].path.parent) for name in ("flat-2x", "flat-4x", "full"))
+    for arguments, message in (
+        ([two, four], "0 of the runs are at full depth"),
+        ([two, "--full", four], "--full must be at full depth"),
+        ([two, four, "--full", full, "--speed", two], "no run of --speed has the schedule of"),
+        ([str(tmp_path)], "holds no run"),
+    ):
+        assert table.main([*arguments, "--out", out]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_markdown_of_the_table(runs: dict[str, Run], tmp_path: Path):
+    tables = script("tables")
+    lines = tables.markdown(tables.quality(built(runs, tmp_path / "table.json"))).splitlines()
+    assert lines[0].startswith("| method | nominal speed-up | measured speed-up | mean layers | BLEU | kept |")
+    assert lines[3].startswith("| flat | 2x | 2.00x | 4.0 | ")
+    assert " | 100.0% [100.0, 100.0] | " in lines[3]
