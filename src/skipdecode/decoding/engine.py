@@ -60,8 +60,6 @@ class Engine:
         See `FastModel`.
     prompt_tokens : int
         Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.
-    prompt_tokens : int
-        Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.
 
     Raises
     ------
@@ -89,7 +87,6 @@ class Engine:
         self._policy = _policy(schedule)
         self._policy.schedule.check_fits(self.model.num_layers)
         self._order = DepthOrder(self._policy.schedule)
-        self._prompt_tokens = prompt_tokens
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
         self.kv = self.model.new_kv()
