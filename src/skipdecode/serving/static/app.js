@@ -1,0 +1,241 @@
+/** The page: what was asked for, who runs when, and what is said about it. */
+import { ApiError, fetchModel, setKey, stream } from "./api.js";
+import { Column, describePlan } from "./column.js";
+import { EXAMPLES, HINTS } from "./examples.js";
+import * as format from "./format.js";
+import { hideSummary, showSummary } from "./summary.js";
+
+const at = (id) => document.getElementById(id);
+const LIVE_MS = 100;
+
+const full = new Column(at("columns"), "full", "The answer of every layer will stand here.");
+const reduced = new Column(at("columns"), "reduced", "The answer of the schedule will stand here.");
+let model = null;
+let schedules = [];
+let running = null;
+let typed = { completion: EXAMPLES.completion[0][1], chat: "" };
+
+// ------------------------------------------------------------------ the server and its schedules
+
+async function connect() {
+  at("banner").hidden = true;
+  try {
+    model = await fetchModel();
+  } catch (error) {
+    showTrouble(error);
+    return;
+  }
+  at("model").textContent = `${model.id} · ${model.num_layers} layers`;
+  schedules = model.schedules
+    .filter((schedule) => schedule.nominal_speedup > 1)
+    .sort((a, b) => a.nominal_speedup - b.nominal_speedup)
+    .map((schedule) => ({ ...schedule, num_layers: model.num_layers }));
+  const chosen = schedules.findIndex((schedule) => schedule.name === model.default_schedule);
+  const slider = at("schedule");
+  slider.max = Math.max(0, schedules.length - 1);
+  slider.value = Math.max(0, chosen);
+  at("schedule-ticks").replaceChildren(...schedules.map((s) => element("span", format.times(s.nominal_speedup))));
+  reduced.root.hidden = schedules.length === 0;
+  at("legend-differs").hidden = schedules.length === 0;
+  at("results").hidden = false;
+  setRunning(false);
+  showPlans();
+}
+
+const everyLayer = () => {
+  const budgets = [model.num_layers];
+  return { name: "full", nominal_speedup: 1, num_layers: model.num_layers, drop_order: [], budgets };
+};
+
+const chosenSchedule = () => schedules[at("schedule").valueAsNumber];
+
+function maxTokens() {
+  const field = at("max-tokens");
+  const value = Math.min(Number(field.max), Math.max(1, Math.round(field.valueAsNumber) || 48));
+  field.value = value;
+  return value;
+}
+
+/** Empties both columns and shows the plans in them. */
+function showPlans() {
+  if (!model || running) return;
+  const columns = maxTokens();
+  const schedule = chosenSchedule();
+  full.reset(everyLayer(), "Full depth", columns);
+  hideSummary();
+  if (!schedule) {
+    at("schedule-name").textContent = "none";
+    at("schedule-plan").textContent = "This server has full depth only: start it with --schedule to compare.";
+    return;
+  }
+  reduced.reset(schedule, schedule.name, columns);
+  const nominal = `nominal ${format.times(schedule.nominal_speedup)}`;
+  at("schedule-name").textContent = `${schedule.name}, ${nominal}`;
+  at("schedule").setAttribute("aria-valuetext", `${schedule.name}, nominal speed-up ${schedule.nominal_speedup.toFixed(2)}`);
+  at("schedule-plan").textContent = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average.`;
+}
+
+// ------------------------------------------------------------------ a run
+
+async function run() {
+  const prompt = at("prompt").value;
+  at("prompt-problem").hidden = prompt.trim() !== "";
+  at("prompt").toggleAttribute("aria-invalid", prompt.trim() === "");
+  if (!prompt.trim()) {
+    at("prompt").focus();
+    return;
+  }
+  if (!model || running) return;
+  showPlans();
+  const together = at("together").checked;
+  const request = { model: model.id, kind: kind(), prompt, maxTokens: maxTokens() };
+  const columns = schedules.length ? [full, reduced] : [full];
+  running = new AbortController();
+  setRunning(true);
+  const clock = setInterval(() => columns.forEach((column) => column.began !== null && column.show()), LIVE_MS);
+  try {
+    await runColumns(columns, request, together);
+  } finally {
+    clearInterval(clock);
+    running = null;
+    setRunning(false);
+  }
+}
+
+async function runColumns(columns, request, together) {
+  const { signal } = running;
+  const outcomes = [];
+  if (together) {
+    say("Running both at the same time.");
+    outcomes.push(...(await Promise.all(columns.map((column) => runColumn(column, request, signal)))));
+  } else {
+    columns.slice(1).forEach((column) => column.wait());
+    for (const column of columns) {
+      say(`Running ${column.title.textContent}.`);
+      outcomes.push(await runColumn(column, request, signal));
+      if (!outcomes.at(-1)) break;
+    }
+    columns.slice(outcomes.length).forEach((column) => column.setState("idle"));
+  }
+  if (signal.aborted) say("Stopped.");
+  else if (!outcomes.every(Boolean)) say("");
+  else if (columns.length === 2) {
+    say(showSummary(full, reduced, together));
+    reveal(at("tiles"));
+  } else say(`Done: ${format.rate(full.figures.tokens_per_s)} tokens per second.`);
+}
+
+/** Runs one column to its end; true if it got there. */
+async function runColumn(column, request, signal) {
+  column.start();
+  reveal(column.root);
+  try {
+    for await (const { tokens, figures } of stream({ ...request, schedule: column.schedule.name }, signal)) {
+      if (tokens) column.add(tokens);
+      if (figures) column.finish(figures);
+    }
+    return true;
+  } catch (error) {
+    if (signal.aborted) column.end("stopped");
+    else if (!(error instanceof ApiError)) throw error;
+    else {
+      column.end("failed", error.message);
+      if (error.status === 401) openKey();
+    }
+    return false;
+  }
+}
+
+function setRunning(on) {
+  const [from, to] = on ? [at("run"), at("stop")] : [at("stop"), at("run")];
+  const moveFocus = document.activeElement === from;
+  at("stop").hidden = !on;
+  at("run").disabled = on;
+  at("run").textContent = on ? "Running …" : schedules.length ? "Run both" : "Run";
+  for (const id of ["max-tokens", "together"]) at(id).disabled = on;
+  at("schedule").disabled = on || schedules.length < 2;
+  if (moveFocus) to.focus({ preventScroll: true });
+}
+
+/** Scrolls as far as needed to see all of an element. */
+function reveal(shown) {
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  shown.scrollIntoView({ block: "nearest", behavior: still ? "auto" : "smooth" });
+}
+
+// ------------------------------------------------------------------ words
+
+const say = (text) => (at("status").textContent = text);
+
+function showTrouble(error) {
+  if (!(error instanceof ApiError)) throw error;
+  at("model").textContent = "Not connected";
+  at("banner-text").textContent = error.message;
+  at("banner").hidden = false;
+  if (error.status === 401) openKey();
+}
+
+function openKey() {
+  at("key-form").hidden = false;
+  at("key-open").setAttribute("aria-expanded", "true");
+  at("key").focus();
+}
+
+function element(tag, text) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  return made;
+}
+
+// ------------------------------------------------------------------ the form
+
+const kind = () => new FormData(at("composer")).get("kind");
+
+function showKind() {
+  at("prompt").value = typed[kind()];
+  at("prompt").placeholder = kind() === "chat" ? "Ask something" : "Text to go on from";
+  at("prompt-hint").textContent = HINTS[kind()];
+  const chips = EXAMPLES[kind()].map(([name, text]) => {
+    const chip = element("button", name);
+    chip.type = "button";
+    chip.className = "chip";
+    chip.addEventListener("click", () => {
+      at("prompt").value = typed[kind()] = text;
+      at("prompt-problem").hidden = true;
+    });
+    return chip;
+  });
+  at("examples").replaceChildren(...chips);
+}
+
+at("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+at("prompt").addEventListener("input", () => (typed[kind()] = at("prompt").value));
+document.querySelectorAll("[name=kind]").forEach((radio) => radio.addEventListener("change", showKind));
+at("schedule").addEventListener("input", showPlans);
+at("max-tokens").addEventListener("change", showPlans);
+at("stop").addEventListener("click", () => running?.abort());
+at("reload").addEventListener("click", connect);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("composer").requestSubmit();
+  if (event.key === "Escape") running?.abort();
+});
+at("key-open").addEventListener("click", () => {
+  const open = at("key-form").hidden;
+  at("key-form").hidden = !open;
+  at("key-open").setAttribute("aria-expanded", String(open));
+  if (open) at("key").focus();
+});
+at("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(at("key").value.trim());
+  at("key-form").hidden = true;
+  at("key-open").setAttribute("aria-expanded", "false");
+  at("run").focus();
+  connect();
+});
+
+showKind();
+connect();

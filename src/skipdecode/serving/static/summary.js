@@ -1,0 +1,62 @@
+/** What two finished answers say together: speed-up, layers, cache, words. */
+import { compare } from "./diff.js";
+import * as format from "./format.js";
+
+const at = (id) => document.getElementById(id);
+
+export function hideSummary() {
+  at("tiles").hidden = true;
+  at("differences").hidden = true;
+}
+
+/** Fills the tiles and marks the differences. Returns one sentence for screen readers. */
+export function showSummary(full, reduced, together) {
+  const { figures, schedule } = reduced;
+  const speedup = figures.tokens_per_s / full.figures.tokens_per_s;
+  const shared = together ? ", sharing the machine" : "";
+  const words = compare(full.text, reduced.text);
+  const kvFull = figures.kv_bytes + figures.kv_bytes_saved;
+
+  at("speedup").textContent = format.times(speedup);
+  at("speedup-note").textContent = `nominal ${format.times(schedule.nominal_speedup)}${shared}`;
+  drawBullet(speedup, schedule.nominal_speedup);
+  at("layers").textContent = format.percent(figures.layers_run / figures.layers_full);
+  at("layers-note").textContent = `${format.number(figures.layers_run)} of ${format.number(figures.layers_full)} at full depth`;
+  at("kv").textContent = format.percent(kvFull ? figures.kv_bytes_saved / kvFull : 0);
+  at("kv-note").textContent = `holds ${format.bytes(figures.kv_bytes)} of ${format.bytes(kvFull)}`;
+  at("same").textContent = format.percent(words.total ? words.same / words.total : 1);
+  at("same-note").textContent = `${words.same} of ${words.total} words`;
+
+  at("tiles").hidden = false;
+  full.mark(words.left);
+  reduced.mark(words.right);
+  showDifferences(words.hunks, reduced.title.textContent);
+  return (
+    `Both are done. Measured speed-up ${format.times(speedup)}, nominal ${format.times(schedule.nominal_speedup)}. ` +
+    `${words.same} of ${words.total} words are the same.`
+  );
+}
+
+function drawBullet(measured, nominal) {
+  const bullet = at("bullet");
+  const most = Math.max(measured, nominal, 1);
+  bullet.style.setProperty("--measured", measured / most);
+  bullet.style.setProperty("--nominal", nominal / most);
+}
+
+function showDifferences(hunks, name) {
+  at("differences").hidden = false;
+  at("differences-none").hidden = hunks.length > 0;
+  at("differences-table").hidden = hunks.length === 0;
+  at("differences-name").textContent = name;
+  const rows = hunks.map((hunk) => {
+    const row = document.createElement("tr");
+    for (const text of [hunk.left, hunk.right]) {
+      const cell = row.insertCell();
+      cell.textContent = text || "nothing";
+      cell.classList.toggle("nothing", !text);
+    }
+    return row;
+  });
+  at("differences-table").tBodies[0].replaceChildren(...rows);
+}
