@@ -71,7 +71,8 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"] | {"name": "mine / 2x"}
     (tmp_path / "mine.json").write_text(json.dumps(schedule))
     words = ["full", "skipdecode:2", "even:1.5", str(tmp_path / "mine.json")]
-    call = arguments(place, "--out", str(tmp_path / "out"), "--name", "base", "--seq-len", "6", "--methods", *words)
+    call = arguments(place, "--out", str(tmp_path / "out"), "--name", "base", "--seq-len", "6")
+    call += ["--no-teacher-forced", "--methods", *words]
     assert main(call) == 0
     names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
     assert names == ["base full", "base skipdecode-2x", "base even-1.5x", "base mine / 2x"]
@@ -81,6 +82,8 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     alone = {"full": load_run(place / "full"), "skipdecode-2x": load_run(place / "skip")}
     for name, run in alone.items():
         assert [r["output"] for r in runs[name].outputs] == [r["output"] for r in run.outputs]
+    assert "kl" in load_run(place / "skip").data["metrics"]
+    assert "kl" not in runs["skipdecode-2x"].data["metrics"]
     speeds = [runs[name].data["full_depth_speed"] for name in folders[1:]]
     assert speeds[0] == speeds[1] == speeds[2] == runs["full"].data["speed"]
 

@@ -70,6 +70,10 @@ class Config(MethodOptions, ModelOptions):
     max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None)
     chat: bool = option("put prompts into the model's chat template", default=False)
     full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
+    teacher_forced: bool = option(
+        "also top-1 agreement and KL along full depth's outputs, which takes about as long as generating them",
+        default=True,
+    )
     resamples: int = option("draws of the bootstrap", default=1000)
     seed: int = option("of the bootstrap; decoding is greedy", default=0)
     samples: int = option("outputs kept in run.json for readers", default=8)
@@ -138,6 +142,7 @@ def _evaluate(config: Config) -> int:
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
         full_depth=config.full_depth,
+        teacher_forced=config.teacher_forced,
         resamples=config.resamples,
         seed=config.seed,
         samples=config.samples,

@@ -180,7 +180,7 @@ def _score(
         signatures[metric.name] = metric.signature
     if outputs.full:
         tables |= free_running(outputs.tokens, outputs.full)
-        if method.schedule is not None:
+        if method.schedule is not None and settings.teacher_forced:
             tables |= _teacher_forced(subject, method.schedule, prompts, outputs, settings.batch_size, progress)
     return Scored(tables, FREE_RUNNING | TEACHER_FORCED | signatures)
 

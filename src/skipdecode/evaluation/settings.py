@@ -23,6 +23,8 @@ class Settings:
         In place of the task's.
     full_depth : bool
         Run full depth on the same batches, for fidelity and measured speed.
+    teacher_forced : bool
+        Score a schedule along full depth's outputs too, which takes about as long as generating them.
     resamples, seed : int
         Of the bootstrap intervals.
     samples : int
@@ -32,6 +34,7 @@ class Settings:
     batch_size: int = 16
     max_new_tokens: int | None = None
     full_depth: bool = True
+    teacher_forced: bool = True
     resamples: int = 1000
     seed: int = 0
     samples: int = 8
