@@ -1,0 +1,101 @@
+"""Training tokens per second under schedules next to full depth: whole optimizer steps on response-heavy batches.
+
+One process, one model, alternating rounds. Weights and tokens are random: a step takes the same time whatever they are.
+
+    python benchmarks/tuning_speed.py --geometry smollm2-135m --out results/tuning-speed-smollm2-135m-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from skipdecode import Schedule, attach
+from skipdecode.allocator import keep_freed_memory
+from skipdecode.bench.geometries import GEOMETRIES, build
+from skipdecode.environment import environment
+from skipdecode.tuning.adapters import add_lora, make_optimizer
+from skipdecode.tuning.arithmetic import make_accelerator
+from skipdecode.tuning.collate import collate
+from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.data import Example
+from skipdecode.tuning.objective import Objective
+from skipdecode.tuning.step import TrainStep
+
+
+def measure(full: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one way of tuning: all weights, or a LoRA adapter."""
+    model = build(options.geometry, torch.float32)
+    layers = model.config.num_hidden_layers
+    schedules = {1.0: Schedule.full(layers)}
+    schedules |= {s: Schedule.from_speedup(layers, s, options.response) for s in options.nominal}
+    config = TuneConfig(full=full, precision=options.precision)
+    accelerator = make_accelerator(config, schedules[1.0])
+    trained = model if full else add_lora(model, config)
+    attachment = attach(trained, schedules[1.0])
+    trained, optimizer = accelerator.prepare(trained, make_optimizer(trained, config))
+    trained.train()
+    step = TrainStep(accelerator, trained, optimizer, Objective(), config.clip)
+    draw = random.Random(0)
+    examples = [
+        Example(str(i), *(tuple(draw.randrange(5, 1000) for _ in range(n)) for n in (options.prompt, options.response)))
+        for i in range(options.batch)
+    ]
+    batch = collate(examples, 0).to(accelerator.device)
+    seconds: dict[float, list[float]] = {s: [] for s in schedules}
+    bar = tqdm(total=(options.rounds + 1) * len(schedules), unit="step", desc="full" if full else "lora")
+    for number in range(options.rounds + 1):
+        for speedup, schedule in schedules.items():
+            attachment.schedule = schedule
+            start = time.perf_counter()
+            step([batch], config.learning_rate)
+            if number:  # The first round warms up.
+                seconds[speedup].append(time.perf_counter() - start)
+            bar.update()
+    bar.close()
+    attachment.detach()
+    medians = {s: statistics.median(values) for s, values in seconds.items()}
+    return [
+        {
+            "weights": "all" if full else "lora",
+            "nominal_speedup": speedup,
+            "tokens_per_s": batch.tokens / medians[speedup],
+            "speedup": medians[1.0] / medians[speedup],
+            "seconds": seconds[speedup],
+        }
+        for speedup in schedules
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="smollm2-135m")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--batch", type=int, default=16, help="rows")
+    parser.add_argument("--prompt", type=int, default=16, help="prompt tokens of a row")
+    parser.add_argument("--response", type=int, default=96, help="response tokens of a row")
+    parser.add_argument("--nominal", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="nominal speed-ups")
+    parser.add_argument("--rounds", type=int, default=5, help="alternating rounds; medians count")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    keep_freed_memory()
+    rows = measure(True, options) + measure(False, options)
+    config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
+    document = {"environment": environment(), "config": config, "rows": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        speeds = f"{row['tokens_per_s']:7.0f} tokens/s {row['speedup']:.2f}x"
+        print(f"{row['weights']:5} {row['nominal_speedup']:4.1f}x {speeds}")
+
+
+if __name__ == "__main__":
+    main()
