@@ -1,0 +1,115 @@
+"""Turns the plugin on for an engine whose model carries a schedule, or refuses the engine in one line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from packaging.version import Version
+
+from skipdecode.errors import RefusedEngineError, SkipDecodeError
+from skipdecode.vllm.families import check_architecture
+from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.stages import PARTITION_VARIABLE, layers_of_stages
+
+__all__ = ["OLDEST", "UP_TO", "activate"]
+
+OLDEST, UP_TO = Version("0.27"), Version("0.34")
+"""vLLM versions whose interfaces the plugin was written against: from the first up to before the second."""
+
+_WORKER = "skipdecode.vllm.worker.SkipWorker"
+_SCHEDULERS = {
+    False: "skipdecode.vllm.scheduler.SkipScheduler",
+    True: "skipdecode.vllm.scheduler.SkipAsyncScheduler",
+}
+
+
+def activate(vllm_config: Any) -> None:
+    """Change an engine's config so that layers are skipped; leaves it alone where there is no schedule.
+
+    Raises
+    ------
+    RefusedEngineError
+        If the schedule does not fit, or the engine is asked for something that would give wrong text.
+    """
+    try:
+        _activate(vllm_config)
+    except SkipDecodeError as e:
+        # vLLM's config classes turn a ValueError into pages; this one reaches the user as it is.
+        raise RefusedEngineError(f"skipdecode: {e}") from None
+
+
+def _activate(vllm_config: Any) -> None:
+    model, extra = vllm_config.model_config, vllm_config.additional_config
+    options = extra.get(KEY) if isinstance(extra, dict) else None
+    settings = Settings.from_config(getattr(model.hf_config, KEY, None), options)
+    if settings is None or not settings.skips:
+        return
+    import vllm
+
+    if not OLDEST <= Version(vllm.__version__) < UP_TO:
+        raise SkipDecodeError(
+            f"vLLM {vllm.__version__} is not supported: install one from {OLDEST} up to before {UP_TO}"
+        )
+    check_architecture(model.architecture)
+    layers = model.hf_text_config.num_hidden_layers
+    settings.schedules[0].check_fits(layers)
+    if (refusal := _refusal(vllm_config)) is not None:
+        raise SkipDecodeError(refusal)
+    _change(vllm_config, settings)
+
+
+def _refusal(config: Any) -> str | None:
+    """The first thing that the engine is asked for and that cannot be right with skipped layers."""
+    parallel, cache, scheduling = config.parallel_config, config.cache_config, config.scheduler_config
+    speculation = config.speculative_config
+    refused = {
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
+        "KV offloading (--kv-offloading-size)": getattr(cache, "kv_offloading_size", None) is not None,
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "LoRA (--enable-lora; merge the adapter into the checkpoint)": config.lora_config is not None,
+        "microbatches (--enable-dbo)": parallel.enable_dbo,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "a mixture of experts over several data-parallel ranks": parallel.data_parallel_size > 1
+        and config.model_config.is_moe,
+        "a pooling model": config.model_config.runner_type != "generate",
+        "speculative decoding other than ngram": speculation is not None and speculation.method != "ngram",
+        "asynchronous scheduling with speculative decoding": speculation is not None
+        and bool(scheduling.async_scheduling),
+        "a worker class of your own (--worker-cls)": parallel.worker_cls not in ("auto", _WORKER),
+        "a scheduler class of your own (--scheduler-cls)": scheduling.scheduler_cls
+        not in (None, *_SCHEDULERS.values()),
+        "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
+    }
+    for what, asked in refused.items():
+        if asked:
+            return f"{what} does not work with skipped layers: start vLLM without it"
+    return None
+
+
+def _change(config: Any, settings: Settings) -> None:
+    parallel, scheduling = config.parallel_config, config.scheduler_config
+    config.additional_config = dict(config.additional_config or {}) | {KEY: settings.to_dict()}
+    # A captured graph would replay the layers of the step it was captured in: docs/vllm.md.
+    config.model_config.enforce_eager = True
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    parallel.worker_cls = _WORKER
+    if config.speculative_config is not None:
+        scheduling.async_scheduling = False
+    synchronous = scheduling.async_scheduling is False or _on_cpu() or parallel.pipeline_parallel_size > 1
+    if synchronous:
+        scheduling.async_scheduling = False
+    scheduling.scheduler_cls = _SCHEDULERS[not synchronous]
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 and PARTITION_VARIABLE not in os.environ:
+        os.environ[PARTITION_VARIABLE] = ",".join(map(str, layers_of_stages(settings.schedules[0], stages)))
+    from skipdecode.vllm.admission import check_requests
+
+    check_requests()
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

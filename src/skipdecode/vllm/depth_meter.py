@@ -1,0 +1,74 @@
+"""Counts what the engine's steps ran, for the metrics. numpy; knows vLLM's scheduler output by its fields only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.step_rows import Batch, Limits
+
+__all__ = ["DEPTH_PREFIX", "PREFIX", "DepthMeter"]
+
+PREFIX = "skipdecode:"
+"""Of every count's name on its way to the front end."""
+DEPTH_PREFIX = f"{PREFIX}depth:"
+"""Followed by a number of layers: finished requests whose tokens ran about that many on average."""
+
+
+class DepthMeter:
+    """Adds up between two reports.
+
+    Parameters
+    ----------
+    settings : Settings
+    limits : Limits
+        Of the settings' schedules.
+    """
+
+    def __init__(self, settings: Settings, limits: Limits) -> None:
+        self._settings, self._limits = settings, limits
+        self._counts: Counter[str] = Counter()
+
+    def schedule_of(self, request: Any) -> int:
+        """The number of a request's schedule."""
+        parameters = request.sampling_params
+        return self._settings.index(((parameters and parameters.extra_args) or {}).get(KEY))
+
+    def batch(self, requests: list[Any], rows: list[int], already_counted: bool) -> Batch:
+        """Requests as a `Batch`; `already_counted`: their computed tokens include `rows`."""
+        width = np.array(rows, np.int64)
+        start = np.array([r.num_computed_tokens for r in requests], np.int64)
+        return Batch(
+            start=start - width if already_counted else start,
+            rows=width,
+            prompt=np.array([r.num_prompt_tokens for r in requests], np.int64),
+            schedule=np.array([self.schedule_of(r) for r in requests], np.int64),
+        )
+
+    def count_step(self, requests: dict[str, Any], scheduled: dict[str, int]) -> None:
+        """A step has been scheduled."""
+        if not scheduled:
+            return
+        batch = self.batch([requests[i] for i in scheduled], list(scheduled.values()), already_counted=True)
+        ran = self._limits.counts(batch)
+        decodes = batch.start >= batch.prompt
+        self._counts["steps"] += 1
+        self._counts["layers"] += int(ran.any(0).sum())
+        self._counts["decode_tokens"] += int(batch.rows[decodes].sum())
+        self._counts["decode_token_layers"] += int(ran[decodes].sum())
+
+    def count_finished(self, request: Any) -> None:
+        """A request has come to its end."""
+        fed = request.num_tokens - request.num_prompt_tokens - 1
+        if fed > 0:
+            schedule = self._settings.schedules[self.schedule_of(request)]
+            self._counts[f"depth:{round(schedule.mean_budget(fed))}"] += 1
+
+    def report(self) -> dict[str, int]:
+        """The counts since the last report."""
+        counts = {PREFIX + name: count for name, count in self._counts.items()}
+        self._counts.clear()
+        return counts

@@ -1,0 +1,201 @@
+"""Gates around a vLLM model's decoder layers: they cut what a layer gets to the rows that run it, and put rows together.
+
+A layer object takes a subclass of its own class whose `forward` asks the gates; the model's loop over the layers stays
+as it is. Between two layers that run the same rows nothing is copied: the loop then hands on these rows alone, while
+the others wait here. The last layer of this process gives all rows back.
+
+vLLM's layers pass on hidden states and a *residual* whose sum is the text's state; the next norm adds them. A row that
+sits a layer out keeps both.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipdecode.errors import UnsupportedModelError
+from skipdecode.vllm.step_rows import ALL, NONE, Part, StepRows
+
+__all__ = ["LayerGates"]
+
+_STATES = ("hidden_states", "residual")
+
+
+class LayerGates:
+    """The gates of one model.
+
+    Parameters
+    ----------
+    layers : dict of int to Module
+        The decoder layers of this process by their numbers in the model.
+    axis : int
+        Axis of a layer's inputs that counts rows: 0, or 1 for models that run through transformers' own code.
+
+    Attributes
+    ----------
+    step : StepRows or None
+        The rows of the step under way; None lets every layer run on everything.
+    put_back : bool
+        Whether a layer that some rows run computes all of them and gets the others put back.
+    """
+
+    def __init__(self, layers: dict[int, nn.Module], axis: int = 0) -> None:
+        self.step: StepRows | None = None
+        self.put_back = False
+        self._axis = axis
+        self._last = max(layers)
+        self._holds = ALL
+        self._waiting: list[Tensor | None] = []
+        self._rows: dict[int, Any] = {}
+        for index, layer in layers.items():
+            _check(layer)
+            layer.__dict__["_skipdecode"] = (index, self)
+            base: Any = type(layer)
+            layer.__class__ = _gated_class(base)
+
+    def begin(self, step: StepRows, put_back: bool, device: torch.device) -> None:
+        """Start a step; `end` must follow."""
+        self.step, self.put_back = step, put_back
+        self._holds, self._waiting = ALL, []
+        self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)}
+
+    def end(self) -> None:
+        """The step is over, by an exception too."""
+        self.step = None
+        self._waiting = []
+
+    def run(self, index: int, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """One layer in a step that skips."""
+        step = self.step
+        kind = ALL if step is None else step.layers[index]
+        states = [arguments[name] for name in _STATES if name in arguments]
+        if kind >= 0 and self.put_back:
+            states = self._run_all(forward, arguments, states, step.parts[kind])  # type: ignore[union-attr]
+        elif kind != NONE:
+            if kind != self._holds:
+                states = self._change_rows(states, kind)
+            states = self._call(forward, arguments, states)
+        elif len(states) > 1 and states[1] is None:
+            states[1] = torch.zeros_like(states[0])
+        if index == self._last:
+            states = self._change_rows(states, ALL)
+        return tuple(states) if len(states) > 1 else states[0]
+
+    # ------------------------------------------------------------------ the two ways to skip
+
+    def _call(self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+        """The layer on the rows that `states` holds."""
+        given = dict(zip((n for n in _STATES if n in arguments), states, strict=True))
+        if self._holds == ALL:
+            return _listed(forward(**arguments | given))
+        total = self.step.num_rows  # type: ignore[union-attr]
+        others = {n: self._cut(v, total) for n, v in arguments.items() if n not in given}
+        return _listed(forward(**others | given))
+
+    def _run_all(
+        self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any], part: Part
+    ) -> list[Any]:
+        """The layer on all rows; those that sit it out are put back."""
+        states = self._change_rows(states, ALL)
+        rest = part.rest if isinstance(part.rest, tuple) else (torch.from_numpy(part.rest).to(states[0].device),)
+        # Kept as copies, because a fused norm adds into what it is given.
+        kept = [[self._take(s, r).clone() if s is not None else None for r in rest] for s in states]
+        out = self._call(forward, arguments, states)
+        for state, saved in zip(out, kept, strict=True):
+            for rows, before in zip(rest, saved, strict=True):
+                if before is None:
+                    self._view(state)[rows] = 0
+                else:
+                    self._view(state)[rows] = self._view(before)
+        return out
+
+    # ------------------------------------------------------------------ rows
+
+    def _change_rows(self, states: list[Any], kind: int) -> list[Any]:
+        """Other rows than those at hand: first all of them, then those that are asked for."""
+        if kind == self._holds:
+            return states
+        if self._holds != ALL:
+            whole = []
+            for waiting, state in zip(self._waiting, states, strict=True):
+                full = waiting
+                if full is None:
+                    # Before the first layer there is no residual: rows that sat it out have none to add.
+                    shape = list(state.shape)
+                    shape[self._axis] = self.step.num_rows  # type: ignore[union-attr]
+                    full = state.new_zeros(shape)
+                self._view(full)[self._rows[self._holds]] = self._view(state)
+                whole.append(full)
+            states, self._waiting = whole, []
+        self._holds = kind
+        if kind == ALL:
+            return states
+        self._waiting = states
+        first = len(states) > 1 and states[1] is None
+        rows = self._rows[kind]
+        taken = [None if s is None else self._take(s, rows) for s in states]
+        # The first layer makes its input the residual: it must not share memory with the rows that wait.
+        return [t.clone() if first and t is not None else t for t in taken]
+
+    def _view(self, state: Tensor) -> Tensor:
+        return state if self._axis == 0 else state.transpose(0, self._axis)
+
+    def _take(self, state: Tensor, rows: Any) -> Tensor:
+        if self._axis == 0:
+            return state[rows]
+        return state[:, rows]
+
+    def _cut(self, value: Any, total: int) -> Any:
+        """Positions and the like, cut to the rows at hand."""
+        if isinstance(value, tuple):
+            return tuple(self._cut(v, total) for v in value)
+        if isinstance(value, Tensor) and value.dim() > self._axis and value.shape[self._axis] == total:
+            return self._take(value, self._rows[self._holds])
+        return value
+
+
+class _Gated:
+    """Mixed into a decoder layer's class."""
+
+    _skipdecode: tuple[int, LayerGates]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index, gates = self._skipdecode
+        run = super().forward  # type: ignore[misc]
+        if gates.step is None:
+            return run(*args, **kwargs)
+        return gates.run(index, run, dict(zip(_names(type(self)), args, strict=False)) | kwargs)
+
+
+@functools.cache
+def _gated_class(base: Any) -> Any:
+    return type(base.__name__, (_Gated, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+@functools.cache
+def _names(layer_class: Any) -> tuple[str, ...]:
+    """A layer's own parameters, in order."""
+    own = next(c for c in layer_class.__mro__ if c is not _Gated and "forward" in c.__dict__)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(p.name for p in inspect.signature(own.forward).parameters.values() if p.kind in kinds)[1:]
+
+
+def _check(layer: nn.Module) -> None:
+    if "hidden_states" not in _names(type(layer)):
+        raise UnsupportedModelError(
+            f"decoder layers of class {type(layer).__name__} take no hidden_states: this version of vLLM builds the model "
+            "in a way that the plugin does not know"
+        )
+
+
+def _listed(output: Any) -> list[Any]:
+    return list(output) if isinstance(output, tuple) else [output]
+
+
+def _selection(rows: Any, device: torch.device) -> Any:
+    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)

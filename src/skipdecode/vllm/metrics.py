@@ -1,0 +1,56 @@
+"""Prometheus metrics of skipped layers, beside vLLM's own: vLLM loads this class by `vllm.stat_logger_plugins`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from skipdecode.vllm.depth_meter import DEPTH_PREFIX, PREFIX
+from skipdecode.vllm.settings import KEY, Settings
+
+_COUNTERS = {
+    "steps": "Steps of the engine.",
+    "layers": "Layers that steps ran for any of their rows; over the steps: layers a step.",
+    "decode_tokens": "Generated tokens that were fed back.",
+    "decode_token_layers": "Layers that those tokens ran; over tokens and the model's layers: the share that is run.",
+}
+
+
+class DepthMetrics(StatLoggerBase):
+    """Turns the counts that the scheduler sends along into metrics; does nothing for engines that do not skip."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        extra = vllm_config.additional_config
+        self._on = isinstance(extra, dict) and KEY in extra
+        if self._on:
+            layers = Settings.from_dict(extra[KEY]).num_layers
+            self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
+            self._counters, self._depth = _metrics(layers)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM after every step."""
+        if not self._on or scheduler_stats is None:
+            return
+        for name, count in scheduler_stats.running_lora_adapters.items():
+            if name.startswith(DEPTH_PREFIX):
+                depth = self._depth.labels(*self._labels)
+                for _ in range(count):
+                    depth.observe(int(name.removeprefix(DEPTH_PREFIX)))
+            elif name.startswith(PREFIX):
+                self._counters[name.removeprefix(PREFIX)].labels(*self._labels).inc(count)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+@functools.cache
+def _metrics(layers: int) -> tuple[dict[str, Any], Any]:
+    """Made once a process: names may be registered only once."""
+    labels = ("model_name", "engine")
+    counters = {name: Counter(f"skipdecode_{name}", text, labels) for name, text in _COUNTERS.items()}
+    buckets = [*range(1, layers + 1), float("inf")]
+    text = "Layers that a finished request's tokens ran on average, rounded."
+    return counters, Histogram("skipdecode_request_layers", text, labels, buckets=buckets)

@@ -1,0 +1,162 @@
+"""vLLM's model runner (V1), with layers that are skipped: rows in order of depth, a plan for every step.
+
+`SkipRunner` is mixed into the runner's class once vLLM has made the runner. It overrides only steps that vLLM names as
+methods of their own: the order of the batch, and the call of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import get_forward_context
+
+from skipdecode.errors import UnsupportedModelError
+from skipdecode.vllm.families import find_layers
+from skipdecode.vllm.gates import LayerGates
+from skipdecode.vllm.metadata import StepMetadata
+from skipdecode.vllm.modes import ModeChoice
+from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.step_rows import Batch, Limits, StepRows
+
+
+class SkipRunner:
+    """Mixed into the class of a V1 model runner, CPU or GPU."""
+
+    skipping: Skipping
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.skipping.gate(self.get_model())  # type: ignore[attr-defined]
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
+
+    def _may_reorder_batch(self, scheduler_output: Any) -> None:
+        super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
+        self.skipping.order(self.input_batch, self.requests, scheduler_output)  # type: ignore[attr-defined]
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = super()._model_forward  # type: ignore[misc]
+        if not self.skipping.begin(get_forward_context()):
+            return run(*args, **kwargs)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.skipping.end()
+
+
+def adopt(runner: Any, settings: Settings, vllm_config: Any) -> None:
+    """Make a runner skip; call it before the model is loaded."""
+    runner.skipping = Skipping(settings, vllm_config, runner.device)
+    runner.__class__ = _skipping_class(type(runner))
+
+
+@functools.cache
+def _skipping_class(base: Any) -> Any:
+    return type(base.__name__, (SkipRunner, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+class Skipping:
+    """What a runner needs to skip layers: the rows of the step to come, the gates, the metadata.
+
+    Parameters
+    ----------
+    settings : Settings
+    vllm_config : VllmConfig
+    device : torch.device
+    """
+
+    def __init__(self, settings: Settings, vllm_config: Any, device: torch.device) -> None:
+        self._settings, self._config, self._device = settings, vllm_config, device
+        self._limits = Limits(settings.schedules)
+        self._several = len(settings.schedules) > 1
+        self._schedule_of: dict[str, int] = {}
+        self._step: StepRows | None = None
+
+    def gate(self, model: Any) -> None:
+        """Gate the decoder layers of a loaded model."""
+        layers, axis = find_layers(model, self._config.model_config.architecture)
+        if self._settings.num_layers <= max(layers):
+            raise UnsupportedModelError(
+                f"the model has {max(layers) + 1} decoder layers in vLLM, its config says {self._settings.num_layers}"
+            )
+        self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
+        self._gates = LayerGates(layers, axis)
+        self._choice = ModeChoice(self._settings, self._config, self._device)
+
+    def watch(self, groups: Any) -> None:
+        """The KV cache is there, and with it the builders of attention metadata."""
+        self._metadata = StepMetadata(groups, self._layer_names)
+        self._choice.builders = self._metadata.num_builders
+
+    def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
+        """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
+        batch = self._batch(input_batch, requests, scheduler_output.num_scheduled_tokens)
+        if not len(batch.rows):
+            self._step = None
+            return
+        order = np.lexsort((self._limits.depth(batch), batch.start < batch.prompt))
+        if (np.diff(order) < 0).any():
+            _permute(input_batch, order)
+            batch = Batch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
+        self._step = self._limits.step(batch)
+
+    def begin(self, context: Any) -> bool:
+        """Set the gates for the forward to come; returns whether it skips."""
+        step, self._step = self._step, None
+        # Without metadata it is a dummy run, of which `order` knows nothing.
+        if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
+            return False
+        put_back = self._choice.puts_back(step)
+        if not put_back:
+            self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
+        self._gates.begin(step, put_back, self._device)
+        return True
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._gates.end()
+
+    def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> Batch:
+        ids = input_batch.req_ids
+        count = len(ids)
+        return Batch(
+            start=input_batch.num_computed_tokens_cpu[:count].astype(np.int64),
+            rows=np.fromiter((scheduled[i] for i in ids), np.int64, count),
+            prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
+            schedule=self._schedules(ids, requests),
+        )
+
+    def _schedules(self, ids: list[str], requests: Any) -> Any:
+        if not self._several:
+            return np.zeros(len(ids), np.int64)
+        known = self._schedule_of
+        found = [known[i] if i in known else self._settings.index(_asked(requests[i])) for i in ids]
+        self._schedule_of = dict(zip(ids, found, strict=True))
+        return np.array(found, np.int64)
+
+
+def _asked(request: Any) -> Any:
+    """The schedule's name that a request asks for."""
+    return ((request.sampling_params and request.sampling_params.extra_args) or {}).get(KEY)
+
+
+def _permute(input_batch: Any, order: Any) -> None:
+    """Bring the batch into an order by vLLM's own swaps."""
+    place = list(range(len(order)))  # where each request is that was first here
+    holds = list(range(len(order)))
+    for target, wanted in enumerate(order.tolist()):
+        source = place[wanted]
+        if source != target:
+            input_batch.swap_states(target, source)
+            other = holds[target]
+            holds[target], holds[source] = wanted, other
+            place[wanted], place[other] = target, source
+
+
+def _attention_names(layer: Any) -> list[str]:
+    return [name for m in layer.modules() if (name := getattr(m, "layer_name", None)) and hasattr(m, "kv_cache")]

@@ -1,0 +1,99 @@
+"""vLLM's scheduler, with three things more: a prefix cache of prompts only, admission in waves, counts for the metrics.
+
+Blocks of generated tokens hold no keys and values in the layers that those tokens sat out. A text that had such a block
+as part of its prompt would read what was never written; so they are neither published nor looked up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from skipdecode.vllm.depth_meter import DepthMeter
+from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.step_rows import Limits
+
+# How many requests may run; the first name is newer.
+_SLOTS = ("max_num_active_reqs", "max_num_running_reqs")
+
+
+class _Skipping:
+    """Mixed into vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = Settings.from_dict(self.vllm_config.additional_config[KEY])  # type: ignore[attr-defined]
+        self._limits = Limits(self._settings.schedules)
+        self._meter = DepthMeter(self._settings, self._limits)
+        self._slots = next(name for name in _SLOTS if hasattr(self, name))
+        _cache_prompts_only(self.kv_cache_manager)  # type: ignore[attr-defined]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        slots = getattr(self, self._slots)
+        if self._settings.policy == "waves" and not self._may_join():
+            setattr(self, self._slots, min(slots, len(self.running)))  # type: ignore[attr-defined]
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            setattr(self, self._slots, slots)
+        if self.log_stats:  # type: ignore[attr-defined]
+            self._meter.count_step(self.requests, output.num_scheduled_tokens)  # type: ignore[attr-defined]
+        return output
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            # The only field that takes any names and numbers to the front end. LoRA, whose it is, is refused.
+            stats.running_lora_adapters = stats.running_lora_adapters | self._meter.report()
+        return stats
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.log_stats:  # type: ignore[attr-defined]
+            self._meter.count_finished(request)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _may_join(self) -> bool:
+        """Whether a wave may join: few run, a wave is joining, or those that run are about as shallow as they get."""
+        running = self.running  # type: ignore[attr-defined]
+        if len(running) <= self._settings.join_below * (getattr(self, self._slots) - 1):
+            return True
+        batch = self._meter.batch(running, [1] * len(running), already_counted=False)
+        if (batch.start < batch.prompt).any():
+            return True
+        least = sum(min(self._settings.schedules[n].budgets) for n in batch.schedule.tolist())
+        return int(self._limits.depth(batch).sum()) - least < len(running) / 2
+
+
+class SkipScheduler(_Skipping, Scheduler):
+    """Waits for each step's tokens."""
+
+
+class SkipAsyncScheduler(_Skipping, AsyncScheduler):
+    """Schedules a step ahead."""
+
+
+def _cache_prompts_only(manager: Any) -> None:
+    """Keep generated tokens out of the prefix cache, and out of what a request looks up there."""
+    coordinator = manager.coordinator
+    publish, find, look_up = coordinator.cache_blocks, coordinator.find_longest_cache_hit, manager.get_computed_blocks
+    longest: list[int] = []
+
+    def publish_prompt(request: Any, num_computed_tokens: int) -> None:
+        publish(request, min(num_computed_tokens, request.num_prompt_tokens))
+
+    def find_in_prompt(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        return find(block_hashes, min([max_cache_hit_length, *longest]), *args, **kwargs)
+
+    def look_up_prompt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        # A text preempted in its answer may meet its own words as part of another's prompt, at another depth.
+        longest.append(request.num_prompt_tokens)
+        try:
+            return look_up(request, *args, **kwargs)
+        finally:
+            longest.pop()
+
+    coordinator.cache_blocks = publish_prompt
+    coordinator.find_longest_cache_hit = find_in_prompt
+    manager.get_computed_blocks = look_up_prompt
