@@ -122,7 +122,7 @@ async function runColumns(columns, request, together) {
   else if (columns.length === 2) {
     say(showSummary(full, reduced, together));
     reveal(at("tiles"));
-  } else say(`Done: ${format.rate(full.figures.tokens_per_s)} tokens per second.`);
+  } else say(`Done: ${full.tokens.length} tokens.`);
 }
 
 /** Runs one column to its end; true if it got there. */

@@ -12,14 +12,16 @@ export function hideSummary() {
 /** Fills the tiles and marks the differences. Returns one sentence for screen readers. */
 export function showSummary(full, reduced, together) {
   const { figures, schedule } = reduced;
-  const speedup = figures.tokens_per_s / full.figures.tokens_per_s;
+  // A text of one token has no rate.
+  const speedup = figures.tokens_per_s && full.figures.tokens_per_s && figures.tokens_per_s / full.figures.tokens_per_s;
+  const measured = speedup ? format.times(speedup) : "not known";
   const shared = together ? ", sharing the machine" : "";
   const words = compare(full.text, reduced.text);
   const kvFull = figures.kv_bytes + figures.kv_bytes_saved;
 
-  at("speedup").textContent = format.times(speedup);
+  at("speedup").textContent = speedup ? measured : "–";
   at("speedup-note").textContent = `nominal ${format.times(schedule.nominal_speedup)}${shared}`;
-  drawBullet(speedup, schedule.nominal_speedup);
+  drawBullet(speedup ?? 0, schedule.nominal_speedup);
   at("layers").textContent = format.percent(figures.layers_run / figures.layers_full);
   at("layers-note").textContent = `${format.number(figures.layers_run)} of ${format.number(figures.layers_full)} at full depth`;
   at("kv").textContent = format.percent(kvFull ? figures.kv_bytes_saved / kvFull : 0);
@@ -32,7 +34,7 @@ export function showSummary(full, reduced, together) {
   reduced.mark(words.right);
   showDifferences(words.hunks, reduced.title.textContent);
   return (
-    `Both are done. Measured speed-up ${format.times(speedup)}, nominal ${format.times(schedule.nominal_speedup)}. ` +
+    `Both are done. Measured speed-up ${measured}, nominal ${format.times(schedule.nominal_speedup)}. ` +
     `${words.same} of ${words.total} words are the same.`
   );
 }
