@@ -78,8 +78,16 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: A
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
         return
     if many:
-        keywords["nargs"] = "+"
+        keywords |= {"nargs": "+", "action": _Gather}
     parser.add_argument(_flag(field), required=required, **keywords)
+
+
+class _Gather(argparse.Action):
+    """Values of a flag that is given more than once, all together, in place of the default."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
 
 
 def _flag(field: dataclasses.Field[Any]) -> str:

@@ -1,0 +1,192 @@
+"""An OpenAI-compatible server for one model, with a schedule per request and a page to try it.
+
+Paths, fields, limits and metrics: docs/serve.md. It listens on 127.0.0.1 unless --host is given. SIGTERM and Ctrl-C let
+the running requests end, for --drain-seconds at most. API keys come from --api-keys or from the environment variable
+SKIPDECODE_API_KEY (in plain, with commas between them); without any, everybody who reaches the address is served.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skipdecode.cli.options import option
+from skipdecode.cli.schedule_options import read_schedule
+from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.schedule import Schedule
+from skipdecode.textgen.backend import ENGINES
+
+if TYPE_CHECKING:
+    from skipdecode.serving.limits import Limits
+    from skipdecode.serving.service import Service
+
+__all__ = ["Config", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `skipdecode serve`."""
+
+    model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
+    name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
+    schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=())
+    nominal_speedup: tuple[float, ...] = option(
+        "also the paper's schedules for these ratios of all layers to the mean layers run", default=()
+    )
+    seq_len: int = option("positions over which --nominal-speedup lowers the depth", default=128)
+    flat: bool = option(
+        "--nominal-speedup with the same depth at every position, which gains most when requests of different ages "
+        "run together",
+        default=False,
+    )
+    engine: str = option(
+        "fast: the package's own engine (CPU; Llama, Mistral, OPT, Qwen2, Qwen3); auto: fast where it covers the "
+        "model, else transformers; vllm: start vLLM's own server with the plugin instead",
+        default="auto",
+        choices=(*ENGINES, "vllm"),
+    )
+    host: str = option("address to listen on; 0.0.0.0 is every network of the machine", default="127.0.0.1")
+    port: int = option("to listen on", default=8000)
+    api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None)
+    max_rows: int = option("choices decoded together", default=32)
+    max_waiting: int = option("choices that may wait; beyond that requests get 429", default=128)
+    max_choices: int = option("choices (prompts times n) of a request", default=16)
+    max_prompt_tokens: int = option("tokens of a prompt", default=4096)
+    max_new_tokens: int = option("new tokens of a choice", default=1024)
+    max_seconds: float = option("from a request's arrival to its end", default=300.0)
+    max_body_kib: int = option("size of a request, in KiB", default=1024)
+    stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0)
+    drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0)
+    max_connections: int = option("open connections; beyond that new ones get 503", default=2048)
+    dtype: str = option(
+        "of the weights; auto is the checkpoint's own",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+    threads: int | None = option("CPU threads (default: torch's choice)", default=None)
+    log_level: str = option("of the logs on standard error", default="info", choices=("warning", "info", "debug"))
+
+
+def run(config: Config) -> int:
+    """Serve; returns 0 after a signal, 1 if the address cannot be used."""
+    _check(config)
+    if config.engine == "vllm":
+        return _run_vllm(config)
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError("skipdecode serve", "serve")
+    from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
+    from skipdecode.serving.server import Binding, is_loopback, run_server
+    from skipdecode.textgen.report import note
+
+    keys = KeyRing.read(config.api_keys)
+    service = _service(config)
+    if not keys and not is_loopback(config.host):
+        note(
+            f"no API key is set: everybody who reaches {config.host} can use the model (--api-keys, or the environment "
+            f"variable {ENVIRONMENT_VARIABLE})"
+        )
+    shown = f"[{config.host}]" if ":" in config.host else config.host
+    note(f"serving {service.name} on http://{shown}:{config.port}")
+    binding = Binding(config.host, config.port, config.drain_seconds, config.max_connections, config.log_level)
+    return 0 if run_server(service, binding, keys) else 1
+
+
+def _check(config: Config) -> None:
+    least = {"max_rows": 1, "max_waiting": 0, "max_choices": 1, "max_prompt_tokens": 1, "max_new_tokens": 1}
+    least |= {"max_body_kib": 1, "max_connections": 1, "seq_len": 1, "port": 0}
+    for field, value in least.items():
+        if getattr(config, field) < value:
+            given = getattr(config, field)
+            raise UsageError(f"--{field.replace('_', '-')} {given} is not accepted: give {value} or more")
+    for field in ("max_seconds", "stall_seconds", "drain_seconds"):
+        if not getattr(config, field) > 0:
+            raise UsageError(
+                f"--{field.replace('_', '-')} {getattr(config, field)} is not accepted: give a number above 0"
+            )
+    if config.port > 65535:
+        raise UsageError(f"--port {config.port} is not accepted: give 0 to 65535")
+    if config.threads is not None and config.threads < 1:
+        raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
+    if config.flat and not config.nominal_speedup:
+        raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
+
+
+def _schedules(config: Config, num_layers: int) -> list[Schedule]:
+    found = [read_schedule(path) for path in config.schedule]
+    for speedup in config.nominal_speedup:
+        schedule = Schedule.from_speedup(num_layers, speedup, config.seq_len)
+        found.append(schedule.flattened() if config.flat else schedule)
+    return found
+
+
+def _name(config: Config) -> str:
+    return config.name or Path(config.model).name or config.model
+
+
+def _limits(config: Config) -> Limits:
+    from skipdecode.serving.limits import Limits
+
+    return Limits(
+        max_rows=config.max_rows,
+        max_waiting=config.max_waiting,
+        max_choices=config.max_choices,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        max_seconds=config.max_seconds,
+        max_body_bytes=config.max_body_kib * 1024,
+        stall_seconds=config.stall_seconds,
+    )
+
+
+def _service(config: Config) -> Service:
+    import torch
+
+    from skipdecode.models.families import decoder_layers, unwrap
+    from skipdecode.models.hub import load_model
+    from skipdecode.serving.service import open_service
+    from skipdecode.textgen.report import note
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    service = open_service(
+        loaded.model,
+        loaded.tokenizer,
+        name=_name(config),
+        carried=loaded.schedule,
+        others=_schedules(config, len(decoder_layers(unwrap(loaded.model)))),
+        engine=config.engine,
+        limits=_limits(config),
+        note=note,
+    )
+    catalog = service.catalog
+    own = "the checkpoint's own" if loaded.schedule is not None else "the checkpoint carries no schedule"
+    note(f"schedules: {', '.join(catalog.names())}; default: {catalog.default} ({own})")
+    note(f"keys and values take {service.kv_bytes_most / 2**30:.2f} GiB at most ({config.max_rows} rows)")
+    return service
+
+
+def _run_vllm(config: Config) -> int:
+    from skipdecode.models.hub import load_config
+    from skipdecode.serving.vllm_server import vllm_command
+
+    if config.api_keys is not None:
+        raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
+    layers = load_config(config.model).get_text_config(decoder=True).num_hidden_layers if config.nominal_speedup else 0
+    command = vllm_command(
+        config.model,
+        name=_name(config),
+        host=config.host,
+        port=config.port,
+        dtype=config.dtype,
+        schedules=_schedules(config, layers),
+    )
+    sys.stdout.flush()
+    # In this process's place, so that signals reach vLLM itself.
+    os.execv(command[0], command)

@@ -1,0 +1,155 @@
+"""What stands in front of every request: host, key, size; and behind it: headers, one line of log, one count."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from skipdecode.serving.auth import KeyRing
+from skipdecode.serving.errors import ApiError
+from skipdecode.serving.metrics import Metrics
+
+__all__ = ["Guard"]
+
+_LOG = logging.getLogger("skipdecode.serve")
+_CLOSED_PATHS = ("/v1/", "/tokenize", "/metrics")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", _POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cache-control", b"no-store"),
+)
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+class Guard:
+    """ASGI middleware.
+
+    Parameters
+    ----------
+    app : ASGI application
+    keys : KeyRing
+        For everything but the page, the health checks and the description of the interface.
+    max_body_bytes : int
+        Size of a request's body.
+    metrics : Metrics
+    paths : iterable of str
+        Paths that are counted by their own names; all others are counted as "other".
+    local_only : bool
+        Refuse requests whose Host is not a name of this machine: a page elsewhere that has its name point here (DNS
+        rebinding) is not to use a server that listens on loopback.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        max_body_bytes: int,
+        metrics: Metrics,
+        paths: Iterable[str],
+        local_only: bool,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+        self._local_only = local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status = 0
+        state = scope.setdefault("state", {})
+        state["outcome"] = None
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *_HEADERS, (b"x-request-id", request_id)]}
+            await send(message)
+
+        request_id = uuid.uuid4().hex.encode()
+        try:
+            self._check(scope)
+            await self._app(scope, self._counted(receive), noting)
+        except ApiError as error:
+            await _answer(error, noting)
+        finally:
+            self._note(scope, status, state["outcome"], time.perf_counter() - start, request_id)
+
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
+        if self._local_only and name not in _LOCAL:
+            message = "this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host"
+            raise ApiError(400, "invalid_value", message)
+        path: str = scope["path"]
+        if self._keys and path.startswith(_CLOSED_PATHS) and not self._keys.accepts(headers.get(b"authorization", b"")):
+            message = "no API key that is known here: send Authorization: Bearer KEY"
+            raise ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _counted(self, receive: Receive) -> Receive:
+        left = self._max_body_bytes
+
+        async def counting() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise self._too_large()
+            return message
+
+        return counting
+
+    def _too_large(self) -> ApiError:
+        message = f"the request is larger than {self._max_body_bytes} bytes"
+        return ApiError(413, "request_too_large", message, headers={"Connection": "close"})
+
+    def _note(self, scope: Scope, status: int, outcome: str | None, seconds: float, request_id: bytes) -> None:
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        outcome = outcome or _outcome(status)
+        self._metrics.requests.labels(path, outcome).inc()
+        fields = {
+            "method": scope["method"],
+            "path": scope["path"][:200],
+            "status": status,
+            "outcome": outcome,
+            "seconds": round(seconds, 4),
+            "request": request_id.decode(),
+        }
+        _LOG.info("request", extra={"fields": fields | scope["state"].get("log", {})})
+
+
+async def _answer(error: ApiError, send: Send) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _outcome(status: int) -> str:
+    if status == 0:
+        return "cancelled"
+    if status == 429:
+        return "queue_full"
+    return "error" if status >= 500 else ("refused" if status >= 400 else "ok")

@@ -1,0 +1,228 @@
+"""What clients may send, as pydantic models: OpenAI's fields and one extension. Anything else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from skipdecode.serving.errors import ApiError
+
+__all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest", "Message", "TokenizeRequest"]
+
+_MOST_STOP_CHARACTERS = 1000
+_INT64 = 2**63
+
+TokenId = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+# Fields of OpenAI's that are not implemented, with the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (False, True),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_key": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Extension(_Strict):
+    """Which layers run, and whether the client wants to know."""
+
+    schedule: str | None = Field(None, description="one of the names of /v1/models")
+    budget: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="a constant number of layers after the prompt; at most all layers run"
+    )
+    trace: bool = Field(False, description="report the number of layers of each token")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Extension:
+        if self.schedule is not None and self.budget is not None:
+            message = "schedule and budget both say which layers run: give one of them"
+            raise ApiError(400, "invalid_value", message, "skipdecode")
+        return self
+
+
+class StreamOptions(_Strict):
+    """Of a stream."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(_Strict):
+    """What completions and chats have in common."""
+
+    model: str | None = Field(None, description="the served name, or left out")
+    n: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    logit_bias: dict[BiasKey, Bias] | None = Field(None, max_length=1000)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    skipdecode: Extension | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name not in _NEUTRAL or name in cls.model_fields:
+                kept[name] = value
+            elif value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
+                accepted = "".join(f", or give {neutral!r}" for neutral in _NEUTRAL[name])
+                message = f"{name} is not implemented: leave it out{accepted}"
+                raise ApiError(400, "unsupported_field", message, name)
+        return kept
+
+    @model_validator(mode="after")
+    def _options_of_streams(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options belongs to a stream: give stream=true, or leave it out"
+            raise ApiError(400, "invalid_value", message, "stream_options")
+        return self
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Most new tokens, if the client says so."""
+        return self.max_tokens
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many likeliest tokens are reported; None if no log-probabilities are."""
+        return None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return () if self.stop is None else ((self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+
+    @property
+    def extension(self) -> Extension:
+        """The extension, with its defaults."""
+        return self.skipdecode or Extension(schedule=None, budget=None, trace=False)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """See `GenerationRequest`."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry for each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        whole: Any = self.prompt
+        return [whole] if isinstance(whole[0], int) else list(whole)
+
+
+class TextPart(_Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = Field(None, description="accepted and not used")
+
+    def plain(self) -> dict[str, str]:
+        """For the chat template."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ChatRequest:
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            message = "max_tokens and max_completion_tokens differ: give one of them"
+            raise ApiError(400, "invalid_value", message, "max_completion_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "invalid_value", "top_logprobs needs logprobs=true", "top_logprobs")
+        return self
+
+    @property
+    def new_tokens(self) -> int | None:
+        """See `GenerationRequest`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """See `GenerationRequest`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(_Strict):
+    """Body of /tokenize: one of the two."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "invalid_value", "give prompt or messages, one of the two", "prompt")
+        return self
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

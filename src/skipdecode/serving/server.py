@@ -1,0 +1,71 @@
+"""Runs the application under uvicorn until a signal; then no new connection is taken, and the running requests end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import dataclass
+
+import uvicorn
+
+from skipdecode.serving.app import create_app
+from skipdecode.serving.auth import KeyRing
+from skipdecode.serving.logs import log_config
+from skipdecode.serving.service import Service
+
+__all__ = ["Binding", "is_loopback", "make_server", "run_server"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where and how the server listens.
+
+    Parameters
+    ----------
+    host, port
+        Address; port 0 takes a free one.
+    drain_seconds : float
+        How long running requests may go on after a signal.
+    max_connections : int
+        Open connections; beyond that new ones are answered with 503.
+    log_level : str
+        Of the logs.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_seconds: float = 30.0
+    max_connections: int = 2048
+    log_level: str = "info"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def make_server(service: Service, binding: Binding, keys: KeyRing | None = None) -> uvicorn.Server:
+    """A uvicorn server; its `run` returns once it is stopped."""
+    app = create_app(service, keys=keys, local_only=is_loopback(binding.host))
+    config = uvicorn.Config(
+        app,
+        host=binding.host,
+        port=binding.port,
+        log_config=log_config(binding.log_level),
+        access_log=False,
+        server_header=False,
+        limit_concurrency=binding.max_connections,
+        timeout_graceful_shutdown=max(1, round(binding.drain_seconds)),
+        timeout_keep_alive=30,
+    )
+    return uvicorn.Server(config)
+
+
+def run_server(service: Service, binding: Binding, keys: KeyRing | None = None) -> bool:
+    """Serve until SIGINT or SIGTERM; False if the address cannot be used."""
+    server = make_server(service, binding, keys)
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises the signal that stopped it again; a drained server has ended well.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+    server.run()
+    return bool(server.started)

@@ -1,0 +1,122 @@
+"""The model behind the server: loaded, with its schedules, its lanes and its worker. Knows nothing about HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.geometry import ModelGeometry
+from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.schedule import Schedule
+from skipdecode.serving.catalog import Catalog
+from skipdecode.serving.gated_lane import GatedLane
+from skipdecode.serving.intake import Intake
+from skipdecode.serving.lanes import EngineLane, KvSize, Lane, fast_lanes
+from skipdecode.serving.limits import Limits
+from skipdecode.serving.metrics import Metrics
+from skipdecode.serving.ticket import Choice
+from skipdecode.serving.worker import Worker
+from skipdecode.textgen.engines import open_fast
+from skipdecode.textgen.prompts import context_length
+from skipdecode.textgen.transformers_backend import end_tokens
+
+__all__ = ["Service", "open_service"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """What the paths of the server need.
+
+    Parameters
+    ----------
+    name : str
+        Of the model, as clients see it.
+    catalog : Catalog
+    intake : Intake
+    worker : Worker
+    metrics : Metrics
+    limits : Limits
+    token_text : callable
+        Text of a single token.
+    kv_bytes_most : int
+        Most bytes of keys and values that the limits allow.
+    """
+
+    name: str
+    catalog: Catalog
+    intake: Intake
+    worker: Worker
+    metrics: Metrics
+    limits: Limits
+    token_text: Callable[[int], str]
+    kv_bytes_most: int
+
+
+def open_service(
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    carried: Schedule | None = None,
+    others: Sequence[Schedule] = (),
+    engine: str = "auto",
+    limits: Limits | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Service:
+    """A service for a loaded model; its worker is not started yet.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+        Its projection weights may be fused in place.
+    tokenizer : transformers tokenizer
+    name : str
+        As clients see it.
+    carried : Schedule or None
+        The checkpoint's own schedule, the default of requests.
+    others : sequence of Schedule
+        Further schedules.
+    engine : {"auto", "fast", "transformers"}
+    limits : Limits, optional
+    note : callable
+        Told one line where the choice of the engine needs a word.
+
+    Raises
+    ------
+    UsageError, ScheduleError, UnsupportedModelError
+    """
+    limits = limits or Limits()
+    plain = unwrap(model)
+    num_layers = len(decoder_layers(plain))
+    catalog = Catalog(num_layers, carried, others)
+    fast = open_fast(model, engine, note)
+    lanes, kv_size = _lanes(model, fast, catalog, limits)
+    metrics = Metrics(num_layers)
+    context = context_length(plain)
+    vocab_size = plain.get_input_embeddings().weight.shape[0]
+    intake = Intake(tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits)
+    longest = limits.max_prompt_tokens + limits.max_new_tokens
+    return Service(
+        name=name,
+        catalog=catalog,
+        intake=intake,
+        worker=Worker(lanes, num_layers, kv_size, limits, metrics),
+        metrics=metrics,
+        limits=limits,
+        token_text=lambda token: str(tokenizer.decode([token])),
+        kv_bytes_most=limits.max_rows * kv_size.of(min(longest, context or longest), num_layers),
+    )
+
+
+def _lanes(model: Any, fast: FastModel | None, catalog: Catalog, limits: Limits) -> tuple[list[Lane[Choice]], KvSize]:
+    if fast is None:
+        plain = unwrap(model)
+        geometry = ModelGeometry.from_config(plain.config, plain.dtype.itemsize)
+        kv_size = KvSize(1, round(geometry.kv_bytes_per_token()))
+        return [GatedLane(model, limits.max_rows, kv_size)], kv_size
+    kv = fast.new_kv()
+    schedules = [*catalog.schedules(), catalog.budget_schedule()]
+    lanes: list[EngineLane[Choice]] = fast_lanes(fast, schedules, limits.max_rows)
+    return [*lanes], KvSize(kv.page_tokens, kv.page_bytes)

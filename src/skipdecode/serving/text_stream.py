@@ -1,0 +1,114 @@
+"""Text of one choice while its tokens come in: whole characters, and nothing that may turn out to be a stop string."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from skipdecode.decoding.requests import StepOutput
+
+__all__ = ["Piece", "TextStream"]
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Piece(NamedTuple):
+    """A token and the text that it adds."""
+
+    output: StepOutput
+    text: str
+
+
+class TextStream:
+    """Turns a choice's tokens into text.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    stops : tuple of str
+        The text ends before the first of them. None empty.
+
+    Attributes
+    ----------
+    stopped : bool
+        Whether a stop string was found; nothing may be pushed after that.
+    """
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()) -> None:
+        self._decoder = _Decoder(tokenizer)
+        self._stops = stops
+        self._pending: deque[Piece] = deque()
+        self._tail = ""  # text of the pending pieces
+        self.stopped = False
+
+    def push(self, output: StepOutput) -> list[Piece]:
+        """Take the next token; returns those whose text is decided now. Of the last token all that is held back."""
+        text = self._decoder.push(output.token)
+        last = output.finish_reason is not None
+        if last:
+            text += self._decoder.rest()
+        self._pending.append(Piece(output, text))
+        self._tail += text
+        found = [at for stop in self._stops if (at := self._tail.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            return self._cut(min(found))
+        return self._release(0 if last else self._held())
+
+    def _held(self) -> int:
+        """Length of the longest end of the text that is the beginning of a stop string."""
+        lengths = (
+            size
+            for stop in self._stops
+            for size in range(min(len(stop) - 1, len(self._tail)), 0, -1)
+            if self._tail.endswith(stop[:size])
+        )
+        return max(lengths, default=0)
+
+    def _release(self, held: int) -> list[Piece]:
+        free = len(self._tail) - held
+        pieces = []
+        while self._pending and len(self._pending[0].text) <= free:
+            free -= len(self._pending[0].text)
+            pieces.append(self._pending.popleft())
+        self._tail = "".join(piece.text for piece in self._pending)
+        return pieces
+
+    def _cut(self, length: int) -> list[Piece]:
+        pieces = []
+        for output, text in self._pending:
+            pieces.append(Piece(output, text[:length]))
+            length -= len(pieces[-1].text)
+        return pieces
+
+
+class _Decoder:
+    """Text of tokens one by one, for tokenizers whose text of a token depends on the tokens before it.
+
+    Decodes a window that begins at a token boundary where the text was whole. Text that ends in a replacement character
+    is held back: the character's other bytes may come.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._known_tokens = 0
+        self._known = ""
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._text(self._window)
+        if len(text) <= len(self._known) or text.endswith(_UNFINISHED):
+            return ""
+        new = text[len(self._known) :]
+        self._window = self._window[self._known_tokens :]
+        self._known_tokens = len(self._window)
+        self._known = self._text(self._window)
+        return new
+
+    def rest(self) -> str:
+        """What is held back."""
+        return self._text(self._window)[len(self._known) :]
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
