@@ -7,6 +7,8 @@
 The first form generates an output for every record, next to the same model at full depth on the same batches in turn,
 scores it, and writes OUT/run.json and OUT/outputs.jsonl; if it is interrupted, the same command goes on.
 The second does so for several methods, which take turns and share full depth; each gets a directory of its own in OUT.
+Full depth and schedules run on the fast engine where it covers the model (--engine); calm, self_speculation and
+prompt_lookup run through transformers, next to full depth there.
 The third form reads such runs and compares all of them to the first.
 """
 
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.engine_options import EngineOptions
 from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
@@ -40,7 +43,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MethodOptions, ModelOptions):
+class Config(MethodOptions, ModelOptions, EngineOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
@@ -182,6 +185,7 @@ def _runs(
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
     from skipdecode.methods.base import end_tokens
+    from skipdecode.methods.engined import on_engine
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.hub import load_model
     from skipdecode.textgen.prompts import context_length
@@ -200,11 +204,14 @@ def _runs(
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
         check_directory(place, overwrite=config.overwrite)
         methods[place] = method
+    bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note)
+    _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
     subject = Subject(
         loaded.model,
         loaded.tokenizer,
         end_tokens(loaded.model, loaded.tokenizer),
         context_length(unwrap(loaded.model)),
+        full,
     )
     about = {
         "name": config.name,
@@ -215,6 +222,7 @@ def _runs(
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
     }
+    methods = dict(zip(methods, bound, strict=True))
     return evaluate(subject, methods, task, records, metrics, settings, out=directory, config=about, progress=_bars())
 
 

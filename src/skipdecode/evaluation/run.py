@@ -24,7 +24,6 @@ from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import teacher_forced
 from skipdecode.methods.base import Method
-from skipdecode.methods.full import Full
 from skipdecode.schedule import Schedule
 
 __all__ = ["evaluate"]
@@ -85,7 +84,7 @@ def evaluate(
         "data_sha256": records.digest(),
         "skipped_records": [list(entry) for entry in records.skipped],
     }
-    kept = Kept(out, {**about, "methods": [m.settings() for m in methods.values()], "prompts": prompts})
+    kept = Kept(out, {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts})
     found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
     runs = []
     for (directory, method), outputs in zip(methods.items(), found, strict=True):
@@ -113,10 +112,12 @@ def _generate(
     settings: Settings,
     progress: Progress,
 ) -> list[Outputs]:
-    """The outputs of each method, next to the one full depth that ran beside all."""
+    """The outputs of each method, next to the one full depth that ran beside all on the same engine."""
     sides = list(methods)
-    if settings.full_depth and not any(isinstance(side, Full) for side in sides):
-        sides.append(Full())
+    if settings.full_depth:
+        there = {side.engine for side in sides if side.full_depth}
+        used = {side.engine for side in sides}
+        sides += [full for full in subject.full if full.engine in used - there]
     with progress.stage("generate", len(prompts)) as bar:
         found = generate_all(
             subject.model,
@@ -128,9 +129,12 @@ def _generate(
             eos=subject.eos,
             progress=bar.update,
         )
-    full = next((given for side, given in zip(sides, found, strict=True) if isinstance(side, Full)), None)
+    full = {side.engine: given for side, given in zip(sides, found, strict=True) if side.full_depth}
     # Full depth is not compared with itself.
-    return [Outputs(given, None if given is full else full) for given in found[: len(methods)]]
+    return [
+        Outputs(given, None if method.full_depth else full.get(method.engine))
+        for method, given in zip(methods, found, strict=False)
+    ]
 
 
 def _rows(
@@ -233,7 +237,7 @@ def _document(
 
 
 def _speed(method: Method, outputs: Outputs, settings: Settings) -> dict[str, Any]:
-    yardstick = isinstance(method, Full)
+    yardstick = method.full_depth
     measured = outputs.speedup(seed=settings.seed, resamples=settings.resamples)
     nominal = 1.0 if yardstick else None if method.schedule is None else method.schedule.nominal_speedup
     return {
@@ -241,6 +245,7 @@ def _speed(method: Method, outputs: Outputs, settings: Settings) -> dict[str, An
         "measured_speedup": 1.0 if yardstick else None if measured is None else measured.estimate,
         "measured_speedup_interval": None if measured is None else measured.to_dict(),
         "measured_speedup_with_prompt": 1.0 if yardstick else outputs.speedup_with_prompt(),
+        "engine": method.engine,
         "speed": outputs.timing.to_dict(),
         "full_depth_speed": outputs.full_timing.to_dict() if outputs.full_timing.rows else None,
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from skipdecode.errors import UsageError
+from skipdecode.methods.base import Method
+from skipdecode.methods.full import Full
 
 __all__ = ["Progress", "Settings", "Subject"]
 
@@ -60,12 +63,15 @@ class Subject:
         Tokens that end an output.
     context : int, optional
         Tokens that the model's positions reach.
+    full : sequence of Method
+        Full depth on every engine that methods use: each method is compared with the one on its own.
     """
 
     model: Any
     tokenizer: Any
     eos: set[int]
     context: int | None = None
+    full: Sequence[Method] = field(default_factory=lambda: (Full(),))
 
 
 class Progress:

@@ -27,7 +27,9 @@ def bounds_text(interval: Interval | None, *, signed: bool = False) -> str:
 def runs_cells(runs: Sequence[Run]) -> list[list[str]]:
     """Heading and a row a run: speed, depth, every score with half the width of its interval."""
     names = metric_names(runs)
-    rows = [["run", "n", "nominal speed-up", "measured speed-up", "layers/token", "ms/position", *names]]
+    rows = [
+        ["run", "n", "nominal speed-up", "measured speed-up", "layers/token", "engine", "tokens/s", "seconds", *names]
+    ]
     for run in runs:
         speed = run.data.get("speed") or {}
         cells = [
@@ -36,7 +38,9 @@ def runs_cells(runs: Sequence[Run]) -> list[list[str]]:
             _number(run.data.get("nominal_speedup")),
             _number(run.measured_speedup),
             _number(speed.get("layers_per_token")),
-            _number(speed.get("ms_per_position")),
+            str(run.data.get("engine", "-")),
+            _number(speed.get("tokens_per_s")),
+            _number(speed.get("seconds")),
         ]
         rows.append([*cells, *(_score(run, name) for name in names)])
     return rows

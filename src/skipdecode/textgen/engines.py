@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from skipdecode.decoding.fast_model import FastModel
-from skipdecode.decoding.model_spec import UnfitModelError
-from skipdecode.errors import UsageError
+from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.schedule import Schedule
 from skipdecode.textgen.backend import ENGINES, Backend
 from skipdecode.textgen.engine_backend import EngineBackend
 from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
 
-__all__ = ["BackendSource", "open_backends"]
+__all__ = ["BackendSource", "open_backends", "open_fast"]
 
 
 class BackendSource:
@@ -51,7 +50,12 @@ class BackendSource:
 
 
 def open_backends(model: Any, tokenizer: Any, engine: str, note: Callable[[str], None]) -> BackendSource:
-    """The engine for a model.
+    """The engine for a model, as a source of backends; see `open_fast`."""
+    return BackendSource(model, tokenizer, open_fast(model, engine, note))
+
+
+def open_fast(model: Any, engine: str, note: Callable[[str], None]) -> FastModel | None:
+    """The fast path of a model; None where it is to run through transformers.
 
     Parameters
     ----------
@@ -70,7 +74,7 @@ def open_backends(model: Any, tokenizer: Any, engine: str, note: Callable[[str],
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")
     if engine == "transformers":
-        return BackendSource(model, tokenizer, None)
+        return None
     merged = hasattr(model, "get_base_model")
     try:
         fast = FastModel(_merged_copy(model) if merged else unwrap(model))
@@ -78,17 +82,17 @@ def open_backends(model: Any, tokenizer: Any, engine: str, note: Callable[[str],
         if engine == "fast":
             raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None
         note(f"decoding through transformers, several times slower than the fast engine: {e}")
-        return BackendSource(model, tokenizer, None)
+        return None
     if fast.hint and engine == "auto":
         note(f"decoding through transformers: {fast.hint}")
-        return BackendSource(model, tokenizer, None)
+        return None
     if fast.hint:
         note(f"the fast engine runs without its kernels: {fast.hint}")
     if merged:
         note(
             "the adapter is merged into a copy of the weights for the fast engine; --engine transformers keeps it apart"
         )
-    return BackendSource(model, tokenizer, fast)
+    return fast
 
 
 def _merged_copy(model: Any) -> Any:

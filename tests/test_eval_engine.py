@@ -1,0 +1,119 @@
+"""Evaluation on the fast engine: the texts of transformers, and a run that says what ran and how fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.evaluation.results import Run, load_run
+from skipdecode.kernels import build
+from skipdecode.methods.calm import Calm
+from skipdecode.methods.engined import Engined, on_engine
+from skipdecode.methods.full import Full
+from skipdecode.methods.scheduled import Scheduled
+from textgen_tools import save_tiny_model, write_rows
+from tiny import LAYERS, tiny_model
+
+PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [11, 12], list(range(20, 50))]
+SCHEDULE = Schedule.from_speedup(LAYERS, 2, 12)
+ROWS = [{"text": "ab" * (i % 4 + 1), "answer": f"answer number {i}"} for i in range(9)]
+TASK = 'name: mine\nprompt: "{text}:"\nreferences: [answer]\nmax_new_tokens: 12\nmetrics: [bleu]\n'
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    try:
+        build.load_library()
+    except build.KernelBuildError as e:
+        pytest.skip(str(e))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("method", [Full(), Scheduled(SCHEDULE)], ids=["full", "schedule"])
+def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, method: Any):
+    model = tiny_model(family)
+    ends = {method.generate(model, PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
+    expected = method.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
+    fast = Engined(method, FastModel(model))
+    found = fast.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
+    assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
+        expected.tokens,
+        expected.layer_tokens,
+        expected.fed_tokens,
+    )
+    assert found.prompt_seconds > 0 < found.decode_seconds
+    assert (fast.name, fast.settings(), fast.full_depth) == (method.name, method.settings(), method.full_depth)
+
+
+def test_other_methods_and_families_stay_on_transformers():
+    notes: list[str] = []
+    calm, full = Calm(), Full()
+    methods, beside = on_engine([full, calm], tiny_model("llama"), "auto", notes.append)
+    assert [(m.name, m.engine) for m in methods] == [("full", "fast"), (calm.name, "transformers")]
+    assert {m.engine for m in beside} == {"fast", "transformers"}
+    assert notes == [f"{calm.name}: no schedule, so it runs through transformers, next to full depth there"]
+    methods, beside = on_engine([full], tiny_model("gpt2"), "auto", notes.append)
+    assert (methods, [m.engine for m in beside]) == ([full], ["transformers"])
+    assert "no fast path for model type 'gpt2'" in notes[-1]
+
+
+# ---------------------------------------------------------------------- the verb
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("eval")
+    save_tiny_model(path / "model")
+    write_rows(path / "data.jsonl", ROWS)
+    (path / "mine.yaml").write_text(TASK)
+    return path
+
+
+def evaluate(place: Path, *more: str) -> int:
+    fixed = [str(place / "model"), "--task", str(place / "mine.yaml"), "--data", str(place / "data.jsonl")]
+    return main(["eval", *fixed, "--resamples", "50", "--batch-size", "4", *more])
+
+
+def runs(place: Path) -> dict[str, Run]:
+    return {path.name: load_run(path) for path in place.iterdir() if path.is_dir()}
+
+
+def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = {}
+    for engine in ("auto", "transformers"):
+        out = tmp_path / engine
+        assert (
+            evaluate(
+                place, "--out", str(out), "--engine", engine, "--methods", "full", "skipdecode:2", "--seq-len", "8"
+            )
+            == 0
+        )
+        found[engine] = runs(out)
+    for name, fast in found["auto"].items():
+        slow = found["transformers"][name]
+        assert (fast.data["engine"], slow.data["engine"]) == ("fast", "transformers")
+        assert fast.outputs == slow.outputs
+        assert fast.data["metrics"] == slow.data["metrics"]
+        for key in ("fed_tokens", "layer_tokens", "layers_per_token", "positions"):
+            assert fast.data["speed"][key] == slow.data["speed"][key]
+        assert fast.data["speed"]["tokens_per_s"] > 0 < fast.data["speed"]["seconds"]
+    assert found["auto"]["skipdecode-2x"].measured_speedup > 0
+    assert "| fast " in capsys.readouterr().out
+
+
+def test_each_method_is_measured_against_full_depth_on_its_own_engine(place: Path, tmp_path: Path):
+    assert evaluate(place, "--out", str(tmp_path), "--methods", "skipdecode:2", "calm", "--seq-len", "8") == 0
+    one, two = runs(tmp_path)["skipdecode-2x"], next(r for n, r in runs(tmp_path).items() if n.startswith("calm"))
+    assert (one.data["engine"], two.data["engine"]) == ("fast", "transformers")
+    assert one.measured_speedup > 0 < two.measured_speedup
+    assert one.data["full_depth_speed"] != two.data["full_depth_speed"]
+
+
+def test_fast_is_refused_for_what_it_cannot_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert evaluate(place, "--out", str(tmp_path / "x"), "--engine", "fast", "--method", "calm") == 2
+    assert "--engine fast does not run calm-softmax-0.9: give --engine auto" in capsys.readouterr().err
