@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skipdecode.serving.errors import ApiError
 
@@ -14,8 +14,18 @@ __all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest",
 _MOST_STOP_CHARACTERS = 1000
 _INT64 = 2**63
 
+
+def _whole_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_text)]
 TokenId = Annotated[int, Field(ge=0)]
-Stop = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+Stop = Annotated[Text, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -141,8 +151,8 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
+        Text
+        | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
@@ -165,14 +175,14 @@ class TextPart(_Strict):
     """A part of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = Field(None, description="accepted and not used")
 
     def plain(self) -> dict[str, str]:
@@ -214,7 +224,7 @@ class TokenizeRequest(_Strict):
     """Body of /tokenize: one of the two."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")

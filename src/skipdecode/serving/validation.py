@@ -16,6 +16,8 @@ _ACCEPTED = {
     "logit_bias": "give token ids (as text) with numbers from -100 to 100",
 }
 
+_LONGEST_NAME = 100
+
 
 def explain(errors: Sequence[Any]) -> ApiError:
     """The error for a client, from pydantic's list of errors."""
@@ -23,7 +25,7 @@ def explain(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, "invalid_value", "the request is not valid")
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
-    param = ".".join(str(part) for part in path) or None
+    param = _field(path)
     kind = first["type"]
     if kind == "json_invalid":
         return ApiError(400, "invalid_json", "the body is not JSON")
@@ -35,9 +37,14 @@ def explain(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, "invalid_value", f"the field {param} is missing", param)
     for name, accepted in _ACCEPTED.items():
         if name in path:
-            param = ".".join(str(part) for part in path[: path.index(name) + 1])
+            param = _field(path[: path.index(name) + 1])
             return ApiError(400, "invalid_value", f"{param} is not accepted: {accepted}", param)
     return ApiError(400, "invalid_value", f"{param} is not accepted: {_lower(first['msg'])}", param)
+
+
+def _field(path: list[Any]) -> str:
+    """The field's name; what a client made up is cut to what can be sent back."""
+    return ".".join(str(part) for part in path)[:_LONGEST_NAME].encode("utf-8", "replace").decode()
 
 
 def _lower(message: str) -> str:

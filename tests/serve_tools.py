@@ -1,0 +1,126 @@
+"""A tiny model behind a real server on a free port of this machine, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from checkpoints import byte_tokenizer
+from skipdecode import Schedule
+from skipdecode.decoding import Engine, Request, Sampling
+from skipdecode.serving.auth import KeyRing
+from skipdecode.serving.limits import Limits
+from skipdecode.serving.server import Binding, make_server
+from skipdecode.serving.service import Service, open_service
+from tiny import LAYERS, tiny_model
+
+CONTEXT = 2048
+NESTED = Schedule.from_speedup(LAYERS, 2, 16, name="nested")
+OTHER_ORDER = Schedule.even(LAYERS, (6, 5, 4), name="even")
+SCHEDULES = {"full": Schedule.full(LAYERS), "nested": NESTED, "even": OTHER_ORDER}
+
+
+def tiny_served_model(family: str = "llama") -> Any:
+    model = tiny_model(family, vocab_size=259, max_position_embeddings=CONTEXT)
+    model.generation_config.eos_token_id = 2
+    return model
+
+
+def tiny_service(
+    *, family: str = "llama", engine: str = "fast", carried: Schedule | None = None, **limits: Any
+) -> Service:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return open_service(
+            tiny_served_model(family),
+            byte_tokenizer(),
+            name="tiny",
+            carried=carried,
+            others=(NESTED, OTHER_ORDER),
+            engine=engine,
+            limits=Limits(**limits),
+        )
+
+
+@contextlib.contextmanager
+def running(service: Service, keys: KeyRing | None = None, drain_seconds: float = 5.0) -> Iterator[httpx.Client]:
+    """A client of the service's server; the server is stopped at the end."""
+    server = make_server(service, Binding(port=0, drain_seconds=drain_seconds, log_level="warning"), keys)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started or not thread.is_alive())
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            client.server = server
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def until(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def slowed(service: Service, seconds: float) -> Service:
+    """The service with steps that take at least so long, so that there is time to do something meanwhile."""
+    for lane in service.worker._lanes:
+        lane.step = _later(lane.step, seconds)
+    return service
+
+
+def _later(step: Any, seconds: float) -> Any:
+    def stepped() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    return stepped
+
+
+def offline(prompt: str, new: int, schedule: Schedule = SCHEDULES["full"], sampling: Sampling | None = None) -> Any:
+    """Tokens, their text and their layers, from the engine alone."""
+    tokenizer = byte_tokenizer()
+    request = Request(tuple(tokenizer(prompt).input_ids), new, sampling or Sampling(), frozenset({2}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        outputs = list(Engine(tiny_served_model(), schedule).run([request]))
+    tokens = [out.token for out in outputs]
+    return tokens, tokenizer.decode(tokens, skip_special_tokens=True), [out.layers for out in outputs]
+
+
+def greedy(**fields: Any) -> dict[str, Any]:
+    return {"temperature": 0, **fields}
+
+
+def events(client: httpx.Client, path: str, body: dict[str, Any]) -> list[Any]:
+    """The chunks of a stream; checks its frame."""
+    with client.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def streamed_text(chunks: list[Any], index: int = 0) -> str:
+    choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+    return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
+
+
+def is_idle(service: Service) -> bool:
+    """Whether no row, no keys and values and no waiting choice is left."""
+    names = ("running_rows", "kv_bytes_held", "kv_bytes_saved", "queue_length")
+    return not any(service.metrics.value(name) for name in names)

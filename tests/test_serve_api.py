@@ -1,0 +1,413 @@
+"""What clients of the server see: answers equal to offline decoding, OpenAI's shapes, refusals that name the field."""
+
+from __future__ import annotations
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serve_tools import (
+    CONTEXT,
+    NESTED,
+    SCHEDULES,
+    events,
+    greedy,
+    is_idle,
+    offline,
+    running,
+    streamed_text,
+    tiny_service,
+    until,
+)
+from skipdecode.decoding import Sampling
+from skipdecode.textgen.row_seeds import row_seed
+from tiny import LAYERS
+
+NEW = 24
+PROMPTS = ["hello", "a longer prompt, to be cut into pages of keys", "z", "to be or not"]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+RENDERED = "<user>hello<assistant>"
+
+
+@pytest.fixture(scope="module")
+def service():
+    return tiny_service()
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    with running(service) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(service):
+    yield
+    until(lambda: is_idle(service))
+
+
+def post(client, path, body, status=200):
+    response = client.post(path, json=body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+# ---------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_completions_are_the_offline_ones_streamed_or_not(client, schedule):
+    tokens, text, layers = offline(PROMPTS[0], NEW, SCHEDULES[schedule])
+    body = greedy(prompt=PROMPTS[0], max_tokens=NEW, skipdecode={"schedule": schedule, "trace": True})
+    whole = post(client, COMPLETIONS, body)
+    choice = whole["choices"][0]
+    assert choice["text"] == text
+    trace = choice["skipdecode"]["tokens"]
+    assert [t["id"] for t in trace] == tokens
+    assert [t["layers"] for t in trace] == layers
+    assert [t["position"] for t in trace] == list(range(len(tokens)))
+    assert "".join(t["text"] for t in trace) == text
+    chunks = events(client, COMPLETIONS, body)
+    assert streamed_text(chunks) == text
+    assert [t for c in chunks for t in c["choices"][0]["skipdecode"]["tokens"]] == trace
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [
+        "length" if len(tokens) == NEW else "stop"
+    ]
+    same = ("schedule", "prompt_tokens", "completion_tokens", "layers_run", "layers_full", "kv_bytes", "layer_sets")
+    assert {k: whole["skipdecode"][k] for k in same} == {k: chunks[-1]["skipdecode"][k] for k in same}
+    assert not any("skipdecode" in c for c in chunks[:-1])
+
+
+def test_the_summary_adds_up(client):
+    body = greedy(prompt=PROMPTS[1], max_tokens=NEW, n=2, skipdecode={"schedule": "nested", "trace": True})
+    answer = post(client, COMPLETIONS, body)
+    found, traces = answer["skipdecode"], [c["skipdecode"]["tokens"] for c in answer["choices"]]
+    assert traces[0] == traces[1]
+    assert len(traces[0]) == NEW
+    assert found["schedule"] == "nested"
+    assert found["prompt_tokens"] == answer["usage"]["prompt_tokens"] == len(PROMPTS[1])
+    assert found["completion_tokens"] == answer["usage"]["completion_tokens"] == 2 * NEW
+    assert answer["usage"]["total_tokens"] == len(PROMPTS[1]) + 2 * NEW
+    assert found["layers_run"] == sum(t["layers"] for trace in traces for t in trace)
+    assert found["layers_full"] == 2 * NEW * LAYERS
+    assert found["kv_bytes"] < found["kv_bytes"] + found["kv_bytes_saved"]
+    assert found["kv_bytes"] * LAYERS == (found["kv_bytes"] + found["kv_bytes_saved"]) * traces[0][-1]["layers"]
+    assert set(found["layer_sets"]) == {str(t["layers"]) for t in traces[0]}
+    for budget, layers in found["layer_sets"].items():
+        assert layers == sorted(set(range(LAYERS)) - set(NESTED.drop_order[: LAYERS - int(budget)]))
+    assert found["first_token_s"] > 0
+    assert found["tokens_per_s"] == pytest.approx((2 * NEW - 2) / found["decode_s"], rel=0.01)
+
+
+def test_schedules_mixed_in_one_batch_change_nothing(client):
+    asked = [(p, s) for p in PROMPTS for s in ({"schedule": name} for name in SCHEDULES)]
+    asked += [(p, {"budget": 3}) for p in PROMPTS]
+
+    def answer(case):
+        body = greedy(prompt=case[0], max_tokens=NEW, skipdecode=case[1])
+        return streamed_text(events(client, COMPLETIONS, body))
+
+    alone = [answer(case) for case in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(answer, asked)) == alone
+    assert len(set(alone)) > len(PROMPTS)  # the schedules do make a difference
+
+
+def test_chat_is_the_template_s_completion(client):
+    body = greedy(messages=MESSAGES, max_tokens=NEW)
+    answer = post(client, CHAT, body)
+    _, text, _ = offline(RENDERED, NEW)
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    parts = greedy(
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}], max_completion_tokens=NEW
+    )
+    assert post(client, CHAT, parts)["choices"] == answer["choices"]
+    chunks = events(client, CHAT, body)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert streamed_text(chunks) == text
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert len({c["id"] for c in chunks}) == 1
+
+
+def test_prompts_as_lists_and_token_ids(client):
+    texts = [post(client, COMPLETIONS, greedy(prompt=p, max_tokens=4))["choices"][0]["text"] for p in PROMPTS]
+    ids = [post(client, "/tokenize", {"prompt": p})["tokens"] for p in PROMPTS]
+    for prompt in (PROMPTS, ids):
+        choices = post(client, COMPLETIONS, greedy(prompt=prompt, max_tokens=4))["choices"]
+        assert [c["text"] for c in choices] == texts
+        assert [c["index"] for c in choices] == list(range(len(PROMPTS)))
+    assert post(client, COMPLETIONS, greedy(prompt=ids[1], max_tokens=4))["choices"][0]["text"] == texts[1]
+
+
+def test_n_and_seed(client):
+    body = {"prompt": PROMPTS[0], "max_tokens": NEW, "n": 3, "seed": 11, "temperature": 1.0, "top_p": 0.9}
+    first, again = (post(client, COMPLETIONS, body)["choices"] for _ in range(2))
+    assert first == again
+    texts = [c["text"] for c in first]
+    assert len(set(texts)) == 3
+    for index, text in enumerate(texts):
+        sampling = Sampling(temperature=1.0, top_p=0.9, seed=row_seed(11, index))
+        assert offline(PROMPTS[0], NEW, sampling=sampling)[1] == text
+    chunks = events(client, COMPLETIONS, body)
+    assert [streamed_text(chunks, i) for i in range(3)] == texts
+    unseeded = {post(client, COMPLETIONS, body | {"seed": None, "n": 1})["choices"][0]["text"] for _ in range(3)}
+    assert len(unseeded) == 3
+
+
+def test_stop_strings_end_the_text(client):
+    body = greedy(prompt=PROMPTS[0], max_tokens=60, skipdecode={"trace": True})
+    text = post(client, COMPLETIONS, body)["choices"][0]["text"]
+    stop = re.search(r"(?<=.{8})[^\ufffd]{2}", text, re.DOTALL).group()
+    for stops in (stop, ["never to be found", stop]):
+        choice = post(client, COMPLETIONS, body | {"stop": stops})["choices"][0]
+        assert choice["text"] == text[: text.index(stop)]
+        assert choice["finish_reason"] == "stop"
+        assert "".join(t["text"] for t in choice["skipdecode"]["tokens"]) == choice["text"]
+        assert streamed_text(events(client, COMPLETIONS, body | {"stop": stops})) == choice["text"]
+
+
+def test_the_end_token_ends_the_text(client):
+    answer = post(client, COMPLETIONS, greedy(prompt="x", max_tokens=NEW, logit_bias={"2": 100}))
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["text"] == ""
+    assert answer["usage"]["completion_tokens"] == 1
+    assert answer["skipdecode"]["tokens_per_s"] is None
+
+
+def test_logprobs(client):
+    body = greedy(prompt=PROMPTS[0], max_tokens=5)
+    plain = post(client, COMPLETIONS, body)["choices"][0]
+    assert plain["logprobs"] is None
+    found = post(client, COMPLETIONS, body | {"logprobs": 2})["choices"][0]["logprobs"]
+    assert [len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [5] * 4
+    assert [max(top.values()) for top in found["top_logprobs"]] == pytest.approx(found["token_logprobs"], abs=1e-4)
+    chat = greedy(messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3)
+    content = post(client, CHAT, chat)["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [3] * 5
+    assert [e["top_logprobs"][0]["token"] for e in content] == [e["token"] for e in content]
+    assert all(bytes(e["bytes"]).decode() == e["token"] for e in content)
+    chunks = events(client, CHAT, chat)
+    assert [e for c in chunks[1:] for e in c["choices"][0]["logprobs"]["content"]] == content
+
+
+def test_usage_in_streams(client):
+    body = greedy(prompt="x", max_tokens=3, stream_options={"include_usage": True})
+    chunks = events(client, COMPLETIONS, body)
+    assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert chunks[-1]["skipdecode"]["completion_tokens"] == 3
+    assert "usage" not in events(client, COMPLETIONS, greedy(prompt="x", max_tokens=3))[-1]
+
+
+def test_models(client):
+    listed = client.get("/v1/models").json()
+    entry = listed["data"][0]
+    assert client.get("/v1/models/tiny").json() == entry
+    assert client.get("/v1/models/other/model").json()["error"]["code"] == "model_not_found"
+    found = entry["skipdecode"]
+    assert (found["num_layers"], found["default_schedule"]) == (LAYERS, "full")
+    assert {s["name"]: s["budgets"] for s in found["schedules"]} == {
+        name: list(schedule.budgets) for name, schedule in SCHEDULES.items()
+    }
+    assert found["budget"] == {"least": 2, "most": LAYERS, "drop_order": list(NESTED.drop_order)}
+
+
+def test_a_carried_schedule_is_the_default():
+    with running(tiny_service(carried=NESTED)) as client:
+        assert client.get("/v1/models").json()["data"][0]["skipdecode"]["default_schedule"] == "nested"
+        body = greedy(prompt=PROMPTS[0], max_tokens=NEW)
+        answer = post(client, COMPLETIONS, body)
+        assert answer["choices"][0]["text"] == offline(PROMPTS[0], NEW, NESTED)[1]
+        assert answer["skipdecode"]["schedule"] == "nested"
+
+
+def test_budgets(client):
+    body = greedy(prompt=PROMPTS[0], max_tokens=6)
+    trace = post(client, COMPLETIONS, body | {"skipdecode": {"budget": 3, "trace": True}})
+    assert [t["layers"] for t in trace["choices"][0]["skipdecode"]["tokens"]] == [LAYERS] + [3] * 5
+    assert trace["skipdecode"]["schedule"] == "budget-3"
+    most = post(client, COMPLETIONS, body | {"skipdecode": {"budget": 99}})
+    assert most["skipdecode"]["schedule"] == f"budget-{LAYERS}"
+    assert most["choices"] == post(client, COMPLETIONS, body)["choices"]
+
+
+def test_tokenize(client):
+    assert post(client, "/tokenize", {"prompt": "ab"}) == {"tokens": [67, 68], "count": 2, "max_model_len": CONTEXT}
+    assert post(client, "/tokenize", {"messages": MESSAGES})["count"] == len(RENDERED)
+    assert post(client, "/tokenize", {"prompt": "a" * 9000})["count"] == 9000
+
+
+def test_models_without_a_fast_path_are_served_too():
+    service = tiny_service(family="gpt2", engine="auto")
+    with running(service) as client, ThreadPoolExecutor(6) as pool:
+
+        def answer(case):
+            body = greedy(prompt=case[0], max_tokens=12, skipdecode={"schedule": case[1], "trace": True})
+            return post(client, COMPLETIONS, body)["choices"][0]
+
+        cases = [(p, s) for p in PROMPTS[:2] for s in SCHEDULES]
+        alone = [answer(case) for case in cases]
+        assert [c["skipdecode"]["tokens"][-1]["layers"] for c in alone[:3]] == [
+            s.budget(10) for s in SCHEDULES.values()
+        ]
+        assert list(pool.map(answer, cases)) == alone
+        until(lambda: is_idle(service))
+
+
+# ---------------------------------------------------------------------- refusals
+
+PROMPT, CHAT_BODY = {"prompt": "x"}, {"messages": MESSAGES}
+REFUSED = [
+    (COMPLETIONS, PROMPT | {"foo": 1}, "foo", "unknown_field"),
+    (COMPLETIONS, PROMPT | {"skipdecode": {"depth": 1}}, "skipdecode.depth", "unknown_field"),
+    (COMPLETIONS, PROMPT | {"best_of": 3}, "best_of", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"echo": True}, "echo", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"suffix": "y"}, "suffix", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"presence_penalty": 0.5}, "presence_penalty", "unsupported_field"),
+    (CHAT, CHAT_BODY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
+    (CHAT, CHAT_BODY | {"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+    (COMPLETIONS, {}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": [259]}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": "a\ud800"}, "prompt", "invalid_value"),
+    (COMPLETIONS, {"prompt": "x" * CONTEXT}, "prompt", "context_length_exceeded"),
+    (COMPLETIONS, PROMPT | {"max_tokens": 0}, "max_tokens", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"max_tokens": 100000}, "max_tokens", "invalid_value"),
+    (COMPLETIONS, {"prompt": "x" * 2000, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
+    (COMPLETIONS, PROMPT | {"max_completion_tokens": 5}, "max_completion_tokens", "unknown_field"),
+    (COMPLETIONS, PROMPT | {"temperature": "hot"}, "temperature", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"temperature": -1}, "temperature", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"top_p": 0}, "top_p", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"n": 17}, "n", "invalid_value"),
+    (COMPLETIONS, {"prompt": ["x"] * 17}, "prompt", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"stop": ""}, "stop", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"seed": 2**64}, "seed", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"logprobs": 6}, "logprobs", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"300": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"stream_options": {}}, "stream_options", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"skipdecode": {"schedule": "../x"}}, "skipdecode.schedule", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 1}}, "skipdecode.budget", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"skipdecode": {"budget": 3, "schedule": "full"}}, "skipdecode", "invalid_value"),
+    (CHAT, {"messages": []}, "messages", "invalid_value"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "invalid_value"),
+    (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),
+    (CHAT, CHAT_BODY | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "invalid_value"),
+    (CHAT, CHAT_BODY | {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ("/tokenize", {}, "prompt", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "code"), REFUSED, ids=lambda v: v if isinstance(v, str) else None)
+def test_refusals_name_the_field(client, path, body, param, code):
+    response = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert "\n" not in error["message"]
+    assert param.split(".")[-1] in error["message"] or code not in ("unknown_field", "unsupported_field")
+
+
+def test_neutral_values_of_what_is_not_implemented_are_accepted(client):
+    neutral = {
+        "best_of": 1,
+        "echo": False,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "suffix": None,
+        "user": "me",
+    }
+    post(client, COMPLETIONS, PROMPT | neutral | {"max_tokens": 1})
+    chat = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "functions": None}
+    post(client, CHAT, CHAT_BODY | chat | {"max_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"{", "application/json"),
+        (b'{"prompt": "\xff"}', "application/json"),
+        (b"[" * 100_000, "application/json"),
+        (b"[]", "application/json"),
+        (b"", "application/json"),
+        (b'{"prompt": "x"}', "text/plain"),
+        (b'{"prompt": "x", "temperature": NaN}', "application/json"),
+    ],
+    ids=["cut off", "not utf-8", "deep", "a list", "empty", "another type", "NaN"],
+)
+def test_bodies_that_are_no_request(client, content, kind):
+    response = client.post(COMPLETIONS, content=content, headers={"content-type": kind})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_paths_models_and_methods(client):
+    assert client.get("/etc/passwd").json()["error"]["code"] == "not_found"
+    assert client.get("/..%2f..%2fpyproject.toml").status_code == 404
+    assert client.get(COMPLETIONS).json()["error"]["code"] == "method_not_allowed"
+    error = post(client, COMPLETIONS, PROMPT | {"model": "/etc/passwd"}, 404)["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "tiny" in error["message"]
+    post(client, COMPLETIONS, PROMPT | {"model": "tiny", "max_tokens": 1})
+
+
+# ---------------------------------------------------------------------- operations
+
+
+def test_health_and_metrics(client, service):
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert client.get(path).json() == {"status": "ok"}
+    before = {
+        name: service.metrics.value(name, schedule="nested")
+        for name in ("prompt_tokens_total", "generated_tokens_total", "layers_run_total", "layers_full_total")
+    }
+    answer = post(client, COMPLETIONS, greedy(prompt="xyz", max_tokens=9, skipdecode={"schedule": "nested"}))
+    until(lambda: is_idle(service))
+    gained = {name: service.metrics.value(name, schedule="nested") - value for name, value in before.items()}
+    found = answer["skipdecode"]
+    assert gained == {
+        "prompt_tokens_total": 3,
+        "generated_tokens_total": 9,
+        "layers_run_total": found["layers_run"],
+        "layers_full_total": found["layers_full"],
+    }
+    page = client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain")
+    for name in re.findall(r"^\| `(\w+)`", metrics_table(), re.MULTILINE):
+        assert f"# HELP skipdecode_{name.removesuffix('_total')}" in page.text, name
+    client.get("/wp-login.php")
+    assert service.metrics.value("requests_total", endpoint="other", outcome="refused") >= 1
+
+
+def metrics_table():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    return text.partition("## Metrics")[2]
+
+
+def test_the_page_and_its_headers(client):
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    for source in re.findall(r'(?:src|href)="(/?[\w.-]+\.(?:js|css|svg))"', page.text):
+        assert client.get("/" + source.lstrip("/")).status_code == 200, source
+    assert client.get("/", headers={"host": "evil.example:80"}).status_code == 400
+
+
+def test_the_description_of_the_interface(client):
+    described = client.get("/openapi.json").json()
+    assert set(described["paths"]) >= {COMPLETIONS, CHAT, "/v1/models", "/tokenize", "/health", "/metrics"}
+    assert not any("422" in op["responses"] for path in described["paths"].values() for op in path.values())
