@@ -36,7 +36,7 @@ def run_linear(backend, spec, x, accumulate=False, out=None):
 )
 def test_linear_is_exact_to_fp32(rows, out, columns, dtype):
     torch.manual_seed(0)
-    x, weight = torch.randn(rows, columns), torch.randn(out, columns).to(dtype)
+    x, weight = torch.randn(rows, columns).to(dtype).float(), torch.randn(out, columns).to(dtype)
     exact = x.double() @ weight.double().T
     got = run_linear(native(), LinearSpec(weight), x)
     assert (got - exact).abs().max() < 1e-5 * exact.abs().max()
@@ -109,7 +109,7 @@ def test_operator_compiles_and_matches():
     from skipdecode.kernels.op import skinny_linear
 
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(3, 40), torch.randn(11, 40).bfloat16(), torch.randn(11)
+    x, weight, bias = torch.randn(3, 40).bfloat16().float(), torch.randn(11, 40).bfloat16(), torch.randn(11)
     torch.library.opcheck(skinny_linear, (x, weight, bias), test_utils=("test_schema", "test_faketensor"))
     want = x @ weight.float().T + bias
     torch.testing.assert_close(torch.ops.skipdecode.skinny_linear(x, weight, bias), want, rtol=1e-5, atol=1e-5)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from skipdecode.decoding.kv import PagedKV
-from skipdecode.decoding.model_spec import LayerSpec, ModelSpec, read_model
+from skipdecode.decoding.model_spec import ModelSpec, read_model
 from skipdecode.errors import UsageError
 from skipdecode.kernels import KernelChoice, backend_for
-from skipdecode.kernels.spec import AttentionCall, LinearCall
+from skipdecode.kernels.spec import StackInput
 
 __all__ = ["FastModel", "TokenRows"]
 
@@ -39,14 +39,6 @@ class TokenRows(NamedTuple):
     positions: list[int]
     counts: list[int]
     wanted: list[int]
-
-
-class _Layer(NamedTuple):
-    qkv: LinearCall
-    attention: AttentionCall
-    out: LinearCall
-    mlp_in: LinearCall
-    mlp_out: LinearCall
 
 
 class FastModel:
@@ -109,15 +101,7 @@ class FastModel:
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        wide, attended, table = self._wide, self._attended, kv.table
-        for index, layer in enumerate(self._layers):
-            n = rows.counts[index]
-            if n:
-                layer.qkv(hidden, self._qkv, n, False)
-                layer.attention(self._qkv, attended, kv.pages, table[index], slots, positions, n)
-                layer.out(attended, hidden, n, True)
-                layer.mlp_in(hidden, wide, n, False)
-                layer.mlp_out(wide, hidden, n, True)
+        self._stack(StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts))
         wanted = len(rows.wanted)
         if wanted != count or rows.wanted[-1] != count - 1:
             hidden = hidden[torch.tensor(rows.wanted, device=self.device)]
@@ -139,23 +123,10 @@ class FastModel:
     def _bind(self) -> None:
         """Prepare the calls; the weights' addresses are taken here."""
         spec: ModelSpec = self._spec
-        self._layers = [self._bind_layer(layer) for layer in spec.layers]
+        self._stack = self._backend.stack(spec.layers)
         self._head = self._backend.linear(spec.head)
 
-    def _bind_layer(self, layer: LayerSpec) -> _Layer:
-        linear, attention = self._backend.linear, self._backend.attention
-        return _Layer(
-            linear(layer.qkv),
-            attention(layer.attention),
-            linear(layer.out),
-            linear(layer.mlp_in),
-            linear(layer.mlp_out),
-        )
-
     def _allocate(self, rows: int) -> None:
-        first = self._spec.layers[0]
-        widths = (first.out.weight.shape[0], first.qkv.weight.shape[0], first.out.weight.shape[1])
-        make = [torch.empty(rows, width, dtype=self._kind, device=self.device) for width in widths]
-        self._hidden, self._qkv, self._attended = make
-        self._wide = torch.empty(rows, first.mlp_in.weight.shape[0], dtype=self._kind, device=self.device)
+        width = self._spec.embedding.shape[1]
+        self._hidden = torch.empty(rows, width, dtype=self._kind, device=self.device)
         self._rows = rows

@@ -15,20 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import UnfitModelError
-from skipdecode.kernels.spec import Activation, AttentionSpec, LinearSpec, Prologue
+from skipdecode.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, Prologue
 
-__all__ = ["READERS", "LayerSpec", "ModelSpec", "read_model"]
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """A decoder layer: x += out(attention(qkv(x))); x += mlp_out(mlp_in(x)); norms and gates are prologues."""
-
-    qkv: LinearSpec
-    attention: AttentionSpec
-    out: LinearSpec
-    mlp_in: LinearSpec
-    mlp_out: LinearSpec
+__all__ = ["READERS", "ModelSpec", "read_model"]
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,16 @@ def backend_for(device: torch.device, dtype: torch.dtype, choice: KernelChoice =
     if choice not in ("auto", "native", "torch"):
         raise UsageError(f"kernel {choice!r} is not known: accepted are auto, native, torch")
     if choice == "torch":
-        return TorchBackend(), ""
+        return TorchBackend(dtype), ""
     if device.type != "cpu":
         reason = f"the C++ kernels run on CPUs, the model is on {device.type}"
     elif dtype not in WEIGHT_DTYPES:
         reason = f"the C++ kernels read bfloat16 and float32 weights, the model has {str(dtype).removeprefix('torch.')}"
     else:
         try:
-            return NativeBackend(), ""
+            return NativeBackend(dtype), ""
         except KernelBuildError as error:
             reason = str(error)
     if choice == "native":
         raise UsageError(reason)
-    return TorchBackend(), reason
+    return TorchBackend(dtype), reason

@@ -8,30 +8,10 @@
 #include <algorithm>
 #include <vector>
 
-#include <omp.h>
-
+#include "kernels.h"
 #include "vectors.h"
 
 constexpr int64_t kPair = 2 * LANES;
-
-extern "C" {
-// Mirrored field by field in native.py.
-struct AttentionArgs {
-  float* qkv;  // [n, (heads + 2 kv_heads) * dim]; queries and keys are rotated in place
-  float* out;  // [n, heads * dim]
-  void* pages;
-  const int32_t* table;      // [slots, table_width]: page ids of this layer
-  const int32_t* slots;      // [n]
-  const int32_t* positions;  // [n]
-  const float* cos;          // [positions, dim / 2] or null: no rotary positions
-  const float* sin;
-  const float* q_gamma;  // [dim] or null: RMSNorm of each query head
-  const float* k_gamma;
-  int64_t n, heads, kv_heads, dim, page_tokens, table_width, window;  // window 0: every earlier token
-  float scale, eps;
-  int32_t dtype, padding;
-};
-}
 
 namespace {
 
@@ -175,21 +155,19 @@ void attend(const AttentionArgs& a, int64_t row, int64_t head, std::vector<float
     for (int64_t i = 0; i < dim; i++) to[g * dim + unpacked<T>(i, whole)] = acc[g * width + i];
 }
 
-template <class T>
-void attention(const AttentionArgs& a) {
-#pragma omp parallel
-  {
-    std::vector<float> scratch;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < a.n; row++) append<T>(a, row);
-#pragma omp for schedule(static, 1)
-    for (int64_t task = 0; task < a.n * a.kv_heads; task++) attend<T>(a, task / a.kv_heads, task % a.kv_heads, scratch);
+}  // namespace
+
+void append_share(const AttentionArgs& a, const Team& team) {
+  for (int64_t row = team.id; row < a.n; row += team.size) {
+    if (a.dtype == kBFloat16) append<uint16_t>(a, row);
+    else append<float>(a, row);
   }
 }
 
-}  // namespace
-
-extern "C" void skipdecode_attention(const AttentionArgs* a) {
-  if (a->dtype == kBFloat16) attention<uint16_t>(*a);
-  else attention<float>(*a);
+void attend_share(const AttentionArgs& a, const Team& team) {
+  static thread_local std::vector<float> scratch;
+  for (int64_t task = team.id; task < a.n * a.kv_heads; task += team.size) {
+    if (a.dtype == kBFloat16) attend<uint16_t>(a, task / a.kv_heads, task % a.kv_heads, scratch);
+    else attend<float>(a, task / a.kv_heads, task % a.kv_heads, scratch);
+  }
 }

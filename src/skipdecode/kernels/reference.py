@@ -6,25 +6,45 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.kernels.spec import AttentionCall, AttentionSpec, LinearCall, LinearSpec
+from skipdecode.kernels.quantize import QuantizedWeight
+from skipdecode.kernels.spec import (
+    AttentionCall,
+    AttentionSpec,
+    LayerSpec,
+    LinearCall,
+    LinearSpec,
+    StackCall,
+    StackInput,
+)
 
 __all__ = ["TorchBackend"]
 
 
 class TorchBackend:
-    """Activations in the weights' type, as transformers has them."""
+    """Activations in the weights' type, as transformers has them.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of the model: quantised weights become this.
+    """
 
     name = "torch"
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
 
     def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
         """The weights' own."""
         return weight_dtype
 
     def linear(self, spec: LinearSpec) -> LinearCall:
-        """See `Backend`."""
+        """See `Backend`; quantised weights are kept dequantised."""
+        given = spec.weight
+        weight = given.dequantize(self._dtype) if isinstance(given, QuantizedWeight) else given
 
         def call(x: Tensor, out: Tensor, rows: int, accumulate: bool) -> None:
-            y = functional.linear(_prologue(spec, x[:rows]), spec.weight, spec.bias)
+            y = functional.linear(_prologue(spec, x[:rows]), weight, spec.bias)
             if spec.activation != "none":
                 y = functional.relu(y) if spec.activation == "relu" else functional.gelu(y, approximate="tanh")
             if accumulate:
@@ -54,6 +74,34 @@ class TorchBackend:
             for members in _groups(slots[:rows].tolist()):
                 chosen = torch.tensor(members, device=device)
                 result[chosen] = _attend(spec, q[chosen], pages, ids, where[chosen], at[chosen])
+
+        return call
+
+    def stack(self, layers: list[LayerSpec]) -> StackCall:
+        """See `Backend`."""
+        calls = [
+            (
+                self.linear(layer.qkv),
+                self.attention(layer.attention),
+                self.linear(layer.out),
+                self.linear(layer.mlp_in),
+                self.linear(layer.mlp_out),
+            )
+            for layer in layers
+        ]
+        first = layers[0]
+        widths = first.qkv.weight.shape[0], first.out.weight.shape[1], first.mlp_in.weight.shape[0]
+
+        def call(given: StackInput) -> None:
+            x = given.hidden
+            qkv, attended, wide = (x.new_empty(x.shape[0], width) for width in widths)
+            for (project, attend, out, mlp_in, mlp_out), table, n in zip(calls, given.table, given.counts, strict=True):
+                if n:
+                    project(x, qkv, n, False)
+                    attend(qkv, attended, given.pages, table, given.slots, given.positions, n)
+                    out(attended, x, n, True)
+                    mlp_in(x, wide, n, False)
+                    mlp_out(wide, x, n, True)
 
         return call
 

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Activation", "AttentionCall", "AttentionSpec", "Backend", "LinearCall", "LinearSpec", "Prologue"]
+from skipdecode.kernels.quantize import QuantizedWeight
+
+__all__ = [
+    "Activation",
+    "AttentionCall",
+    "AttentionSpec",
+    "Backend",
+    "LayerSpec",
+    "LinearCall",
+    "LinearSpec",
+    "Prologue",
+    "StackCall",
+    "StackInput",
+]
 
 Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
 Activation = Literal["none", "relu", "gelu_tanh"]
@@ -20,7 +33,7 @@ class LinearSpec:
 
     Parameters
     ----------
-    weight : torch.Tensor
+    weight : torch.Tensor or QuantizedWeight
         (out, in), contiguous rows.
     bias : torch.Tensor, optional
         (out,).
@@ -34,7 +47,7 @@ class LinearSpec:
         Applied to the result.
     """
 
-    weight: torch.Tensor
+    weight: torch.Tensor | QuantizedWeight
     bias: torch.Tensor | None = None
     prologue: Prologue = "none"
     gamma: torch.Tensor | None = None
@@ -75,6 +88,40 @@ class AttentionSpec:
     eps: float = 0.0
 
 
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer: x += out(attention(qkv(x))); x += mlp_out(mlp_in(x)); norms and gates are prologues."""
+
+    qkv: LinearSpec
+    attention: AttentionSpec
+    out: LinearSpec
+    mlp_in: LinearSpec
+    mlp_out: LinearSpec
+
+
+class StackInput(NamedTuple):
+    """What a stack of layers runs on.
+
+    Parameters
+    ----------
+    hidden : torch.Tensor
+        (rows, hidden), changed in place.
+    pages, table : torch.Tensor
+        Keys and values as in `AttentionCall`, but a table of every layer: (layers, slots, width).
+    slots, positions : torch.Tensor
+        (rows,), int32 on the CPU.
+    counts : list of int
+        For each layer: the number of rows, from the first, that run it.
+    """
+
+    hidden: torch.Tensor
+    pages: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    counts: list[int]
+
+
 # (x, out, rows, accumulate): the first `rows` rows of x to the first rows of out; accumulate adds to out.
 LinearCall = Callable[[torch.Tensor, torch.Tensor, int, bool], None]
 # (qkv, out, pages, table, slots, positions, rows): qkv (n, (heads + 2 kv_heads) * head_dim) is changed in place; pages
@@ -83,6 +130,7 @@ AttentionCall = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
     None,
 ]
+StackCall = Callable[[StackInput], None]
 
 
 class Backend(Protocol):
@@ -98,3 +146,6 @@ class Backend(Protocol):
 
     def attention(self, spec: AttentionSpec) -> AttentionCall:
         """The call that computes `spec`."""
+
+    def stack(self, layers: list[LayerSpec]) -> StackCall:
+        """The call that runs decoder layers, of one geometry, one after another."""

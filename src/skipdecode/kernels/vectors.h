@@ -27,6 +27,7 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 // The same vectors at any address and over any type.
 typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef int32_t int32_any __attribute__((aligned(2), may_alias));
 
 // a * b + c in one rounding where the CPU can. Spelled out because compilers contract `a * b + c` in some places and not in
 // others (GCC avoids chains of them on some CPUs), and a sum must not depend on which copy of a loop it ran in.
@@ -52,15 +53,13 @@ INLINE vf hold(vf v) {
   return v;
 }
 
-enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
-
 INLINE vf load(const float* p) { return *(const vf_any*)p; }
 INLINE void store(float* p, vf v) { *(vf_any*)p = v; }
 INLINE vf splat(float v) { return vf{} + v; }
 INLINE vf bits(vu v) { return (vf)v; }
 
-// 2 * LANES weights from `p`. bf16 pairs lie as (even, odd) halves of 32-bit words, so a shift gives the even ones and a mask
-// the odd ones; activations that meet them are packed in the same order (see `packed_index`).
+// 2 * LANES numbers from `p`. bf16 pairs lie as (even, odd) halves of 32-bit words, so a shift gives the even ones and a mask
+// the odd ones; what meets them is packed in the same order.
 INLINE vf load_even(const uint16_t* p) { return bits(*(const vu_any*)p << 16); }
 INLINE vf load_odd(const uint16_t* p) { return bits(*(const vu_any*)p & 0xffff0000u); }
 INLINE vf load_even(const float* p) { return load(p); }
@@ -93,6 +92,32 @@ INLINE float sum(vf v) {
   return vaddvq_f32((float32x4_t)v);
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+#if LANES == 16
+template <int C>
+INLINE vf add_halves(vf a, vf b) {
+  return (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, C == 0 ? 0x44 : 0x88) +
+         (vf)_mm512_shuffle_f32x4((__m512)a, (__m512)b, C == 0 ? 0xee : 0xdd);
+}
+#endif
+
+// The sums of LANES vectors: element i is that of v[i], always added in the same order.
+INLINE vf sums_of(const vf* v) {
+#if LANES == 16
+  vf t[4];
+  for (int i = 0; i < 4; i++) {
+    // Blocks of four lanes: those of v[i], v[i + 4], v[i + 8], v[i + 12].
+    t[i] = add_halves<1>(add_halves<0>(v[i], v[i + 4]), add_halves<0>(v[i + 8], v[i + 12]));
+  }
+  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps((__m512)t[0], (__m512)t[2]), _mm512_unpackhi_ps((__m512)t[0], (__m512)t[2]));
+  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps((__m512)t[1], (__m512)t[3]), _mm512_unpackhi_ps((__m512)t[1], (__m512)t[3]));
+  return (vf)_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+#else
+  vf s;
+  for (int i = 0; i < LANES; i++) s[i] = sum(v[i]);
+  return s;
 #endif
 }
 

@@ -1,0 +1,65 @@
+// What the kernels are told, mirrored field by field in native_args.py, and their parts that one thread of a team runs.
+#pragma once
+
+#include <cstdint>
+
+#include "team.h"
+
+enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+enum Prologue : int32_t { kNone = 0, kRmsNorm = 1, kLayerNorm = 2, kSwiGlu = 3, kGeGluTanh = 4 };
+enum Activation : int32_t { kIdentity = 0, kRelu = 1, kGeluTanh = 2 };
+
+extern "C" {
+// With kSwiGlu and kGeGluTanh, x holds 2k columns: gate, then up.
+struct LinearArgs {
+  const float* x;
+  const void* w;       // [n] rows of ldw bytes; of int8 and int4 padded with zeros to whole steps of columns
+  const void* scales;  // int8: fp32 [n]; int4: bf16 [n, padded k / 32]
+  const float* bias;   // [n] or null
+  const float* gamma;  // [k], norm prologues
+  const float* beta;   // [k] or null
+  float* y;
+  int64_t m, n, k, ldw, ldx, ldy;
+  int32_t dtype, prologue, activation, accumulate;  // accumulate: y += instead of y =
+  float eps;
+  int32_t round;  // activations meet the weights as bf16, where the CPU multiplies bf16
+};
+
+struct AttentionArgs {
+  float* qkv;  // [n, (heads + 2 kv_heads) * dim]; queries and keys are rotated in place
+  float* out;  // [n, heads * dim]
+  void* pages;
+  const int32_t* table;      // [slots, table_width]: page ids of this layer
+  const int32_t* slots;      // [n]
+  const int32_t* positions;  // [n]
+  const float* cos;          // [positions, dim / 2] or null: no rotary positions
+  const float* sin;
+  const float* q_gamma;  // [dim] or null: RMSNorm of each query head
+  const float* k_gamma;
+  int64_t n, heads, kv_heads, dim, page_tokens, table_width, window;  // window 0: every earlier token
+  float scale, eps;
+  int32_t dtype, padding;
+};
+
+struct LayerArgs {
+  LinearArgs qkv, out, mlp_in, mlp_out;
+  AttentionArgs attention;
+};
+
+struct StackArgs {
+  const LayerArgs* layers;
+  const int32_t* counts;  // [layers]: rows, from the first, that run each layer
+  float *hidden, *qkv, *attended, *wide;
+  void* pages;
+  const int32_t *table, *slots, *positions;  // table: [layers, slots, table_width]
+  double* seconds;                           // [6] or null: added to, by phase (see stack.cpp)
+  int64_t count, page_tokens, table_width, table_layer;  // table_layer: entries of one layer
+  int32_t page_dtype, padding;
+};
+}
+
+// y for this thread's share of the weight rows.
+void linear_share(const LinearArgs& a, const Team& team);
+// Rotates and stores keys and values of this thread's share of the rows; then, when all have: attends.
+void append_share(const AttentionArgs& a, const Team& team);
+void attend_share(const AttentionArgs& a, const Team& team);

@@ -1,0 +1,84 @@
+// The kernels' entry points: one operation, or a stack of decoder layers, on all threads.
+//
+// A step of a small model is some 200 phases of a few microseconds. They run in one parallel region, with a barrier between
+// phases that spins.
+#include <omp.h>
+
+#include "kernels.h"
+
+namespace {
+
+// Phases of a layer, in order; their times are summed over layers.
+enum Phase { kQkv, kAppend, kAttend, kOut, kMlpIn, kMlpOut };
+
+struct Clock {
+  double* seconds;
+  double last;
+  void note(Phase phase, bool on) {
+    if (!on) return;
+    const double now = omp_get_wtime();
+    seconds[phase] += now - last;
+    last = now;
+  }
+};
+
+LinearArgs with(LinearArgs a, int64_t m, const float* x, float* y, int32_t accumulate) {
+  a.m = m, a.x = x, a.y = y, a.accumulate = accumulate;
+  return a;
+}
+
+void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock) {
+  const LayerArgs& layer = s.layers[index];
+  const int64_t n = s.counts[index];
+  const bool timed = clock.seconds != nullptr;
+  AttentionArgs attention = layer.attention;
+  attention.qkv = s.qkv, attention.out = s.attended, attention.pages = s.pages, attention.n = n;
+  attention.table = s.table + index * s.table_layer, attention.slots = s.slots, attention.positions = s.positions;
+  attention.page_tokens = s.page_tokens, attention.table_width = s.table_width, attention.dtype = s.page_dtype;
+  const auto end = [&](Phase phase) {
+    team.wait();
+    clock.note(phase, timed);
+  };
+  linear_share(with(layer.qkv, n, s.hidden, s.qkv, 0), team);
+  end(kQkv);
+  append_share(attention, team);
+  end(kAppend);
+  attend_share(attention, team);
+  end(kAttend);
+  linear_share(with(layer.out, n, s.attended, s.hidden, 1), team);
+  end(kOut);
+  linear_share(with(layer.mlp_in, n, s.hidden, s.wide, 0), team);
+  end(kMlpIn);
+  linear_share(with(layer.mlp_out, n, s.wide, s.hidden, 1), team);
+  end(kMlpOut);
+}
+
+template <class Work>
+void with_team(Work work) {
+  Barrier barrier;
+#pragma omp parallel
+  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+}
+
+}  // namespace
+
+extern "C" void skipdecode_linear(const LinearArgs* a) {
+  with_team([a](const Team& team) { linear_share(*a, team); });
+}
+
+extern "C" void skipdecode_attention(const AttentionArgs* a) {
+  with_team([a](const Team& team) {
+    append_share(*a, team);
+    team.wait();
+    attend_share(*a, team);
+  });
+}
+
+// The layers with a count, first to last; ldx and ldy of their operations fit the buffers.
+extern "C" void skipdecode_stack(const StackArgs* s) {
+  with_team([s](const Team& team) {
+    Clock clock{team.id ? nullptr : s->seconds, omp_get_wtime()};
+    for (int64_t i = 0; i < s->count; i++)
+      if (s->counts[i]) run_layer(*s, i, team, clock);
+  });
+}

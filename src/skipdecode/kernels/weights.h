@@ -1,0 +1,136 @@
+// Weights as vectors: one class a format, all read in steps of 64 columns, and the activations in the order that each meets.
+//
+// A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16), a part is 32 weights as bf16 and the
+// activations are rounded to bf16; else it is LANES weights as fp32. int8 and int4 weights are exact in both.
+#pragma once
+
+#include "kernels.h"
+#include "vectors.h"
+
+constexpr int64_t kStep = 64;
+constexpr int64_t kPair = 2 * LANES;
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define HAS_BF16_DOT 1
+#endif
+
+template <DType D, bool Dot>
+struct Weights;
+
+// fp32 parts of fp32 activations.
+struct Exact {
+  static constexpr int kParts = kStep / LANES;
+  INLINE vf add_product(vf w, vf x, vf sum) { return fma(w, x, sum); }
+  INLINE float* put(float* out, vf a, vf b) {
+    store(out, a), store(out + LANES, b);
+    return out + kPair;
+  }
+};
+
+template <>
+struct Weights<kFloat32, false> : Exact {
+  static constexpr bool kPadded = false;
+  static constexpr int64_t kStepBytes = 4 * kStep;
+  struct Row { const float* w; };
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const float*)a.w + n * a.k + k}; }
+  INLINE vf part(Row r, int64_t i, int p) { return load(r.w + i + p * LANES); }
+};
+
+template <>
+struct Weights<kBFloat16, false> : Exact {
+  static constexpr bool kPadded = false;
+  static constexpr int64_t kStepBytes = 2 * kStep;
+  struct Row { const uint16_t* w; };
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const uint16_t*)a.w + n * a.k + k}; }
+  INLINE vf part(Row r, int64_t i, int p) {
+    const uint16_t* w = r.w + i + p / 2 * kPair;
+    return p % 2 ? load_odd(w) : load_even(w);
+  }
+  INLINE float* put(float* out, vf a, vf b) {
+    float t[kPair];
+    store(t, a), store(t + LANES, b);
+    for (int j = 0; j < LANES; j++) out[j] = t[2 * j], out[LANES + j] = t[2 * j + 1];
+    return out + kPair;
+  }
+};
+
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+template <>
+struct Weights<kInt8, false> : Exact {
+  static constexpr bool kPadded = true;
+  static constexpr int64_t kStepBytes = kStep;
+  struct Row { const int8_t* w; };
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const int8_t*)a.w + n * a.ldw + k}; }
+  INLINE vf part(Row r, int64_t i, int p) {
+    return __builtin_convertvector(*(const bytes*)(r.w + i + p * LANES), vf);
+  }
+};
+
+// A step is 32 bytes: columns 0 to 31 in the low halves, 32 to 63 in the high ones, each plus 8; 32 columns share a scale.
+template <>
+struct Weights<kInt4, false> : Exact {
+  static constexpr bool kPadded = true;
+  static constexpr int64_t kStepBytes = kStep / 2;
+  struct Row { const uint8_t* w; const uint16_t* scales; };
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) {
+    return {(const uint8_t*)a.w + n * a.ldw + k / 2, (const uint16_t*)a.scales + (n * a.ldw * 2 + k) / 32};
+  }
+  INLINE vf part(Row r, int64_t i, int p) {
+    const int high = p * LANES / 32;
+    const vi q = __builtin_convertvector(*(const bytes*)(r.w + i / 2 + p * LANES % 32), vi);
+    return __builtin_convertvector((q >> (4 * high) & 15) - 8, vf) * widen(r.scales[i / 32 + high]);
+  }
+};
+
+#ifdef HAS_BF16_DOT
+struct Rounded {
+  static constexpr int kParts = kStep / 32;
+  INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
+  INLINE float* put(float* out, vf a, vf b) {
+    store(out, (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+    return out + LANES;
+  }
+};
+
+template <>
+struct Weights<kBFloat16, true> : Rounded {
+  static constexpr bool kPadded = false;
+  static constexpr int64_t kStepBytes = 2 * kStep;
+  using Row = Weights<kBFloat16, false>::Row;
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kBFloat16, false>::row(a, n, k); }
+  INLINE vf part(Row r, int64_t i, int p) { return load((const float*)(r.w + i + p * 32)); }
+};
+
+template <>
+struct Weights<kInt8, true> : Rounded {
+  static constexpr bool kPadded = true;
+  static constexpr int64_t kStepBytes = kStep;
+  using Row = Weights<kInt8, false>::Row;
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kInt8, false>::row(a, n, k); }
+  INLINE vf part(Row r, int64_t i, int p) {
+    using F = Weights<kInt8, false>;
+    return (vf)_mm512_cvtne2ps_pbh((__m512)F::part(r, i, 2 * p + 1), (__m512)F::part(r, i, 2 * p));
+  }
+};
+
+// A group's 16 possible weights (scale times -8 to 7: exact in bf16, see quantize.py) make a table of bf16 pairs, which the
+// halves of the bytes index.
+template <>
+struct Weights<kInt4, true> : Rounded {
+  static constexpr bool kPadded = true;
+  static constexpr int64_t kStepBytes = kStep / 2;
+  using Row = Weights<kInt4, false>::Row;
+  INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kInt4, false>::row(a, n, k); }
+  INLINE vf part(Row r, int64_t i, int p) {
+    const __m512 steps = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i scales = _mm512_set1_epi32(*(const int32_any*)(r.scales + i / 32));
+    const __m512i scale = p ? _mm512_and_si512(scales, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(scales, 16);
+    const __m512i table = (__m512i)_mm512_mul_ps(steps, (__m512)scale);
+    const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(r.w + i / 2)));
+    // Twice the code plus one: the upper half of the code's fp32, which is its bf16.
+    const __m512i twice = p ? _mm512_srli_epi16(codes, 3) : _mm512_add_epi16(codes, codes);
+    return (vf)_mm512_permutexvar_epi16(_mm512_or_si512(twice, _mm512_set1_epi16(1)), table);
+  }
+};
+#endif
