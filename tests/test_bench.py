@@ -5,26 +5,38 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skipdecode import Schedule
+from skipdecode.bench import machine
+from skipdecode.bench import measure as measure_module
 from skipdecode.bench.measure import measure
-from skipdecode.bench.peers import Peer, make_peer
+from skipdecode.bench.peers import make_peer
+from skipdecode.bench.peers.base import Peer
+from skipdecode.bench.profile import profile
 from skipdecode.bench.workload import Workload
 from skipdecode.cli import main
+from skipdecode.errors import UsageError
 from skipdecode.geometry import ModelGeometry
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 
+CPU = torch.device("cpu")
 FIELDS = [
     "engine",
+    "weights",
     "batch",
+    "prompt",
+    "new",
     "nominal_speedup",
     "mean_layers",
     "decode_tokens_per_s",
+    "ms_per_step",
     "decode_speedup",
     "speedup_over_transformers",
     "amdahl_bound",
@@ -34,24 +46,32 @@ FIELDS = [
 ]
 
 
+measure_once = cache(machine.measure_bandwidth)
+
+
+@pytest.fixture(autouse=True)
+def _bandwidth_measured_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr(measure_module, "measure_bandwidth", measure_once)
+
+
 def bench(*arguments: str) -> int:
     return main(["bench", "--dtype", "float32", "--prompt", "6", "--new", "9", *arguments])
 
 
 def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_path: Path, capsys: Any):
     model, out, png = save_tiny_model(tmp_path), tmp_path / "out.json", tmp_path / "out.png"
-    engines = ["--engines", "fast", "transformers", "gated"]
+    engines = ["--engines", "fast", "transformers", "transformers-static", "gated"]
     more = ["--batches", "1", "3", "--nominal", "2", "--rounds", "2", "--out", str(out), "--png", str(png)]
     assert bench(model, *more, *engines) == 0
     assert "of bandwidth" in capsys.readouterr().out
     assert png.read_bytes().startswith(b"\x89PNG")
     document = json.loads(out.read_text())
-    assert set(document) == {"environment", "config", "bandwidth_gb_s", "rows"}
+    assert set(document) == {"environment", "config", "bandwidth_gb_s", "rows", "notes"}
     words = shlex.split(document["config"]["command"])
     assert words[:3] == ["skipdecode", "bench", model]
     assert "--batches" in words
     found = {(r["batch"], r["engine"], r["nominal_speedup"]): r for r in document["rows"]}
-    kinds = [("fast", 1), ("transformers", 1), ("gated", 1), ("fast", 2), ("gated", 2)]
+    kinds = [("fast", 1), ("transformers", 1), ("transformers-static", 1), ("gated", 1), ("fast", 2), ("gated", 2)]
     assert list(found) == [(b, e, n) for b in (1, 3) for e, n in kinds]
     schedule = Schedule.from_speedup(LAYERS, 2, 8)
     for (batch, engine, nominal), row in found.items():
@@ -71,7 +91,7 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
 
 def test_bytes_are_those_of_weights_head_and_cache():
     model = tiny_model("opt")
-    row = measure(model, [make_peer("gated", model)], Workload((2,), 5, 4, (), 1))["rows"][0]
+    row = measure([make_peer("gated", model)], Workload((2,), (5,), 4, (), 1), LAYERS, CPU)["rows"][0]
     geometry = ModelGeometry.from_config(model.config, 4)
     cache = (6 + 7 + 8) / 3 * 2 * geometry.kv_bytes_per_token()
     expected = geometry.fixed_bytes(2) + LAYERS * (geometry.layer_bytes(2) + cache)
@@ -83,6 +103,7 @@ def test_rounds_alternate_between_engines_and_schedules():
 
     class Noting(Peer):
         def __init__(self, name: str, skips: bool) -> None:
+            super().__init__(tiny_model("llama"))
             self.name, self.skips = name, skips
 
         def prepare(self, batch: int, prompt: int, new: int) -> None:
@@ -92,7 +113,7 @@ def test_rounds_alternate_between_engines_and_schedules():
             calls.append((self.name, self.batch, schedule.mean_budget(8)))
             return 1.0
 
-    measure(tiny_model("llama"), [Noting("a", True), Noting("b", False)], Workload((1, 4), 6, 9, (2.0,), 2))
+    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2), LAYERS, CPU)
     mean = Schedule.from_speedup(LAYERS, 2, 8).mean_budget(8)
     assert calls == [(n, b, d) for b in (1, 4) for _ in range(2) for n, d in (("a", 8), ("b", 8), ("a", mean))]
 
@@ -103,7 +124,7 @@ def test_rounds_alternate_between_engines_and_schedules():
         ([], "give either a model or --geometry"),
         (["x", "--geometry", "opt-1.3b"], "give either a model or --geometry"),
         (["x", "--batches", "0"], "--batches (0,) is not accepted"),
-        (["x", "--prompt", "1"], "--prompt 1 is not accepted: give 2 to 512"),
+        (["x", "--prompt", "1"], "--prompt (1,) is not accepted: give 2 or more"),
         (["x", "--new", "2"], "--new 2 is not accepted"),
         (["x", "--nominal", "0.5"], "--nominal (0.5,) is not accepted"),
         (["x", "--rounds", "0"], "--rounds 0 is not accepted"),
@@ -112,8 +133,102 @@ def test_rounds_alternate_between_engines_and_schedules():
     ],
 )
 def test_wrong_options_are_one_line(capsys: Any, arguments: list[str], message: str):
-    assert bench(*arguments) == 2
+    assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_longer_prompt_than_a_forward_of_the_engine_keeps_rows_in_step():
+    model = tiny_model("llama", max_position_embeddings=2048)
+    document = measure([make_peer("fast", model)], Workload((3,), (6, 900), 5, (), 1), LAYERS, CPU)
+    short, long = document["rows"]
+    assert (short["prompt"], long["prompt"]) == (6, 900)
+    peer = make_peer("fast", model)
+    peer.prepare(3, 900, 5)
+    assert len(peer.step_seconds(Schedule.full(LAYERS))) == 4
+    assert long["bytes_per_step"] > short["bytes_per_step"]
+
+
+def test_drafting_is_measured_alone_and_reads_more_layers_than_it_puts_out(tmp_path: Path, capsys: Any):
+    model, out = save_tiny_model(tmp_path), tmp_path / "out.json"
+    engines = (
+        "--engines",
+        "fast",
+        "early-exit",
+        "prompt-lookup",
+        "--exit-layer",
+        "2",
+        "--rounds",
+        "1",
+        "--nominal",
+        "2",
+    )
+    assert bench(model, "--new", "24", "--batches", "1", "2", *engines, "--out", str(out)) == 0
+    printed = capsys.readouterr().out
+    assert "early-exit decodes 1 row at a time: not measured at batch 2" in printed
+    rows = {(r["engine"], r["batch"], r["nominal_speedup"]): r for r in json.loads(out.read_text())["rows"]}
+    assert ("early-exit", 1, 1) in rows
+    assert ("prompt-lookup", 2, 1) not in rows
+    full, drafted = rows["fast", 1, 1], rows["early-exit", 1, 1]
+    # An untrained model's drafts are mostly wrong: their layers come on top of nearly all of full depth's.
+    assert drafted["mean_layers"] > 2
+    share = drafted["bytes_per_step"] / full["bytes_per_step"]
+    assert share == pytest.approx(drafted["mean_layers"] / LAYERS, rel=0.5)
+    assert drafted["decode_tokens_per_s"] == pytest.approx(23 / drafted["seconds"][0])
+
+
+def test_profile_accounts_for_the_whole_step_and_opens_as_a_trace(tmp_path: Path, capsys: Any):
+    model, out, trace = save_tiny_model(tmp_path), tmp_path / "out.json", tmp_path / "trace.json"
+    wanted = ("--engines", "fast", "transformers", "gated", "--nominal", "2", "--batches", "2", "--rounds", "1")
+    assert bench(model, *wanted, "--out", str(out), "--profile", str(trace)) == 0
+    assert "ms a step (" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["profile"]
+    schedule = Schedule.from_speedup(LAYERS, 2, 8)
+    for engine, nominal in [("fast", 1), ("fast", 2), ("transformers", 1), ("gated", 1), ("gated", 2)]:
+        mine = {r["kind"]: r for r in rows if (r["engine"], r["nominal_speedup"]) == (engine, nominal)}
+        assert sum(r["share"] for r in mine.values()) == pytest.approx(1)
+        depth = LAYERS if nominal == 1 else schedule.mean_budget(8)
+        products = 1 if engine == "fast" else 4  # the norm, then q, k and v apart
+        assert mine["qkv"]["calls_per_step"] == pytest.approx(depth * products)
+        assert mine["head"]["gb_per_s"] > 0
+        assert {"attention", "out", "mlp_in", "mlp_out", "embedding", "cache", "host"} <= set(mine)
+    document = json.loads(trace.read_text())
+    assert document["profile"] == rows
+    events = document["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X"}
+    steps = [e for e in events if e["pid"] == 1 and e.get("cat") == "step"]
+    assert len(steps) == 8
+    for call in (e for e in events if e["pid"] == 1 and e.get("cat") == "call"):
+        assert any(s["ts"] <= call["ts"] and call["ts"] + call["dur"] <= s["ts"] + s["dur"] + 1 for s in steps)
+
+
+@pytest.mark.parametrize("engine", ["fast", "transformers"])
+def test_a_profiled_model_is_left_as_it_was(engine: str):
+    model = tiny_model("llama")
+    peer = make_peer(engine, model)
+    before = {m: dict(m.__dict__) for m in model.modules()}
+    assert profile([peer], Workload((1,), (6,), 5, (), 1), LAYERS, 1e9)["rows"]
+    for module, held in before.items():
+        assert module.__dict__.keys() == held.keys()
+    first = peer.decode_seconds(Schedule.full(LAYERS))
+    assert first > 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("early-exit", "random weights do not have"),
+        ("prompt-lookup", "random weights do not have"),
+        ("vllm", "needs vLLM, which is not installed"),
+    ],
+)
+def test_engines_that_cannot_run_say_why(engine: str, message: str):
+    with pytest.raises(UsageError, match=message):
+        make_peer(engine, tiny_model("llama"))
+
+
+def test_a_model_that_transformers_cannot_leave_early_is_refused():
+    with pytest.raises(UsageError, match="does not leave a model of type 'opt' early"):
+        make_peer("early-exit", tiny_model("opt"), text=[5, 6, 7])
 
 
 def test_engine_that_does_not_cover_the_model_is_refused(tmp_path: Path, capsys: Any):

@@ -17,6 +17,7 @@ from skipdecode.bench.machine import measure_machine
 from skipdecode.bench.step_cost import measure_cost
 from skipdecode.cost import CostModel, Machine
 from skipdecode.cost_solve import assess, solve, why_flat
+from skipdecode.decoding.fast_model import FastModel
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
 from skipdecode.geometry import ModelGeometry
 from skipdecode.models.families import decoder_layers
@@ -381,6 +382,18 @@ def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypa
     again = measure_cost(model, batch=2, prompt_len=8, repeats=1, steps=3)
     assert measure_cost(model, batch=2) == again
     measure_cost(model, batch=1, prompt_len=8, repeats=1, steps=3)
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def test_calibrations_of_both_engines_are_kept_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+    model = wide_model()
+    fast = FastModel(model)
+    own = measure_cost(model, fast, batch=2, prompt_len=40, repeats=2, steps=4)
+    theirs = measure_cost(model, batch=2, prompt_len=40, repeats=2, steps=4)
+    assert own.layer_seconds < theirs.layer_seconds
+    assert own.step_seconds(LAYERS, 40) > own.step_seconds(1, 40) > 0
+    assert measure_cost(model, fast, batch=2, prompt_len=40) == own
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 

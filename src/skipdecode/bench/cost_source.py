@@ -15,10 +15,12 @@ from skipdecode.config_sizes import ConfigReader
 from skipdecode.cost import CostModel
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.geometry import ModelGeometry
+from skipdecode.models.families import unwrap
 from skipdecode.models.hub import DTYPES, load_config, load_model
 from skipdecode.models.locate import adapter_dir, base_name
 from skipdecode.models.smollm2 import NAME as EMBEDDED
-from skipdecode.models.store import find_model
+from skipdecode.models.store import find_model, note
+from skipdecode.textgen.engines import open_fast
 
 __all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
 
@@ -29,6 +31,7 @@ _HUB_WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_NOISY = 0.1  # of a fit: above, a plan is worth a second measurement
 _UNKNOWN_DTYPE = torch.bfloat16
 
 
@@ -60,6 +63,8 @@ def find_cost(
     dtype: str = "auto",
     device: str | None = None,
     measure: bool | None = None,
+    engine: str = "auto",
+    remeasure: bool = False,
     progress: bool = False,
 ) -> CostSource:
     """The cost model of a model by name on the machine at hand.
@@ -77,6 +82,10 @@ def find_cost(
     measure : bool, optional
         Load the weights and time decode steps, or predict from bytes and FLOPs. Default: measure if that needs no
         download.
+    engine : {"auto", "fast", "transformers"}
+        Whose steps are timed; auto: the fast engine's where it covers the model.
+    remeasure : bool
+        Measure, whatever an earlier calibration found.
     progress : bool
         Show a progress bar on stderr while measuring.
 
@@ -92,10 +101,15 @@ def find_cost(
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     only_config = Path(name).is_file()
-    if only_config and measure:
-        raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out --measure")
-    if measure or (measure is None and not only_config and weights_at_hand(name)):
-        return _measured(name, batch, prompt_len, dtype, device, progress)
+    if remeasure and measure is False:
+        raise UsageError("--remeasure and --no-measure exclude each other: give one")
+    wanted = measure or remeasure
+    if only_config and wanted:
+        flag = "--measure" if measure else "--remeasure"
+        raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
+    if wanted or (measure is None and not only_config and weights_at_hand(name)):
+        loaded = load_model(name, dtype=dtype, device=device, require_tokenizer=False)
+        return _measured(loaded.model, batch, prompt_len, engine, remeasure, progress)
     return _predicted(name, batch, dtype, device)
 
 
@@ -128,14 +142,17 @@ def _in_hub_cache(name: str) -> bool:
         return False  # No hub id at all; loading its config says so.
 
 
-def _measured(name: str, batch: int, prompt_len: int, dtype: str, device: str | None, progress: bool) -> CostSource:
-    loaded = load_model(name, dtype=dtype, device=device, require_tokenizer=False)
-    model = loaded.model
-    cost = measure_cost(model, batch=batch, prompt_len=prompt_len, progress=progress)
-    geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+def _measured(model: Any, batch: int, prompt_len: int, engine: str, remeasure: bool, progress: bool) -> CostSource:
+    fast = open_fast(model, engine, note)
+    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
+    inner = unwrap(model)
+    geometry = ModelGeometry.from_config(inner.config, inner.dtype.itemsize)
     within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
-    where = f"threads: {torch.get_num_threads()}" if model.device.type == "cpu" else f"device: {model.device.type}"
-    return CostSource(cost, geometry, _dtype_name(model.dtype), f"measured here with transformers ({where}{within})")
+    if cost.residual is not None and cost.residual > _NOISY:
+        within += ": noisy, so use --remeasure when the machine is quiet"
+    where = f"threads: {torch.get_num_threads()}" if inner.device.type == "cpu" else f"device: {inner.device.type}"
+    name = "transformers" if fast is None else "the fast engine"
+    return CostSource(cost, geometry, _dtype_name(inner.dtype), f"measured here with {name} ({where}{within})")
 
 
 def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSource:

@@ -8,84 +8,122 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from skipdecode.bench.machine import measure_bandwidth
-from skipdecode.bench.peers import Peer
+from skipdecode.bench.peers.base import Peer
 from skipdecode.bench.workload import Workload
-from skipdecode.cost import CostModel, Machine
-from skipdecode.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
 __all__ = ["measure"]
 
-Timings = dict[tuple[str, float], list[float]]
+_REFERENCES = ("transformers", "gated")
 
 
-def measure(model: Any, peers: Sequence[Peer], workload: Workload, *, progress: bool = False) -> dict[str, Any]:
-    """``bandwidth_gb_s`` (median of the run) and ``rows``, one for each batch, engine and nominal speed-up.
+class _Run(NamedTuple):
+    """What is timed: an engine at a nominal speed-up."""
+
+    peer: Peer
+    nominal: float
+
+
+class _Cell(NamedTuple):
+    """The measurements of one batch size and prompt length."""
+
+    batch: int
+    prompt: int
+    new: int
+    seconds: dict[_Run, list[float]]
+    bytes: dict[_Run, float]
+    layers: dict[_Run, float]
+
+
+def measure(
+    peers: Sequence[Peer], workload: Workload, num_layers: int, device: torch.device, *, progress: bool = False
+) -> dict[str, Any]:
+    """Measure.
 
     Parameters
     ----------
-    model : transformers causal LM
-        That the peers run.
     peers : sequence of Peer
+        Of one model.
     workload : Workload
+    num_layers : int
+        Of the model.
+    device : torch.device
+        Whose bandwidth counts.
     progress : bool
         Show a progress bar on stderr.
+
+    Returns
+    -------
+    dict
+        ``bandwidth_gb_s``, the median of the run; ``rows``, one for each batch, prompt length, engine and nominal
+        speed-up; ``notes``, lines on what could not be measured.
     """
-    geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
-    schedules = workload.schedules(geometry.num_layers)
-    runs = [(p, n) for n in schedules for p in peers if p.skips or n == 1]
+    schedules = workload.schedules(num_layers)
     reads: list[float] = []
-    timings: dict[int, Timings] = {}
-    total = len(runs) * workload.rounds * len(workload.batches)
+    cells = []
+    total = sum(len(_runs(peers, schedules, batch)) for batch, _ in workload.sizes) * workload.rounds
     with tqdm(total=total, unit="run", disable=None if progress else True) as bar:
-        for batch in workload.batches:
-            for peer in peers:
-                peer.prepare(batch, workload.prompt, workload.new)
-            seconds: Timings = {(p.name, n): [] for p, n in runs}
+        for batch, prompt in workload.sizes:
+            runs = _runs(peers, schedules, batch)
+            cell = _Cell(batch, prompt, workload.new, {run: [] for run in runs}, {}, {})
+            for peer in dict.fromkeys(run.peer for run in runs):
+                peer.prepare(batch, prompt, workload.new)
             for _ in range(workload.rounds):
-                reads.append(measure_bandwidth(model.device))
-                for peer, nominal in runs:
-                    seconds[peer.name, nominal].append(peer.decode_seconds(schedules[nominal]))
+                reads.append(measure_bandwidth(device))
+                for run in runs:
+                    schedule = schedules[run.nominal]
+                    cell.seconds[run].append(run.peer.decode_seconds(schedule))
+                    cell.bytes[run] = run.peer.step_bytes(schedule, batch, prompt, workload.new)
+                    cell.layers[run] = run.peer.mean_layers(schedule, workload.steps)
                     bar.update()
-            timings[batch] = seconds
+            cells.append(cell)
     bandwidth = statistics.median(reads)
-    rows = [
-        _row(geometry, workload, schedules[nominal], (batch, name, nominal), seconds, bandwidth)
-        for batch, seconds in timings.items()
-        for name, nominal in seconds
-    ]
-    return {"bandwidth_gb_s": bandwidth / 1e9, "rows": rows}
+    rows = [_row(cell, run, schedules[run.nominal], bandwidth) for cell in cells for run in cell.seconds]
+    return {"bandwidth_gb_s": bandwidth / 1e9, "rows": rows, "notes": _notes(peers, workload)}
 
 
-def _row(
-    geometry: ModelGeometry,
-    workload: Workload,
-    schedule: Schedule,
-    key: tuple[int, str, float],
-    seconds: Timings,
-    bandwidth: float,
-) -> dict[str, Any]:
-    batch, name, nominal = key
-    median = statistics.median(seconds[name, nominal])
-    # With one byte a second, seconds are bytes.
-    reads = CostModel.predicted(geometry, Machine(1.0), batch)
-    step_bytes = reads.sequence_seconds(schedule, workload.prompt, workload.new) / workload.steps
-    peer = seconds.get(("transformers", 1.0)) or seconds.get(("gated", 1.0))
+def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -> list[_Run]:
+    fit = [p for p in peers if p.max_batch is None or batch <= p.max_batch]
+    return [_Run(p, n) for n in schedules for p in fit if p.skips or n == 1]
+
+
+def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
+    notes = []
+    for peer in peers:
+        most = peer.max_batch
+        left_out = [str(b) for b in workload.batches if most is not None and b > most]
+        if left_out:
+            notes.append(f"{peer.name} decodes {most} row at a time: not measured at batch {', '.join(left_out)}")
+    return notes
+
+
+def _row(cell: _Cell, run: _Run, schedule: Schedule, bandwidth: float) -> dict[str, Any]:
+    batch, prompt, new = cell.batch, cell.prompt, cell.new
+    steps = new - 1
+    medians = {(r.peer.name, r.nominal): statistics.median(values) for r, values in cell.seconds.items()}
+    peer, nominal = run
+    median = medians[peer.name, nominal]
+    reference = next((medians[name, 1.0] for name in _REFERENCES if (name, 1.0) in medians), None)
     return {
-        "engine": name,
+        "engine": peer.name,
+        "weights": peer.weights,
         "batch": batch,
+        "prompt": prompt,
+        "new": new,
         "nominal_speedup": nominal,
-        "mean_layers": schedule.mean_budget(workload.steps),
-        "decode_tokens_per_s": batch * workload.steps / median,
-        "decode_speedup": statistics.median(seconds[name, 1.0]) / median,
-        "speedup_over_transformers": None if peer is None else statistics.median(peer) / median,
-        "amdahl_bound": reads.speedup(schedule, workload.prompt, workload.new),
-        "bytes_per_step": step_bytes,
-        "roofline_share": step_bytes / bandwidth / (median / workload.steps),
-        "seconds": seconds[name, nominal],
+        "mean_layers": cell.layers[run],
+        "decode_tokens_per_s": batch * steps / median,
+        "ms_per_step": median / steps * 1e3,
+        "decode_speedup": medians[peer.name, 1.0] / median,
+        "speedup_over_transformers": None if reference is None else reference / median,
+        "amdahl_bound": peer.reads(batch).speedup(schedule, prompt, new),
+        "bytes_per_step": cell.bytes[run],
+        "roofline_share": cell.bytes[run] / bandwidth / (median / steps),
+        "seconds": cell.seconds[run],
     }

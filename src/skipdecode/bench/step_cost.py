@@ -1,8 +1,9 @@
 """A short calibration on the machine at hand: what a decode step of a model costs, by the number of layers that run.
 
-Times real `generate` steps of a transformers causal LM under constant schedules, depth after depth in turn, so that a
-change of the machine's speed meets all of them. The prompt's keys and values are made up, not computed: only how many
-there are matters to the time. Results are kept per model, dtype, batch, machine and versions in the user's cache.
+Times real steps, of the package's own engine or of transformers' `generate`, under constant schedules, depth after
+depth in turn, so that a change of the machine's speed meets all of them. The prompt's keys and values are made up, not
+computed: only how many there are matters to the time. Results are kept per model, dtype, batch, engine, machine and
+versions in the user's cache.
 """
 
 from __future__ import annotations
@@ -11,39 +12,36 @@ import contextlib
 import hashlib
 import json
 import statistics
-import time
-from itertools import pairwise
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from tqdm import tqdm
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from skipdecode.bench.machine import synchronize
+from skipdecode import kernels
+from skipdecode.bench.step_times import StepTimes, engine_steps, transformers_steps
 from skipdecode.cost import CostModel
+from skipdecode.decoding.fast_model import FastModel
 from skipdecode.environment import cpu_model, usable_cores
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.files import write_whole
 from skipdecode.geometry import ModelGeometry
-from skipdecode.models.attach import Attachment, attach
-from skipdecode.models.cache import SkipCache
-from skipdecode.models.families import unwrap
-from skipdecode.models.plan import PROMPT
+from skipdecode.models.attach import attach
+from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.paths import cache_dir
 from skipdecode.schedule import Schedule
 
 __all__ = ["cost_key", "measure_cost"]
 
-_ENGINE = "transformers"
 _LONGER = 512
 _VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")
 
 
 def measure_cost(
     model: Any,
+    fast: FastModel | None = None,
     *,
     batch: int = 1,
     prompt_len: int = 64,
@@ -58,6 +56,8 @@ def measure_cost(
     ----------
     model : PreTrainedModel or PeftModel
         A causal LM of a supported family, on its device, in its dtype; nothing attached.
+    fast : FastModel, optional
+        Its fast path: time the package's own engine. Default: transformers' `generate`.
     batch : int
         Rows of a step.
     prompt_len : int
@@ -85,18 +85,24 @@ def measure_cost(
         if value < 1:
             raise UsageError(f"{name}={value} is not accepted: give 1 or more")
     inner = unwrap(model)
-    key = cost_key(inner, batch)
+    key = cost_key(inner, batch, fast)
     path = cache_dir() / "costs" / f"{_digest(key)}.json"
     if reuse and (kept := _read(path, key)) is not None:
         return kept
-    cost = _measured(inner, batch, prompt_len, repeats, steps, progress)
+    with ExitStack() as stack, torch.inference_mode():
+        if fast is None:
+            attachment = stack.enter_context(attach(inner, Schedule.full(len(decoder_layers(inner)))))
+            times = transformers_steps(attachment, batch, steps)
+        else:
+            times = engine_steps(inner, fast, batch, steps)
+        cost = _measured(inner, times, batch, prompt_len, repeats, steps, progress)
     with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next run a calibration, no more.
         write_whole(path, json.dumps({"key": key, "cost": cost.to_dict()}, indent=1))
     return cost
 
 
-def cost_key(model: Any, batch: int) -> dict[str, Any]:
-    """All that a calibration holds for: the model's sizes and kernels, dtype, batch, machine, threads and versions."""
+def cost_key(model: Any, batch: int, fast: FastModel | None = None) -> dict[str, Any]:
+    """All that a calibration holds for: sizes and kernels, dtype, batch, engine, machine, threads and versions."""
     config = model.config
     settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
     return {
@@ -104,7 +110,7 @@ def cost_key(model: Any, batch: int) -> dict[str, Any]:
         "attention": str(config._attn_implementation),
         "dtype": str(model.dtype),
         "batch": batch,
-        "engine": _ENGINE,
+        "engine": "transformers" if fast is None else f"fast, {fast.kernel} kernels {_kernel_version()}",
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -112,6 +118,12 @@ def cost_key(model: Any, batch: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _kernel_version() -> str:
+    """Of the engine's kernels: their sources."""
+    files = sorted(Path(kernels.__file__).parent.glob("*.*"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 def _digest(key: dict[str, Any]) -> str:
@@ -130,7 +142,9 @@ def _read(path: Path, key: dict[str, Any]) -> CostModel | None:
 # ---------------------------------------------------------------------- measuring
 
 
-def _measured(model: Any, batch: int, prompt_len: int, repeats: int, steps: int, progress: bool) -> CostModel:
+def _measured(
+    model: Any, times: StepTimes, batch: int, prompt_len: int, repeats: int, steps: int, progress: bool
+) -> CostModel:
     geometry = ModelGeometry.from_config(model.config)
     depths = _depths(geometry.num_layers)
     longer = prompt_len + min(_LONGER, _room(model, prompt_len + steps + 2))
@@ -139,10 +153,10 @@ def _measured(model: Any, batch: int, prompt_len: int, repeats: int, steps: int,
         runs.append((geometry.num_layers, longer))
     timings: dict[tuple[int, int], list[float]] = {run: [] for run in runs}
     bar = tqdm(total=(repeats + 1) * len(runs), desc="calibrating", unit="run", disable=None if progress else True)
-    with bar, attach(model, Schedule.full(geometry.num_layers)) as attachment, torch.inference_mode():
+    with bar:
         for attempt in range(repeats + 1):
             for depth, tokens in runs:
-                seconds = _decode(attachment, depth, batch, tokens, steps)
+                seconds = times(depth, tokens)
                 if attempt:  # The first of each warms up.
                     timings[depth, tokens] += seconds
                 bar.update()
@@ -176,49 +190,3 @@ def _room(model: Any, tokens: int) -> int:
             f"the model's context is {context} tokens, but the calibration takes {tokens}: lower prompt_len"
         )
     return int(context) - tokens
-
-
-def _decode(attachment: Attachment, depth: int, batch: int, tokens: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` decode steps of `depth` layers, on a cache with `tokens` tokens a row."""
-    model = attachment.model
-    attachment.schedule = Schedule.constant(attachment.schedule.num_layers, depth, warmup_layers=0)
-    ids = torch.zeros(batch, tokens + 1, dtype=torch.long, device=model.device)
-    cache = _filled_cache(attachment, ids[:, :1], tokens)
-    clock = _Clock(model.device)
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=steps + 1,
-        eos_token_id=None,
-        pad_token_id=0,
-        do_sample=False,
-        num_beams=1,
-        stopping_criteria=StoppingCriteriaList([clock]),
-    )
-    return [after - before for before, after in pairwise(clock.times)]
-
-
-def _filled_cache(attachment: Attachment, first: Tensor, tokens: int) -> SkipCache:
-    """A cache with `tokens` prompt tokens a row: those of the first, over and over."""
-    cache = attachment.new_cache()
-    attachment.model(first, past_key_values=cache, use_cache=True)
-    more = tokens - 1
-    if more:
-        for index, layer in enumerate(cache.layers):
-            cache.update(*(part.expand(-1, -1, more, -1) for part in (layer.keys, layer.values)), index)
-        cache.advance([PROMPT] * more)
-    return cache
-
-
-class _Clock(StoppingCriteria):  # type: ignore[misc]
-    """Notes the time after every token."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.times: list[float] = []
-        self._device = device
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        synchronize(self._device)
-        self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

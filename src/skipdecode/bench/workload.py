@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["MOST_PROMPT_TOKENS", "Workload"]
-
-# The engine runs prompts in parts of this many tokens; longer ones would leave the rows of a batch out of step.
-MOST_PROMPT_TOKENS = 512
+__all__ = ["Workload"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +18,8 @@ class Workload:
     ----------
     batches : tuple of int
         Rows of a batch.
-    prompt : int
-        Tokens in the cache of a row when its first new token is fed back, 2 to 512.
+    prompts : tuple of int
+        Tokens in the cache of a row when its first new token is fed back, 2 or more each.
     new : int
         New tokens of a row: `new` - 1 decode steps.
     nominal : tuple of float
@@ -32,7 +29,7 @@ class Workload:
     """
 
     batches: tuple[int, ...] = (1, 8)
-    prompt: int = 64
+    prompts: tuple[int, ...] = (64,)
     new: int = 128
     nominal: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
     rounds: int = 3
@@ -40,13 +37,18 @@ class Workload:
     def __post_init__(self) -> None:
         for name, values, fine, accepted in (
             ("batches", self.batches, all(b >= 1 for b in self.batches), "1 or more"),
-            ("prompt", self.prompt, 2 <= self.prompt <= MOST_PROMPT_TOKENS, f"2 to {MOST_PROMPT_TOKENS}"),
+            ("prompt", self.prompts, all(p >= 2 for p in self.prompts), "2 or more"),
             ("new", self.new, self.new >= 3, "3 or more"),
             ("nominal", self.nominal, all(n >= 1 for n in self.nominal), "1 or more"),
             ("rounds", self.rounds, self.rounds >= 1, "1 or more"),
         ):
             if not fine:
                 raise UsageError(f"--{name} {values} is not accepted: give {accepted}")
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and prompt tokens of each cell of the table."""
+        return [(batch, prompt) for batch in dict.fromkeys(self.batches) for prompt in dict.fromkeys(self.prompts)]
 
     @property
     def steps(self) -> int:

@@ -3,6 +3,7 @@
 All run in one process, in turn; medians count. Only decode steps are timed, not prompts. A row tells tokens a second,
 the speed-up over the same engine at full depth and over transformers, the bound that bytes set for that speed-up, and
 the share of the memory's read bandwidth (measured in the same run) that was reached.
+--profile says where the time of a step goes, as a table and as a trace for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import MISSING, dataclass, fields
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.bench.geometries import GEOMETRIES
+from skipdecode.bench.peers import DRAFTING, PEERS
 from skipdecode.bench.workload import Workload
-from skipdecode.cli.columns import table
+from skipdecode.cli.bench_report import report
 from skipdecode.cli.options import option
 from skipdecode.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from skipdecode.bench.peers.base import Peer
 
 __all__ = ["Config", "run"]
-
-_ENGINES = ("fast", "transformers", "gated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +38,41 @@ class Config:
     )
     dtype: str = option("of the weights", default="bfloat16", choices=("bfloat16", "float32"))
     batches: tuple[int, ...] = option("rows decoded together, one or more values", default=(1, 8))
-    prompt: int = option("prompt tokens of a row", default=64)
+    prompt: tuple[int, ...] = option("prompt tokens of a row, one or more values", default=(64,))
     new: int = option("new tokens of a row", default=128)
     nominal: tuple[float, ...] = option("nominal speed-ups; 1, full depth, is always run", default=(1.0, 2.0, 3.0, 5.0))
     engines: tuple[str, ...] = option(
-        "fast: the package's own; transformers: its generate, untouched, at full depth; gated: transformers under the "
-        "schedules",
+        "fast: the package's own; transformers, transformers-static: its generate, untouched, with its dynamic or a "
+        "static cache; gated: transformers under the schedules; early-exit, prompt-lookup: transformers' drafting, one "
+        "row, on a real text; llama.cpp-TYPE: llama.cpp with the same weights in that type; vllm: where installed. "
+        "All but fast and gated run full depth only",
         default=("fast", "transformers"),
-        choices=_ENGINES,
+        choices=PEERS,
     )
+    exit_layer: int | None = option("layers that draft in early-exit (default: a quarter)", default=None)
     rounds: int = option("times that everything runs, in turn", default=3)
     threads: int | None = option("CPU threads (default: torch's choice)", default=None)
     out: str | None = option("file for the results as JSON", default=None)
-    png: str | None = option("file for a picture: speed-up against nominal, and share of the bandwidth", default=None)
+    png: str | None = option(
+        "file for a picture: speed-up and share of the bandwidth against nominal, step time against batch and prompt",
+        default=None,
+    )
+    profile: str | None = option("file for a trace of decode steps; also prints where their time goes", default=None)
 
 
 def run(config: Config) -> int:
     """Measure; returns 0."""
     workload = _checked(config)
-    document = _measured(config, workload)
+    document, trace = _measured(config, workload)
+    if config.profile is not None:
+        _write(config.profile, json.dumps(trace | {"profile": document["profile"]}).encode())
     if config.out is not None:
         _write(config.out, (json.dumps(document, indent=1) + "\n").encode())
     if config.png is not None:
         from skipdecode.plots import speed_png
 
         _write(config.png, speed_png(document["rows"]))
-    print("\n".join(_page(document)))
+    print("\n".join(report(document)))
     return 0
 
 
@@ -71,35 +81,65 @@ def _checked(config: Config) -> Workload:
         raise UsageError("what to measure is not clear: give either a model or --geometry")
     if config.threads is not None and config.threads < 1:
         raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
-    for name in (config.out, config.png):
+    for name in (config.out, config.png, config.profile):
         if name is not None and not Path(name).parent.is_dir():
             raise UsageError(f"the folder of {name} does not exist: make it, or name another")
     return Workload(config.batches, config.prompt, config.new, config.nominal, config.rounds)
 
 
-def _measured(config: Config, workload: Workload) -> dict[str, Any]:
+def _measured(config: Config, workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The results, and the trace of the profile, if one was asked for."""
     import torch
 
-    from skipdecode.bench.geometries import build
     from skipdecode.bench.measure import measure
-    from skipdecode.bench.peers import make_peer
+    from skipdecode.bench.profile import profile
     from skipdecode.environment import environment
-    from skipdecode.models.families import unwrap
-    from skipdecode.models.hub import load_model
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    model, peers = _peers(config, workload)
+    layers = model.config.num_hidden_layers
+    try:
+        found = measure(peers, workload, layers, model.device, progress=True)
+        settings = {f.name: getattr(config, f.name) for f in fields(config)}
+        document = {"environment": environment(), "config": settings | {"command": _command(config)}} | found
+        if config.profile is None:
+            return document, {}
+        steps = profile(peers, workload, layers, found["bandwidth_gb_s"] * 1e9)
+        return document | {"profile": steps["rows"]}, {"traceEvents": steps["traceEvents"], "displayTimeUnit": "ms"}
+    finally:
+        for peer in peers:
+            peer.close()
+
+
+def _peers(config: Config, workload: Workload) -> tuple[Any, list[Peer]]:
+    """The model, and the engines that are to run it."""
+    import torch
+
+    from skipdecode.bench.geometries import build
+    from skipdecode.bench.peers import make_peer
+    from skipdecode.models.families import unwrap
+    from skipdecode.models.hub import load_model
+
+    tokenizer = None
     if config.geometry is not None:
         model = build(config.geometry, getattr(torch, config.dtype))
     else:
-        model = unwrap(load_model(str(config.model), dtype=config.dtype, require_tokenizer=False).model)
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and workload.prompt + workload.new > context:
-        raise UsageError(f"--prompt {config.prompt} + --new {config.new} is more than the context of {context} tokens")
-    peers = [make_peer(name, model) for name in dict.fromkeys(config.engines)]
-    found = measure(model, peers, workload, progress=True)
-    settings = {f.name: getattr(config, f.name) for f in fields(config)}
-    return {"environment": environment(), "config": settings | {"command": _command(config)}} | found
+        loaded = load_model(str(config.model), dtype=config.dtype, require_tokenizer=False)
+        model, tokenizer = unwrap(loaded.model), loaded.tokenizer
+    context, longest = getattr(model.config, "max_position_embeddings", None), max(workload.prompts)
+    if context is not None and longest + workload.new > context:
+        raise UsageError(f"--prompt {longest} + --new {config.new} is more than the context of {context} tokens")
+    names = dict.fromkeys(config.engines)
+    text = _text(tokenizer) if tokenizer is not None and names.keys() & DRAFTING else None
+    return model, [make_peer(name, model, text=text, exit_layer=config.exit_layer) for name in names]
+
+
+def _text(tokenizer: Any) -> list[int]:
+    """The demo's prompts, a line each: what drafting methods continue."""
+    listed = json.loads(resources.files("skipdecode").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
+    ids: list[int] = tokenizer("\n".join(prompt["text"] for prompt in listed))["input_ids"]
+    return ids
 
 
 def _command(config: Config) -> str:
@@ -110,7 +150,7 @@ def _command(config: Config) -> str:
         if value is None or (field.default is not MISSING and value == field.default):
             continue
         values = value if isinstance(value, tuple) else (value,)
-        words += [] if field.metadata["positional"] else [f"--{field.name}"]
+        words += [] if field.metadata["positional"] else ["--" + field.name.replace("_", "-")]
         words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
     return shlex.join(words)
 
@@ -120,23 +160,3 @@ def _write(name: str, content: bytes) -> None:
         Path(name).write_bytes(content)
     except OSError as e:
         raise OutputError(f"cannot write {name}: {e.strerror or e}") from None
-
-
-def _page(document: dict[str, Any]) -> Sequence[str]:
-    header = ["engine", "batch", "nominal", "layers", "tokens/s", "speed-up", "bound", "x transformers", "of bandwidth"]
-    rows = [
-        [
-            r["engine"],
-            str(r["batch"]),
-            f"{r['nominal_speedup']:g}x",
-            f"{r['mean_layers']:.1f}",
-            f"{r['decode_tokens_per_s']:.1f}",
-            f"{r['decode_speedup']:.2f}x",
-            f"{r['amdahl_bound']:.2f}x",
-            "-" if r["speedup_over_transformers"] is None else f"{r['speedup_over_transformers']:.2f}",
-            f"{r['roofline_share']:.0%}",
-        ]
-        for r in document["rows"]
-    ]
-    read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s, {document['environment']['threads']} threads"
-    return [*table(header, rows), "", read]

@@ -1,0 +1,121 @@
+"""The package's own engine as a peer."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from skipdecode.bench.peers.base import Peer
+from skipdecode.decoding.budget_policy import RowView
+from skipdecode.decoding.engine import Engine
+from skipdecode.decoding.fast_model import FastModel, TokenRows
+from skipdecode.decoding.requests import Request
+from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.schedule import Schedule
+
+__all__ = ["EnginePeer"]
+
+
+class _Shifted:
+    """A budget policy whose schedule may be changed between runs; the token at position 0 counts as the prompt's last.
+
+    All schedules must have one drop order.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.now = Schedule.full(schedule.num_layers)
+
+    def prompt_budget(self) -> int:
+        return self.schedule.num_layers
+
+    def first_budget(self) -> int:
+        return self.schedule.num_layers
+
+    def next_budget(self, row: RowView) -> int:
+        return self.now.budget(row.position - 1) if row.position else self.schedule.num_layers
+
+
+class EnginePeer(Peer):
+    """The package's own engine.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+    fast : FastModel, optional
+        Its fast path, where it is open already.
+
+    Raises
+    ------
+    UsageError
+        If the model has no fast path.
+    """
+
+    name = "fast"
+    skips = True
+
+    def __init__(self, model: Any, fast: FastModel | None = None) -> None:
+        super().__init__(model)
+        try:
+            self.fast = FastModel(model) if fast is None else fast
+        except UnfitModelError as e:
+            raise UsageError(f"the engine 'fast' does not cover this model: {e}; leave it out of --engines") from None
+        self._policy = _Shifted(_bottom_up(self.fast.num_layers))
+
+    def prepare(self, batch: int, prompt: int, new: int) -> None:
+        self._policy.now = Schedule.full(self.fast.num_layers)
+        # All prompts in one forward: rows that begin together stay together.
+        engine = Engine(self.fast, self._policy, max_rows=batch, prompt_tokens=batch * prompt)
+        engine.submit([Request((0,) * (prompt - 1), new + 1)] * batch)
+        # The step that ends the prompts also feeds every row's first new token: the prompt's last, as counted here.
+        with _not_computing(self.fast):
+            while engine.stats.steps == 0:
+                engine.step()
+        # Memory that was never written is no memory yet: reading it would cost nothing.
+        with torch.inference_mode():
+            engine.kv.pages.zero_()
+        self._engine = engine
+
+    def start(self, schedule: Schedule) -> Engine:
+        """An engine that stands behind the prompt, with `new` - 1 steps to go under `schedule`."""
+        self._policy.now = schedule
+        with torch.inference_mode():
+            return copy.deepcopy(self._engine, {id(o): o for o in (self.fast, self._policy)})
+
+    def step_seconds(self, schedule: Schedule) -> list[float]:
+        """Seconds of each step; see `decode_seconds`."""
+        engine = self.start(schedule)
+        times = [time.perf_counter()]
+        while engine.has_work:
+            engine.step()
+            times.append(time.perf_counter())
+        return [after - before for before, after in pairwise(times)]
+
+    def decode_seconds(self, schedule: Schedule) -> float:
+        return sum(self.step_seconds(schedule))
+
+
+def _bottom_up(layers: int) -> Schedule:
+    """The paper's drop order, down to a single layer: the first is the last to go."""
+    order = (*range(1, layers - 1), 0)[: layers - 1]
+    return Schedule.constant(layers, 1, warmup_layers=0, drop_order=order)
+
+
+@contextmanager
+def _not_computing(model: FastModel) -> Iterator[None]:
+    """While this holds, forwards of the model answer zeros at once."""
+
+    def zeros(rows: TokenRows, kv: object) -> torch.Tensor:
+        return torch.zeros(len(rows.wanted), model.vocab_size)
+
+    model.forward = zeros  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward  # the class's method shows again
