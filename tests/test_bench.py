@@ -187,10 +187,10 @@ def test_profile_accounts_for_the_whole_step_and_opens_as_a_trace(tmp_path: Path
         mine = {r["kind"]: r for r in rows if (r["engine"], r["nominal_speedup"]) == (engine, nominal)}
         assert sum(r["share"] for r in mine.values()) == pytest.approx(1)
         depth = LAYERS if nominal == 1 else schedule.mean_budget(8)
-        products = 1 if engine == "fast" else 4  # the norm, then q, k and v apart
+        products = 1 if engine == "fast" else 4  # a norm, then q, k and v apart
         assert mine["qkv"]["calls_per_step"] == pytest.approx(depth * products)
         assert mine["head"]["gb_per_s"] > 0
-        assert {"attention", "out", "mlp_in", "mlp_out", "embedding", "cache", "host"} <= set(mine)
+        assert {"append", "attention", "out", "mlp_in", "mlp_out", "embedding", "head", "host"} <= set(mine)
     document = json.loads(trace.read_text())
     assert document["profile"] == rows
     events = document["traceEvents"]

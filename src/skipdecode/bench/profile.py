@@ -5,6 +5,7 @@ Both are split alike: transformers' norms and activations count with the product
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +13,18 @@ from typing import Any
 from skipdecode.bench.peers.base import Peer
 from skipdecode.bench.peers.fast import EnginePeer
 from skipdecode.bench.peers.generate import TransformersPeer
-from skipdecode.bench.recorder import Recorder
+from skipdecode.bench.recorder import Part, Recorder
 from skipdecode.bench.workload import Workload
+from skipdecode.decoding.fast_model import FastModel
 from skipdecode.geometry import ModelGeometry
+from skipdecode.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
 from skipdecode.schedule import Schedule
 
 __all__ = ["profile"]
 
+# Of a layer in the C++ kernels, in the order in which they tell their times.
+_PHASES = ("qkv", "append", "attention", "out", "mlp_in", "mlp_out")
 _CACHE_CALLS = ("extend", "drop", "close")
 _MODULES = {
     "embed_tokens": "embedding",
@@ -100,29 +105,50 @@ def _look(peer: Peer) -> Callable[[Schedule, float], Recorder] | None:
 def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
     engine, fast = peer.start(schedule), peer.fast
     recorder = Recorder(fast.device)
-    kept = fast._layers, fast._head
-    cached = tokens * engine.kv.token_bytes
-
-    def noted(index: int, layer: Any) -> Any:
-        spec = fast._spec.layers[index]
-        sizes = {k: cached if k == "attention" else getattr(spec, k).weight.nbytes for k in layer._fields}
-        return layer._make(recorder.timed(k, call, index, sizes[k]) for k, call in layer._asdict().items())
-
-    own: list[tuple[Any, str, Callable[..., Any]]] = [(fast, "_embed", recorder.timed("embedding", fast._embed))]
-    own += [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
-    own += [(engine, "_emit", recorder.timed("sampling", engine._emit))]
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [
+        (fast, "_embed", recorder.timed("embedding", fast._embed)),
+        (fast, "_stack", _noted_stack(fast, recorder, tokens * engine.kv.token_bytes)),
+        (fast, "_head", recorder.timed("head", fast._head, num_bytes=fast._spec.head.weight.nbytes)),
+        (engine, "_emit", recorder.timed("sampling", engine._emit)),
+    ]
+    calls += [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
     times = [time.perf_counter()]
-    try:
-        fast._layers = [noted(index, layer) for index, layer in enumerate(kept[0])]
-        fast._head = recorder.timed("head", kept[1], num_bytes=fast._spec.head.weight.nbytes)
-        with recorder.replaced(own):
-            while engine.has_work:
-                engine.step()
-                times.append(time.perf_counter())
-    finally:
-        fast._layers, fast._head = kept
+    with recorder.replaced(calls):
+        while engine.has_work:
+            engine.step()
+            times.append(time.perf_counter())
     recorder.add_steps(times)
     return recorder
+
+
+def _noted_stack(fast: FastModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
+    """The layers' call; the C++ kernels tell the time of their phases, other backends only the whole."""
+    layers, stack = fast._spec.layers, fast._stack
+    arguments = getattr(stack, "_args", None)
+    if arguments is None:
+        return recorder.timed("layer", stack)
+    seconds = (ctypes.c_double * len(_PHASES))()
+    ran: list[int] = []
+
+    def run(given: StackInput) -> None:
+        ctypes.memset(seconds, 0, ctypes.sizeof(seconds))
+        ran[:] = [index for index, count in enumerate(given.counts) if count]
+        arguments.seconds = ctypes.addressof(seconds)
+        stack(given)
+        arguments.seconds = None
+
+    def parts() -> list[Part]:
+        found = []
+        for kind, took in zip(_PHASES, seconds, strict=True):
+            weights = [cached if kind == "attention" else _weight_bytes(layers[i], kind) for i in ran]
+            found.append(Part(kind, took, sum(weights), len(ran)))
+        return found
+
+    return recorder.timed_parts("layer", run, parts)
+
+
+def _weight_bytes(layer: LayerSpec, kind: str) -> float:
+    return 0.0 if kind == "append" else float(getattr(layer, kind).weight.nbytes)
 
 
 def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) -> Recorder:
@@ -131,7 +157,7 @@ def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) 
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
     cached = tokens * geometry.kv_bytes_per_token()
     with peer.ready(schedule) as cache:
-        calls = [(cache, "update", recorder.timed("cache", cache.update))]
+        calls = [(cache, "update", recorder.timed("append", cache.update))]
         for module, kind, layer in _parts(model):
             weight = getattr(module, "weight", None)
             reads = cached if kind == "attention" and layer is not None and weight is None else 0.0

@@ -16,16 +16,29 @@ import torch
 
 from skipdecode.bench.machine import synchronize
 
-__all__ = ["HOST", "KINDS", "Recorder"]
+__all__ = ["HOST", "KINDS", "Part", "Recorder"]
 
 HOST = "host"
 # In the order of a step. Norms and activations count with the product that they are fused into in the fast engine.
-KINDS = ("embedding", "qkv", "attention", "out", "mlp_in", "mlp_out", "layer", "head", "sampling", "cache", HOST)
+KINDS = (
+    "embedding",
+    "qkv",
+    "append",  # of the new keys and values
+    "attention",
+    "out",
+    "mlp_in",
+    "mlp_out",
+    "layer",  # what is in none of these
+    "head",
+    "sampling",
+    "cache",  # the engine's books of pages
+    HOST,
+)
 _TRACE_STEPS = 16
 
 
 class _Event(NamedTuple):
-    """One call: seconds from the recorder's start, in all and without the calls inside it, bytes that it must read."""
+    """Calls of a kind: seconds from the begin, in all and less what ran inside, and the bytes they must read."""
 
     kind: str
     layer: int | None
@@ -33,6 +46,16 @@ class _Event(NamedTuple):
     seconds: float
     own: float
     num_bytes: float
+    calls: int = 1
+
+
+class Part(NamedTuple):
+    """What ran inside a call that told the time itself, all calls of a kind together."""
+
+    kind: str
+    seconds: float
+    num_bytes: float
+    calls: int
 
 
 class Recorder:
@@ -68,16 +91,39 @@ class Recorder:
 
         return noted
 
+    def timed_parts(self, kind: str, call: Callable[..., Any], parts: Callable[[], list[Part]]) -> Callable[..., Any]:
+        """As `timed`, for a call whose `parts` say afterwards what ran inside; a trace shows them one after another."""
+
+        def noted(*arguments: Any, **keywords: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*arguments, **keywords)
+            synchronize(self._device)
+            took = time.perf_counter() - start
+            at, inside = start - self._begin, parts()
+            rest = took - sum(part.seconds for part in inside)
+            self._events.append(_Event(kind, None, at, took, rest, 0.0))
+            for part in inside:
+                self._events.append(_Event(part.kind, None, at, part.seconds, *part[1:]))
+                at += part.seconds
+            self._inside += took
+            return result
+
+        return noted
+
     @contextmanager
     def replaced(self, calls: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-        """While this holds, each (object, attribute) gives the call instead of its class's method."""
+        """While this holds, each (object, attribute) gives the call instead of what is there."""
+        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in calls]
         for owner, name, call in calls:
             setattr(owner, name, call)
         try:
             yield
         finally:
-            for owner, name, _ in calls:
-                delattr(owner, name)
+            for owner, name, held in before:
+                if held is None:
+                    delattr(owner, name)  # the class's method shows again
+                else:
+                    setattr(owner, name, held)
 
     def add_steps(self, times: list[float]) -> None:
         """Say when the steps began and ended: each at the next time of `time.perf_counter`."""
@@ -103,13 +149,14 @@ class Recorder:
         rows = []
         for kind, seconds in own.items():
             mine = [e for e in inside if e.kind == kind]
+            calls = sum(e.calls for e in mine)
             rate = sum(e.num_bytes for e in mine) / seconds if seconds > 0 else 0.0
             if mine or kind == HOST:
                 rows.append(
                     {
                         "kind": kind,
-                        "calls_per_step": len(mine) / count,
-                        "us_per_call": seconds / len(mine) * 1e6 if mine else None,
+                        "calls_per_step": calls / count,
+                        "us_per_call": seconds / calls * 1e6 if calls else None,
                         "ms_per_step": seconds / count * 1e3,
                         "share": seconds / total,
                         "gb_per_s": rate / 1e9 or None,
