@@ -14,6 +14,8 @@ from skipdecode import Schedule
 from tiny import LAYERS
 
 torch.set_num_threads(1)
+# The vLLM plugin has an environment of its own: `make test-vllm`.
+collect_ignore = ["vllm_plugin"]
 # A busy machine stalls an example now and then: that is no failure.
 hypothesis.settings.register_profile("no-deadline", deadline=None)
 hypothesis.settings.load_profile("no-deadline")

@@ -16,6 +16,7 @@ LAYERS = [
     {"errors", "checks", "registry", "paths", "files", "environment", "jsonl", "allocator"},
     {"budgets", "layer_order"},
     {"schedule"},
+    {"text_plot", "plots"},
     {"config_sizes", "geometry", "cost", "cost_solve"},
     {"kernels"},
     {"models"},
@@ -26,8 +27,8 @@ LAYERS = [
     {"calibration"},
     {"evaluation"},
     {"bench"},
-    {"serving"},
-    {"text_plot", "plots"},
+    {"serving", "vllm"},
+    {"reporting"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -11,6 +11,7 @@
     │   └── AlreadyAttachedError    a schedule is attached already
     ├── UnsupportedFeatureError     a generation feature that breaks cached skipping, refused by name
     ├── UnfitModelError        the fast engine does not cover the model; transformers' own forward still may
+    ├── RefusedEngineError     a vLLM engine that would give wrong text, refused before it starts
     ├── ModelLoadError         a model name or directory that does not load
     ├── DataError              prompts or records that cannot be read; carries the line number
     ├── OutputError            results that cannot be written
@@ -30,6 +31,7 @@ __all__ = [
     "MissingExtraError",
     "ModelLoadError",
     "OutputError",
+    "RefusedEngineError",
     "ScheduleError",
     "SkipDecodeError",
     "TargetError",
@@ -82,6 +84,10 @@ class UnsupportedFeatureError(SkipDecodeError, ValueError):
 
 class UnfitModelError(SkipDecodeError):
     """The fast engine does not cover this model; the message says what it met."""
+
+
+class RefusedEngineError(SkipDecodeError):
+    """A vLLM engine whose schedule does not fit, or that is asked for something that skipped layers break."""
 
 
 class ModelLoadError(SkipDecodeError):

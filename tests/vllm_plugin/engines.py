@@ -94,3 +94,16 @@ def paper(name: str = "skipdecode", **changes: Any) -> Schedule:
     """The paper's schedule for tiny models."""
     values = {"min_exit_layer": 3, "max_exit_layer": 6, "seq_len": 12} | changes
     return Schedule.paper(LAYERS, name=name, **values)
+
+
+def set_mode(llm: Any, mode: str) -> None:
+    """Skip in another way from here on, which saves the start of an engine."""
+    runner_of(llm).skipping.mode = mode
+
+
+def runner_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler

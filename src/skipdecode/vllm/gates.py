@@ -1,4 +1,4 @@
-"""Gates around a vLLM model's decoder layers: they cut what a layer gets to the rows that run it, and put rows together.
+"""Gates around a vLLM model's decoder layers: they cut a layer's input to the rows that run it, and put rows together.
 
 A layer object takes a subclass of its own class whose `forward` asks the gates; the model's loop over the layers stays
 as it is. Between two layers that run the same rows nothing is copied: the loop then hands on these rows alone, while
@@ -102,7 +102,8 @@ class LayerGates:
     ) -> list[Any]:
         """The layer on all rows; those that sit it out are put back."""
         states = self._change_rows(states, ALL)
-        rest = part.rest if isinstance(part.rest, tuple) else (torch.from_numpy(part.rest).to(states[0].device),)
+        alone = not isinstance(part.rest, tuple)
+        rest: Any = (_selection(part.rest, states[0].device),) if alone else part.rest
         # Kept as copies, because a fused norm adds into what it is given.
         kept = [[self._take(s, r).clone() if s is not None else None for r in rest] for s in states]
         out = self._call(forward, arguments, states)
@@ -169,12 +170,17 @@ class _Gated:
         run = super().forward  # type: ignore[misc]
         if gates.step is None:
             return run(*args, **kwargs)
-        return gates.run(index, run, dict(zip(_names(type(self)), args, strict=False)) | kwargs)
+        return gates.run(index, run, dict(zip(_names_of(self), args, strict=False)) | kwargs)
 
 
 @functools.cache
 def _gated_class(base: Any) -> Any:
     return type(base.__name__, (_Gated, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def _names_of(layer: Any) -> tuple[str, ...]:
+    layer_class: Any = type(layer)
+    return _names(layer_class)
 
 
 @functools.cache
@@ -186,10 +192,10 @@ def _names(layer_class: Any) -> tuple[str, ...]:
 
 
 def _check(layer: nn.Module) -> None:
-    if "hidden_states" not in _names(type(layer)):
+    if "hidden_states" not in _names_of(layer):
         raise UnsupportedModelError(
-            f"decoder layers of class {type(layer).__name__} take no hidden_states: this version of vLLM builds the model "
-            "in a way that the plugin does not know"
+            f"decoder layers of class {type(layer).__name__} take no hidden_states: this version of vLLM builds the "
+            "model in a way that the plugin does not know"
         )
 
 

@@ -96,8 +96,8 @@ def cut_metadata(given: Any, part: Part) -> Any:
     unknown = [f.name for f in dataclasses.fields(given) if f.name not in _PLAIN and getattr(given, f.name) is not None]
     if unknown:
         raise UnsupportedFeatureError(
-            f"vLLM's attention metadata has {unknown[0]!r}, which cannot be cut to some rows: this feature does not work "
-            "with skipped layers"
+            f"vLLM's attention metadata has {unknown[0]!r}, which cannot be cut to some rows: this feature does not "
+            "work with skipped layers"
         )
     values: dict[str, Any] = {}
     for field in dataclasses.fields(given):

@@ -19,7 +19,7 @@ _COUNTERS = {
 }
 
 
-class DepthMetrics(StatLoggerBase):
+class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
     """Turns the counts that the scheduler sends along into metrics; does nothing for engines that do not skip."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:

@@ -14,7 +14,7 @@ import torch
 from skipdecode.bench.machine import measure_machine
 from skipdecode.cost import Machine
 from skipdecode.geometry import ModelGeometry
-from skipdecode.vllm.settings import Settings
+from skipdecode.vllm.settings import Mode, Settings
 from skipdecode.vllm.step_rows import NONE, StepRows
 
 __all__ = ["ModeChoice"]
@@ -29,21 +29,20 @@ class ModeChoice:
     Parameters
     ----------
     settings : Settings
-        Its mode settles the matter unless it is "auto".
     vllm_config : VllmConfig
     device : torch.device
 
     Attributes
     ----------
+    mode : {"auto", "nested", "where"}
+        Anything but "auto" settles the matter.
     builders : int
         Metadata builders that each selection of rows takes.
     """
 
     def __init__(self, settings: Settings, vllm_config: Any, device: torch.device) -> None:
+        self.mode: Mode = settings.mode
         self.builders = 1
-        self._fixed = None if settings.mode == "auto" else settings.mode == "where"
-        if self._fixed is not None:
-            return
         model = vllm_config.model_config
         self._shards = vllm_config.parallel_config.tensor_parallel_size
         self._geometry = ModelGeometry.from_config(model.hf_config, model.dtype.itemsize)
@@ -51,8 +50,8 @@ class ModeChoice:
 
     def puts_back(self, step: StepRows) -> bool:
         """Whether a step runs layers on all rows and puts back those that sit them out."""
-        if self._fixed is not None:
-            return self._fixed
+        if self.mode != "auto":
+            return self.mode == "where"
         all_rows = self._layer_seconds(step.num_rows)
         more = sum(
             all_rows - self._layer_seconds(step.rows_of(i)) for i, kind in enumerate(step.layers) if kind != NONE

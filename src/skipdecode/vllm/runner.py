@@ -18,7 +18,7 @@ from skipdecode.vllm.families import find_layers
 from skipdecode.vllm.gates import LayerGates
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.modes import ModeChoice
-from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.settings import KEY, Mode, Settings
 from skipdecode.vllm.step_rows import Batch, Limits, StepRows
 
 
@@ -52,7 +52,8 @@ class SkipRunner:
 def adopt(runner: Any, settings: Settings, vllm_config: Any) -> None:
     """Make a runner skip; call it before the model is loaded."""
     runner.skipping = Skipping(settings, vllm_config, runner.device)
-    runner.__class__ = _skipping_class(type(runner))
+    base: Any = type(runner)
+    runner.__class__ = _skipping_class(base)
 
 
 @functools.cache
@@ -76,6 +77,15 @@ class Skipping:
         self._several = len(settings.schedules) > 1
         self._schedule_of: dict[str, int] = {}
         self._step: StepRows | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How rows are skipped; may be set between steps."""
+        return self._choice.mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._choice.mode = mode
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""

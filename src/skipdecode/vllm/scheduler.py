@@ -63,14 +63,14 @@ class _Skipping:
         if (batch.start < batch.prompt).any():
             return True
         least = sum(min(self._settings.schedules[n].budgets) for n in batch.schedule.tolist())
-        return int(self._limits.depth(batch).sum()) - least < len(running) / 2
+        return bool(int(self._limits.depth(batch).sum()) - least < len(running) / 2)
 
 
-class SkipScheduler(_Skipping, Scheduler):
+class SkipScheduler(_Skipping, Scheduler):  # type: ignore[misc]
     """Waits for each step's tokens."""
 
 
-class SkipAsyncScheduler(_Skipping, AsyncScheduler):
+class SkipAsyncScheduler(_Skipping, AsyncScheduler):  # type: ignore[misc]
     """Schedules a step ahead."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["FULL", "KEY", "Settings"]
+__all__ = ["FULL", "KEY", "Mode", "Settings"]
 
 KEY = "skipdecode"
 """Of config.json, of `additional_config`, and of a request's extra arguments."""

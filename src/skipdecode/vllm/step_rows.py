@@ -129,7 +129,8 @@ class Limits:
     def depth(self, batch: Batch) -> NDArray[np.int64]:
         """Layers that the first row of each request runs."""
         first = self._table[batch.schedule] + (batch.prompt - batch.start)[:, None]
-        return (first > 0).sum(1)
+        depth: NDArray[np.int64] = np.count_nonzero(first > 0, axis=1)
+        return depth
 
     def step(self, batch: Batch) -> StepRows | None:
         """The rows of every layer; None if all rows run all layers."""

@@ -15,7 +15,7 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 
-class SkipWorker(Worker):
+class SkipWorker(Worker):  # type: ignore[misc]
     """The worker of this platform."""
 
     def init_device(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,50 @@
+"""Every architecture of the table, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import engine, generate, prompts, reference, save_tiny, set_mode
+from skipdecode import Schedule
+from skipdecode.vllm.families import ARCHITECTURES
+from tiny import LAYERS
+
+MODEL_TYPES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GemmaForCausalLM": "gemma",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested")
+FROM_THE_FIRST = Schedule.paper(
+    LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=6, warmup_layers=0, name="no-warm-up"
+)
+
+
+def test_the_table_is_tested():
+    assert set(MODEL_TYPES) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_family(tmp_path: Path, architecture: str):
+    model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture])
+    texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
+    options = {"schedules": [FROM_THE_FIRST.to_dict()]}
+    with engine(tmp_path, additional_config={"skipdecode": options}, max_num_batched_tokens=24) as llm:
+        for mode in ("nested", "where"):
+            set_mode(llm, mode)
+            for schedule in (NESTED, FROM_THE_FIRST):
+                found = generate(llm, texts, new, [schedule.name] * 4)
+                assert found == reference(model, schedule, texts, new), mode
