@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 import warnings
@@ -53,10 +54,14 @@ def tiny_service(
 def running(service: Service, keys: KeyRing | None = None, drain_seconds: float = 5.0) -> Iterator[httpx.Client]:
     """A client of the service's server; the server is stopped at the end."""
     server = make_server(service, Binding(port=0, drain_seconds=drain_seconds, log_level="warning"), keys)
-    thread = threading.Thread(target=server.run)
+    sock = socket.socket()
+    # Small, so that a client that does not read is felt soon.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    sock.bind(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    thread = threading.Thread(target=server.run, args=([sock],))
     thread.start()
     until(lambda: server.started or not thread.is_alive())
-    port = server.servers[0].sockets[0].getsockname()[1]
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             client.server = server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -89,6 +90,9 @@ class Guard:
             await self._app(scope, self._counted(receive), noting)
         except ApiError as error:
             await _answer(error, noting)
+        except asyncio.CancelledError:
+            # uvicorn cancels what does not end in time when it stops: no error of the application.
+            state["outcome"] = "cancelled"
         finally:
             self._note(scope, status, state["outcome"], time.perf_counter() - start, request_id)
 

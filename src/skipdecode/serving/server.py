@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import socket
 import threading
 from dataclasses import dataclass
 
@@ -12,8 +14,11 @@ from skipdecode.serving.app import create_app
 from skipdecode.serving.auth import KeyRing
 from skipdecode.serving.logs import log_config
 from skipdecode.serving.service import Service
+from skipdecode.serving.worker import Worker
 
 __all__ = ["Binding", "is_loopback", "make_server", "run_server"]
+
+_LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,24 @@ def make_server(service: Service, binding: Binding, keys: KeyRing | None = None)
         access_log=False,
         server_header=False,
         limit_concurrency=binding.max_connections,
-        timeout_graceful_shutdown=max(1, round(binding.drain_seconds)),
+        timeout_graceful_shutdown=math.ceil(binding.drain_seconds) + _LAST_WORDS_SECONDS,
         timeout_keep_alive=30,
     )
-    return uvicorn.Server(config)
+    return _DrainingServer(config, service.worker, binding.drain_seconds)
+
+
+class _DrainingServer(uvicorn.Server):
+    """Tells the worker when it begins to stop, so that requests which do not end in time end with an error."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float) -> None:
+        super().__init__(config)
+        self._worker = worker
+        self._seconds = seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        self._worker.drain(self._seconds)
+        await super().shutdown(sockets)
 
 
 def run_server(service: Service, binding: Binding, keys: KeyRing | None = None) -> bool:

@@ -59,6 +59,7 @@ class Worker:
         self._waiting: deque[Choice] = deque()
         self._cancelled: list[Ticket] = []
         self._stopping = False
+        self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
         self._running: dict[Choice, Lane[Choice]] = {}
         self._events: dict[Ticket, list[Event]] = {}
@@ -79,7 +80,7 @@ class Worker:
     @property
     def accepting(self) -> bool:
         """Whether tickets are taken."""
-        return self.alive and not self._stopping
+        return self.alive and not self._stopping and self._drained_at == math.inf
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a ticket.
@@ -91,7 +92,7 @@ class Worker:
         """
         with self._wake:
             if not self.accepting:
-                raise ApiError(503, "stopping", "the server is stopping")
+                raise _stopping()
             # A batch's worth may always wait for its rows: those are given at the next step.
             room = self._limits.max_rows + self._limits.max_waiting - len(self._waiting) - len(self._running)
             if len(ticket.choices) > room:
@@ -108,6 +109,11 @@ class Worker:
         with self._wake:
             self._cancelled.append(ticket)
             self._wake.notify()
+
+    def drain(self, seconds: float) -> None:
+        """Take no more tickets; those that are there fail after this time."""
+        with self._wake:
+            self._drained_at = time.perf_counter() + seconds
 
     def stop(self, seconds: float) -> None:
         """Fail what is left and end the thread, waiting this long for its current step."""
@@ -131,10 +137,12 @@ class Worker:
         finally:
             with self._wake:
                 self._stopping = True
-                left = {choice.ticket for choice in (*self._waiting, *self._running)}
-            error = Failed(ApiError(503, "stopping", "the server is stopping"))
-            self._events = {ticket: [error] for ticket in left}
+            self._events = {ticket: [Failed(_stopping())] for ticket in self._all_tickets()}
             self._deliver()
+
+    def _all_tickets(self) -> set[Ticket]:
+        with self._wake:
+            return {choice.ticket for choice in (*self._waiting, *self._running)}
 
     def _await_work(self) -> bool:
         """Sleep until there is something to do, drop cancelled tickets; False once the worker is to stop."""
@@ -149,6 +157,9 @@ class Worker:
 
     def _expire(self) -> None:
         now = time.perf_counter()
+        if now > self._drained_at:
+            for ticket in self._all_tickets():
+                self._fail(ticket, _stopping(), "error")
         with self._wake:
             late = {choice.ticket: False for choice in self._waiting if choice.ticket.deadline < now}
         late |= {choice.ticket: True for choice in self._running if choice.ticket.deadline < now}
@@ -291,6 +302,10 @@ class Worker:
         self._metrics.running_rows.set(sum(lane.rows for lane in self._lanes))
         self._metrics.kv_bytes_held.set(held)
         self._metrics.kv_bytes_saved.set(max(0, full - sum(choice.kv_bytes for choice in self._running)))
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "stopping", "the server is stopping")
 
 
 def _put(events: dict[Ticket, list[Event]], drop: Callable[[Ticket], None]) -> None:

@@ -1,0 +1,279 @@
+"""What goes wrong around a server: keys, limits, clients that leave or do not read, steps that raise, stopping."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from serve_tools import events, greedy, is_idle, offline, running, slowed, streamed_text, tiny_service, until
+from skipdecode.errors import UsageError
+from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
+
+COMPLETIONS = "/v1/completions"
+LONG = greedy(prompt="hello", max_tokens=1000, logit_bias={"2": -100})
+SHORT = greedy(prompt="hello", max_tokens=3)
+
+
+def raw_stream(client, body, receive_buffer=None):
+    """A socket that has asked for a stream and read nothing."""
+    sock = socket.socket()
+    if receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(30)
+    sock.connect(("127.0.0.1", client.base_url.port))
+    content = json.dumps(body | {"stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    sock.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return sock
+
+
+def running_rows(service):
+    return service.metrics.value("running_rows")
+
+
+def outcomes(service, outcome):
+    return service.metrics.value("requests_total", endpoint=COMPLETIONS, outcome=outcome)
+
+
+# ---------------------------------------------------------------------- keys and sizes
+
+
+def test_api_keys(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n{hashlib.sha256(b'from-the-file').hexdigest()}  # laptop\n\n")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "from-the-environment, second")
+    with running(tiny_service(), KeyRing.read(str(file))) as client:
+        for key in ("from-the-file", "from-the-environment", "second"):
+            for path in ("/v1/models", "/metrics"):
+                assert client.get(path, headers={"authorization": f"Bearer {key}"}).status_code == 200
+        for header in ("", "Bearer", "Bearer wrong", "Bearer from-the-fil", "Basic from-the-file", "from-the-file"):
+            for call in (client.get("/v1/models", headers={"authorization": header}), client.get("/metrics")):
+                assert call.status_code == 401
+                assert call.json()["error"]["code"] == "invalid_api_key"
+                assert call.headers["www-authenticate"] == "Bearer"
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 401
+        assert client.post("/tokenize", json={"prompt": "x"}).status_code == 401
+        assert client.get("/").status_code == client.get("/health").status_code == 200
+
+
+def test_files_of_keys_that_are_none(tmp_path, monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    assert not KeyRing.read(None)
+    file = tmp_path / "keys"
+    for content, match in (("plain-key", "line 1: not the SHA-256"), ("# none\n", "holds no key")):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=match):
+            KeyRing.read(str(file))
+    with pytest.raises(UsageError, match="cannot read"):
+        KeyRing.read(str(tmp_path / "absent"))
+
+
+def test_large_bodies_are_refused_before_they_are_read():
+    with running(tiny_service(max_body_bytes=10_000)) as client:
+        body = json.dumps({"prompt": "x" * 20_000}).encode()
+        headers = {"content-type": "application/json"}
+        declared = client.post(COMPLETIONS, content=body, headers=headers)
+        pieces = client.post(
+            COMPLETIONS, content=(body[i : i + 4000] for i in range(0, len(body), 4000)), headers=headers
+        )
+        for response in (declared, pieces):
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_long_prompts_are_refused():
+    with running(tiny_service(max_prompt_tokens=50, max_new_tokens=10)) as client:
+        for prompt in ("x" * 51, [5] * 51):
+            error = client.post(COMPLETIONS, json=greedy(prompt=prompt)).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert "51" in error["message"]
+            assert "50" in error["message"]
+        assert client.post(COMPLETIONS, json=greedy(prompt="x", max_tokens=11)).status_code == 400
+
+
+# ---------------------------------------------------------------------- the queue
+
+
+def test_a_full_queue_is_answered_with_429_and_its_end_with_service():
+    service = slowed(tiny_service(max_rows=2, max_waiting=2), 0.02)
+    with running(service) as client, ThreadPoolExecutor(4) as pool:
+        body = greedy(prompt="hello", max_tokens=60, logit_bias={"2": -100})
+        kept = [pool.submit(client.post, COMPLETIONS, json=body) for _ in range(4)]
+        until(lambda: running_rows(service) == 2 and service.metrics.value("queue_length") == 2)
+        refused = client.post(COMPLETIONS, json=body)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        answers = [future.result() for future in kept]
+        assert [a.status_code for a in answers] == [200] * 4
+        assert len({a.json()["choices"][0]["text"] for a in answers}) == 1
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+        until(lambda: is_idle(service))
+
+
+def test_requests_end_when_their_time_is_over():
+    service = slowed(tiny_service(max_rows=1, max_seconds=0.5), 0.01)
+    with running(service) as client, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(client.post, COMPLETIONS, json=LONG)
+        until(lambda: running_rows(service) == 1)
+        second = pool.submit(client.post, COMPLETIONS, json=LONG)
+        assert (first.result().status_code, first.result().json()["error"]["code"]) == (504, "timeout")
+        # The second one got the row when the first one's time was over, and then its own was over soon.
+        assert second.result().json()["error"]["code"] in ("queue_timeout", "timeout")
+        with client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert json.loads(lines[-1][6:])["error"]["code"] == "timeout"
+        until(lambda: is_idle(service))
+        until(lambda: outcomes(service, "timeout") == 3)
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+# ---------------------------------------------------------------------- clients that go away
+
+
+def test_rows_of_clients_that_hang_up_are_freed():
+    service = slowed(tiny_service(max_rows=16), 0.005)
+    with running(service) as client:
+        streams = [raw_stream(client, LONG) for _ in range(8)]
+        until(lambda: running_rows(service) == 8)
+        for sock in streams:
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+            sock.close()
+        until(lambda: is_idle(service), 5)
+        whole = raw_stream(client, LONG | {"stream": False, "n": 4})
+        whole.close()
+        waiting = httpx.Client(base_url=client.base_url, timeout=0.3)
+        with pytest.raises(httpx.ReadTimeout):
+            waiting.post(COMPLETIONS, json=LONG)
+        waiting.close()
+        until(lambda: is_idle(service), 5)
+        until(lambda: outcomes(service, "cancelled") == 10, 5)
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_a_client_that_leaves_the_queue_never_runs():
+    service = slowed(tiny_service(max_rows=1), 0.01)
+    with running(service) as client, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client.post, COMPLETIONS, json=greedy(prompt="a", max_tokens=50, logit_bias={"2": -100}))
+        until(lambda: running_rows(service) == 1)
+        raw_stream(client, LONG).close()
+        second = raw_stream(client, LONG)
+        until(lambda: service.metrics.value("queue_length") == 1)
+        second.close()
+        until(lambda: service.metrics.value("queue_length") == 0)
+        assert first.result().status_code == 200
+        until(lambda: is_idle(service))
+
+
+def test_slow_readers_are_dropped_and_hold_up_nobody():
+    service = tiny_service(max_rows=8, max_unread_tokens=20, stall_seconds=0.3)
+    body = LONG | {"logprobs": 5, "skipdecode": {"trace": True}}
+    with running(service) as client:
+        lazy = [raw_stream(client, body, receive_buffer=2048) for _ in range(3)]
+        _, text, _ = offline("hello", 3)
+        assert streamed_text(events(client, COMPLETIONS, SHORT)) == text
+        until(lambda: outcomes(service, "slow_reader") == 3, 30)
+        until(lambda: is_idle(service), 5)
+        for sock in lazy:
+            sock.close()
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+# ---------------------------------------------------------------------- steps that raise
+
+
+def test_a_step_that_raises_fails_its_requests_and_the_server_goes_on():
+    service = slowed(tiny_service(), 0.005)
+    with running(service) as client, ThreadPoolExecutor(4) as pool:
+        body = greedy(prompt="hello", max_tokens=40, logit_bias={"2": -100})
+        want = client.post(COMPLETIONS, json=body).json()["choices"]
+        until(lambda: is_idle(service))
+        lane = next(lane for lane in service.worker._lanes if lane.takes(service.catalog.plan("nested", None).schedule))
+        step, calls = lane.step, []
+
+        def failing():
+            calls.append(1)
+            if len(calls) == 5:
+                raise MemoryError("no room")
+            return step()
+
+        lane.step = failing
+        other = body | {"skipdecode": {"schedule": "even"}}
+        kept = pool.submit(client.post, COMPLETIONS, json=other)
+        streamed = raw_stream(client, body | {"skipdecode": {"schedule": "nested"}})
+        failed = client.post(COMPLETIONS, json=body | {"skipdecode": {"schedule": "nested"}})
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "engine_error"
+        assert "no room" not in failed.text
+        tail = b""
+        while part := streamed.recv(65536):
+            tail += part
+            if b'"engine_error"' in tail:
+                break
+        assert b"[DONE]" not in tail
+        streamed.close()
+        assert kept.result().status_code == 200  # another drop order, another engine
+        until(lambda: is_idle(service))
+        assert service.metrics.value("step_failures_total") == 1
+        assert client.post(COMPLETIONS, json=body).json()["choices"] == want
+        assert client.get("/health/ready").status_code == 200
+
+
+def test_a_model_thread_that_ends_is_seen():
+    service = tiny_service()
+    with running(service) as client:
+        service.worker._admit = None
+        assert client.post(COMPLETIONS, json=SHORT).json()["error"]["code"] == "stopping"
+        until(lambda: not service.worker.alive)
+        assert client.get("/health/live").status_code == 503
+        assert client.get("/health/ready").status_code == 503
+        assert client.post(COMPLETIONS, json=SHORT).status_code == 503
+
+
+# ---------------------------------------------------------------------- stopping
+
+
+def test_a_stopping_server_ends_what_runs_and_takes_nothing_new():
+    service = slowed(tiny_service(), 0.01)
+    with running(service) as client:
+        results = []
+        body = greedy(prompt="hello", max_tokens=60, logit_bias={"2": -100})
+        thread = threading.Thread(target=lambda: results.append(events(client, COMPLETIONS, body)))
+        thread.start()
+        until(lambda: running_rows(service) == 1)
+        client.server.should_exit = True
+        until(lambda: not client.server.servers or not client.server.servers[0].is_serving())
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{client.base_url}/health")
+        thread.join(20)
+    assert results[0][-1]["choices"][0]["finish_reason"] == "length"
+    assert results[0][-1]["skipdecode"]["completion_tokens"] == 60
+    assert not service.worker.alive
+
+
+def test_what_does_not_end_in_time_is_cut_off():
+    service = slowed(tiny_service(), 0.05)
+    start = time.monotonic()
+    with running(service, drain_seconds=0.5) as client, ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(client.post, COMPLETIONS, json=LONG)
+        sock = raw_stream(client, LONG)
+        until(lambda: running_rows(service) == 2)
+        client.server.should_exit = True
+        until(lambda: not service.worker.accepting)
+        assert whole.result().json()["error"]["code"] == "stopping"
+        stream = b""
+        while part := sock.recv(65536):
+            stream += part
+    assert time.monotonic() - start < 10
+    assert b'"code":"stopping"' in stream
+    assert b"[DONE]" not in stream
+    assert not service.worker.alive
+    sock.close()
