@@ -73,7 +73,7 @@ class Config:
 
 
 def run(config: Config) -> int:
-    """Serve; returns 0 after a signal, 1 if the address cannot be used."""
+    """Serve; returns 0 after a signal."""
     _check(config)
     if config.engine == "vllm":
         return _run_vllm(config)
@@ -81,10 +81,13 @@ def run(config: Config) -> int:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
-    from skipdecode.serving.server import Binding, is_loopback, run_server
+    from skipdecode.serving.server import Binding, is_loopback, open_socket, run_server
     from skipdecode.textgen.report import note
 
     keys = KeyRing.read(config.api_keys)
+    binding = Binding(config.host, config.port, config.drain_seconds, config.max_connections, config.log_level)
+    # Before the model, which takes a while to load.
+    listening = open_socket(binding)
     service = _service(config)
     if not keys and not is_loopback(config.host):
         note(
@@ -92,9 +95,9 @@ def run(config: Config) -> int:
             f"variable {ENVIRONMENT_VARIABLE})"
         )
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    note(f"serving {service.name} on http://{shown}:{config.port}")
-    binding = Binding(config.host, config.port, config.drain_seconds, config.max_connections, config.log_level)
-    return 0 if run_server(service, binding, keys) else 1
+    note(f"serving {service.name} on http://{shown}:{listening.getsockname()[1]}")
+    run_server(service, binding, listening, keys)
+    return 0
 
 
 def _check(config: Config) -> None:
@@ -115,6 +118,8 @@ def _check(config: Config) -> None:
         raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
+    for path in config.schedule:
+        read_schedule(path)
 
 
 def _schedules(config: Config, num_layers: int) -> list[Schedule]:

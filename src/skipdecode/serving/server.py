@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from skipdecode.errors import UsageError
 from skipdecode.serving.app import create_app
 from skipdecode.serving.auth import KeyRing
 from skipdecode.serving.logs import log_config
 from skipdecode.serving.service import Service
 from skipdecode.serving.worker import Worker
 
-__all__ = ["Binding", "is_loopback", "make_server", "run_server"]
+__all__ = ["Binding", "is_loopback", "make_server", "open_socket", "run_server"]
 
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 
@@ -49,13 +50,29 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
+def open_socket(binding: Binding) -> socket.socket:
+    """A socket on the address; it takes connections once the server runs.
+
+    Raises
+    ------
+    UsageError
+        The address cannot be used.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((binding.host, binding.port))
+    except OSError as e:
+        found.close()
+        raise UsageError(f"cannot listen on {binding.host}, port {binding.port}: {e.strerror or e}") from None
+    return found
+
+
 def make_server(service: Service, binding: Binding, keys: KeyRing | None = None) -> uvicorn.Server:
     """A uvicorn server; its `run` returns once it is stopped."""
     app = create_app(service, keys=keys, local_only=is_loopback(binding.host))
     config = uvicorn.Config(
         app,
-        host=binding.host,
-        port=binding.port,
         log_config=log_config(binding.log_level),
         access_log=False,
         server_header=False,
@@ -80,11 +97,10 @@ class _DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run_server(service: Service, binding: Binding, keys: KeyRing | None = None) -> bool:
-    """Serve until SIGINT or SIGTERM; False if the address cannot be used."""
+def run_server(service: Service, binding: Binding, listening: socket.socket, keys: KeyRing | None = None) -> None:
+    """Serve on a socket until SIGINT or SIGTERM."""
     server = make_server(service, binding, keys)
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal that stopped it again; a drained server has ended well.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-    server.run()
-    return bool(server.started)
+    server.run([listening])

@@ -1,0 +1,127 @@
+"""`skipdecode serve` as a process: options, logs, signals; and the command line for vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from serve_tools import greedy, until
+from skipdecode import Schedule
+from skipdecode.cli import main
+from skipdecode.cli.options import add_options, config_from
+from skipdecode.cli.serve import Config
+from skipdecode.errors import MissingExtraError
+from skipdecode.serving import vllm_server
+from textgen_tools import command, save_tiny_model, subprocess_environment
+from tiny import LAYERS
+
+
+def is_up(url):
+    try:
+        return httpx.get(f"{url}/health/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_a_server_process_from_start_to_sigterm(tmp_path):
+    model = save_tiny_model(tmp_path / "tiny-model", context=1024)
+    schedule = tmp_path / "mine.json"
+    schedule.write_text(Schedule.even(LAYERS, 4, name="mine").to_json())
+    port = free_port()
+    options = [
+        "--schedule",
+        str(schedule),
+        "--nominal-speedup",
+        "2",
+        "--flat",
+        "--port",
+        str(port),
+        "--engine",
+        "transformers",
+    ]
+    log = tmp_path / "log"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(command("serve", model, *options), stderr=stderr, env=subprocess_environment())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until(lambda: is_up(url) or process.poll() is not None, 120)
+        entry = httpx.get(f"{url}/v1/models").json()["data"][0]
+        assert entry["id"] == "tiny-model"
+        assert [s["name"] for s in entry["skipdecode"]["schedules"]] == ["full", "mine", "skipdecode-2x-flat"]
+        body = greedy(prompt="a secret", max_tokens=200, stream=True, skipdecode={"schedule": "mine"})
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+    text = log.read_text()
+    assert "default: full (the checkpoint carries no schedule)" in text
+    assert "secret" not in text
+    records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    request = next(r for r in records if r.get("path") == "/v1/completions")
+    assert (request["status"], request["outcome"], request["schedule"]) == (200, "ok", "mine")
+
+
+def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        assert main(["serve", "/nowhere-model", "--port", str(sock.getsockname()[1])]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-rows", "0"], "--max-rows 0 is not accepted: give 1 or more"),
+        (["--port", "70000"], "--port 70000"),
+        (["--max-seconds", "0"], "--max-seconds 0.0"),
+        (["--flat"], "--flat belongs to --nominal-speedup"),
+        (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
+        (["--schedule", "/nowhere.json"], "cannot read the schedule /nowhere.json"),
+        (["--engine", "vllm", "--api-keys", "x"], "VLLM_API_KEY"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(arguments, message, capsys):
+    assert main(["serve", "/nowhere-model", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_flags_given_twice_are_gathered():
+    parser = argparse.ArgumentParser()
+    add_options(parser, Config)
+    arguments = ["m", "--schedule", "a", "--schedule", "b", "c", "--nominal-speedup", "2", "3"]
+    config = config_from(Config, parser.parse_intermixed_args(arguments))
+    assert config.schedule == ("a", "b", "c")
+    assert config.nominal_speedup == (2.0, 3.0)
+
+
+def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch):
+    schedules = [Schedule.constant(LAYERS, 4)]
+    options = {"name": "m", "host": "127.0.0.1", "port": 8000, "dtype": "auto", "schedules": schedules}
+    monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"skipdecode\[vllm\]"):
+        vllm_server.vllm_command("path", **options)
+    monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
+    made = vllm_server.vllm_command("path", **options)
+    assert made[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "path"]
+    settings = json.loads(made[made.index("--additional-config") + 1])
+    assert settings == {"skipdecode": {"schedules": [schedules[0].to_dict()]}}
