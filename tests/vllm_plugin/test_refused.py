@@ -1,0 +1,140 @@
+"""What the plugin changes in an engine's config, what it leaves alone, and what it refuses, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import paper, save_tiny
+from skipdecode import Schedule
+from skipdecode.errors import RefusedEngineError
+from tiny import LAYERS
+
+WORKER = "skipdecode.vllm.worker.SkipWorker"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tuned")
+    save_tiny(folder, paper())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    save_tiny(folder, None)
+    return folder
+
+
+def config_of(folder: Path, **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = {"dtype": "float32", "max_model_len": 128, "block_size": 32, "skip_tokenizer_init": True}
+    return EngineArgs(str(folder), **(settings | options)).create_engine_config()
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    with pytest.raises(RefusedEngineError) as caught:
+        config_of(folder, **options)
+    text = str(caught.value)
+    assert text.startswith("skipdecode: ")
+    assert "\n" not in text
+    return text
+
+
+def test_a_checkpoint_with_a_schedule_needs_no_flags(tuned: Path):
+    config = config_of(tuned)
+    assert config.parallel_config.worker_cls == WORKER
+    assert config.scheduler_config.scheduler_cls == "skipdecode.vllm.scheduler.SkipScheduler"
+
+
+def test_without_a_schedule_vllm_stays_as_it_is(plain: Path):
+    config = config_of(plain)
+    assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.additional_config == {}
+    assert not config.model_config.enforce_eager
+
+
+def test_a_schedule_by_hf_overrides(plain: Path):
+    config = config_of(plain, hf_overrides={"skipdecode": paper().to_dict()})
+    assert config.parallel_config.worker_cls == WORKER
+
+
+def test_a_full_schedule_alone_changes_nothing(plain: Path):
+    config = config_of(plain, hf_overrides={"skipdecode": Schedule.full(LAYERS).to_dict()})
+    assert config.scheduler_config.scheduler_cls is None
+
+
+def test_a_schedule_for_another_model(plain: Path):
+    schedule = Schedule.constant(LAYERS + 2, 4).to_dict()
+    assert "is for 10 layers, but the model has 8" in refusal(plain, hf_overrides={"skipdecode": schedule})
+
+
+def test_a_broken_schedule(plain: Path):
+    assert "'budgets' is missing" in refusal(plain, hf_overrides={"skipdecode": {"num_layers": 8, "drop_order": []}})
+
+
+def test_options(tuned: Path):
+    for options, part in (
+        ({"mode": "fast"}, "mode='fast' is not accepted"),
+        ({"policy": "fifo"}, "give one of continuous, waves"),
+        ({"join_below": 2}, "join_below=2 is not accepted"),
+        ({"speed": 2}, "unknown option 'speed'"),
+        ({"schedules": [paper().to_dict()]}, "'skipdecode' is given twice"),
+    ):
+        assert part in refusal(tuned, additional_config={"skipdecode": options})
+
+
+def test_an_architecture_that_is_not_tested(tmp_path: Path):
+    save_tiny(tmp_path, paper(), "stablelm")
+    text = refusal(tmp_path)
+    assert "StableLm" in text or "StableLM" in text
+    assert "LlamaForCausalLM" in text
+
+
+@pytest.mark.parametrize("version", ["0.26.1", "0.34.0"])
+def test_a_version_of_vllm_that_is_not_supported(tuned: Path, plain: Path, version: str, monkeypatch: Any):
+    monkeypatch.setattr("vllm.__version__", version)
+    assert f"vLLM {version} is not supported: install one from 0.27 up to before 0.34" in refusal(tuned)
+    assert config_of(plain).scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "--worker-cls"),
+        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
+        ({"runner": "pooling"}, "a pooling model"),
+    ],
+)
+def test_flags_that_would_give_wrong_text(tuned: Path, options: dict[str, Any], part: str):
+    text = refusal(tuned, **options)
+    assert part in text
+    assert text.endswith("does not work with skipped layers: start vLLM without it")
+
+
+def test_a_kv_connector(tuned: Path):
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert "--kv-transfer-config" in refusal(tuned, kv_transfer_config=connector)
+
+
+def test_drafts_of_another_model(tuned: Path, plain: Path):
+    drafts = {"method": "draft_model", "model": str(plain), "num_speculative_tokens": 2}
+    assert "speculative decoding other than ngram" in refusal(tuned, speculative_config=drafts)
+
+
+def test_stages_split_by_expected_work(tuned: Path, monkeypatch: Any):
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    config_of(tuned, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    import os
+
+    assert os.environ.pop("VLLM_PP_LAYER_PARTITION") == "6,2"
