@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from html_page import read_page
 from skipdecode.cli import main
 from skipdecode.evaluation.results import load_run
 from textgen_tools import save_tiny_model, write_rows
@@ -118,34 +118,11 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
     assert all(pair["difference"]["low"] <= 0 <= pair["difference"]["high"] for pair in document["pairs"])
 
 
-class Checker(HTMLParser):
-    """Collects text, and fails on tags that do not close."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text = ""
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [v for k, v in attrs if k in ("src", "href") and v and not v.startswith("#")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_path: Path):
     file = tmp_path / "report.html"
     assert main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(file)]) == 0
     html = file.read_text(encoding="utf-8")
-    page = Checker()
-    page.feed(html)
-    assert page.open == []
+    page = read_page(html)
     assert page.links == []
     for name in ("full", "skip"):
         run = load_run(place / name)
@@ -156,8 +133,8 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
             assert sample["output"] in page.text
             assert sample["reference"] in page.text
     assert "<b>answer</b>" not in html
-    # Trade-off and two kinds of buckets for each metric.
-    assert html.count("<svg") == 2 * 3 + 4 * 3
+    # For each metric a trade-off and two kinds of buckets; speed-up against nominal; one schedule.
+    assert html.count("<svg") == 6 + 2 * 6 + 1 + 1
     assert (
         main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(tmp_path / "2.html")]) == 0
     )

@@ -27,6 +27,7 @@ VERBS = {
     "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
     "calibrate": "which layers to leave out, and where in the text, learned on your records",
     "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",
+    "report": "result files as one HTML page that works offline",
     "bench": "decoding speed of engines and schedules, next to the limit that memory sets",
     "serve": "an OpenAI-compatible server with a schedule per request, and a page to try it",
     "info": "versions, devices, supported families, cached models",

@@ -263,7 +263,7 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
 
 
 def _draw_picture(found: Calibration, goal: Goal, out: Path) -> None:
-    from skipdecode.plots import calibration_png
+    from skipdecode.plots import calibration_figure, png
 
     if found.rounds:
         first = found.rounds[0]
@@ -275,8 +275,8 @@ def _draw_picture(found: Calibration, goal: Goal, out: Path) -> None:
         f"{found.schedule.name}, mean {goal.workload.mean_layers(found.schedule):.1f} of {len(found.influence)} layers"
     )
     try:
-        png = calibration_png(found.schedule, importance, importance_label=label, title=title)
+        figure = calibration_figure(found.schedule, importance, importance_label=label, title=title)
     except MissingExtraError as e:
         print(f"skipdecode: no picture: {e}", file=sys.stderr)
     else:
-        write_whole(out / _PICTURE, png)
+        write_whole(out / _PICTURE, png(figure))

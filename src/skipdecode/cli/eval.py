@@ -115,9 +115,9 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
     from skipdecode.files import write_whole
 
     if config.report is not None:
-        from skipdecode.evaluation.report import html_report
+        from skipdecode.reporting.report import html_report, run_sources
 
-        write_whole(config.report, html_report(runs, pairs))
+        write_whole(config.report, html_report(run_sources(runs), pairs, title="skipdecode eval"))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return

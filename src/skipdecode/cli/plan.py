@@ -86,10 +86,10 @@ def run(config: Config) -> int:
     if config.out is not None:
         write_whole(config.out, schedule.to_json(indent=1) + "\n")
     if config.png is not None:
-        from skipdecode.plots import schedule_png
+        from skipdecode.plots import depth_figure, png
 
         title = f"{config.model}: {figures.nominal_speedup:.2f}x nominal, {figures.speedup:.2f}x predicted"
-        write_whole(config.png, schedule_png(schedule, config.seq_len, title=title))
+        write_whole(config.png, png(depth_figure(schedule, config.seq_len, title=title)))
     if config.json:
         print(json.dumps(document(plan), indent=2))
     else:

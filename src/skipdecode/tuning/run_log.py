@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
+from skipdecode.files import write_whole
+from skipdecode.plots import loss_figure, png
 
 __all__ = ["LOG_FILE", "PICTURE_FILE", "RunLog", "draw_curve", "read_log"]
 
@@ -71,22 +73,8 @@ def draw_curve(directory: Path) -> Path:
     MissingExtraError
         matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("the picture of the loss curve", "plot") from None
-    rows = read_log(directory / LOG_FILE)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for kind, style in (("train", "-"), ("dev", "o-")):
-        points = [(row["step"], row["cross_entropy"]) for row in rows if row["kind"] == kind]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=kind, linewidth=1, markersize=4)
-    axes.set(xlabel="optimizer step", ylabel="cross-entropy per response token")
-    axes.grid(alpha=0.3)
-    axes.legend()
     path = directory / PICTURE_FILE
-    figure.savefig(path, dpi=120)
+    write_whole(path, png(loss_figure(read_log(directory / LOG_FILE))))
     return path
 
 

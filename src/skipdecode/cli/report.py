@@ -1,0 +1,62 @@
+"""One HTML page from result files: quality against measured speed-up, speed, depth, losses, outputs side by side.
+
+  skipdecode report results/ runs/2x --out report.html
+
+RESULTS are files or directories: runs of eval, published quality tables, results of bench, calibrations, schedules,
+logs of tune. The page holds everything it needs; it opens without a network.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skipdecode.cli.options import option
+from skipdecode.errors import DataError
+from skipdecode.files import write_whole
+
+if TYPE_CHECKING:
+    from skipdecode.reporting.sources import Source
+
+__all__ = ["Config", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `skipdecode report`."""
+
+    results: tuple[str, ...] = option("result files, or directories of them", positional=True)
+    out: str = option("file for the page", default="report.html")
+    title: str = option("heading of the page", default="skipdecode report")
+    bad: str = option(
+        "files that are broken or no results; refuse: stop at the first; skip: name each and go on",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
+
+
+def run(config: Config) -> int:
+    """Read, draw, write; returns 0."""
+    sources = _sources(config)
+    from skipdecode.reporting.report import html_report
+
+    write_whole(config.out, html_report(sources, title=config.title))
+    print(f"{config.out}: {len(sources)} result{'' if len(sources) == 1 else 's'}")
+    return 0
+
+
+def _sources(config: Config) -> list[Source]:
+    from skipdecode.reporting.sources import find_files, read_source
+
+    sources = []
+    for path in find_files(config.results):
+        try:
+            sources.append(read_source(path))
+        except DataError as e:
+            if config.bad == "refuse":
+                raise DataError(f"{e} (--bad skip leaves such files out)") from None
+            print(f"skipdecode: left out: {e}", file=sys.stderr)
+    if not sources:
+        raise DataError("none of the files is a result: there is nothing to report")
+    return sources

@@ -1,0 +1,148 @@
+"""`skipdecode report`: one page from any mix of results; what is broken is named in one line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from html_page import read_page
+from quality_runs import REFERENCES, quality_runs
+from skipdecode import Schedule
+from skipdecode.cli import main
+
+ROOT = Path(__file__).parents[1]
+CALIBRATION: dict[str, Any] = {
+    "schedule": Schedule.constant(8, 4, name="calibrated-2x").to_dict(),
+    "records": 6,
+    "rounds": [
+        {"base": 1.5, "losses": {str(i): 1.5 + i / 10 for i in range(1, 7)}},
+        {"base": 1.6, "losses": {str(i): 1.7 + i / 10 for i in range(2, 7)}},
+    ],
+    "verdicts": [
+        {"name": n, "speedup": 2.0, "mean_layers": 4, "predicted": 1.75, "measured": 1.875, "held_out": None}
+        for n in ("paper", "calibrated-2x")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each kind, and names that would break a page that does not escape."""
+    pytest.importorskip("bert_score")
+    path = tmp_path_factory.mktemp("report")
+    quality_runs(path / "runs")
+    spec = importlib.util.spec_from_file_location("quality_table", ROOT / "benchmarks" / "quality_table.py")
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    (path / "results").mkdir()
+    assert table.main([str(path / "runs"), "--out", str(path / "results" / "table.json"), "--resamples", "50"]) == 0
+    (path / "results" / "calibration.json").write_text(json.dumps(CALIBRATION))
+    hostile = Schedule(8, (3, 2, 1), (7, 6, 5), name='</script><b>"x" & y')
+    (path / "hostile.json").write_text(hostile.to_json())
+    return path
+
+
+def report(out: Path, *arguments: str | Path) -> str:
+    assert main(["report", *map(str, arguments), "--out", str(out)]) == 0
+    return out.read_text(encoding="utf-8")
+
+
+def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
+    files = [place / "runs", place / "results" / "table.json", place / "results" / "calibration.json"]
+    files += [place / "hostile.json", *sorted((ROOT / "results").glob("*-cpu.json"))]
+    files += [ROOT / "results" / "tune-e2e-smollm2-135m.jsonl"]
+    html = report(tmp_path / "report.html", *files)
+    page = read_page(html)
+    assert page.links == []
+    assert not re.search(r"<script|@import|url\((?!#)", html)
+    for heading in (
+        "Quality against measured speed-up: mine, 8 records",
+        "published table",
+        "Outputs side by side",
+        "Speed-up against nominal",
+        "Decoding through transformers: opt-1.3b",
+        "Engines: smollm2-135m",
+        "Which layers run where",
+        "Calibration:",
+        "Loss while tuning",
+        "By reference length",
+        "Environment",
+    ):
+        assert heading in page.text, heading
+    # A score, a bench row, a calibration's loss, a dev loss: numbers of each source are on the page.
+    for number in ("6.53x", "1.8750", "1.3846", "3.73x"):
+        assert number in page.text, number
+    assert all(text in page.text for text in REFERENCES)
+    assert '</script><b>"x" & y' in page.text
+    # Pictures take the page's colours and say what they show.
+    assert html.count("<svg ") == html.count('role="img" aria-label="')
+    assert "var(--c0, " in html
+    assert any("skipdecode" not in label and "Best on dev: 1.3846 at step 300" in label for label in page.labels)
+    assert report(tmp_path / "again.html", *files) == html
+
+
+def test_words_that_full_depth_did_not_write_are_marked(place: Path, tmp_path: Path):
+    html = report(tmp_path / "r.html", place / "runs")
+    assert "<mark>" not in html  # The canned methods write a beginning of what full depth writes.
+    run = json.loads((place / "runs" / "flat-4x" / "run.json").read_text())
+    for sample in run["samples"]:
+        sample["output"] = sample["full_output"].replace(" ", " strange <i> ", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+    html = report(tmp_path / "r.html", tmp_path / "run")
+    assert re.search(r"<mark>\s?strange &lt;i&gt;\s?</mark>", html)
+
+
+def test_a_directory_stands_for_its_results(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    report(tmp_path / "r.html", ROOT / "results")
+    number = len([p for p in (ROOT / "results").iterdir() if p.suffix in (".json", ".jsonl")])
+    assert f"{number} results" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{", "not JSON"),
+        ("b.json", '{"x": 1}', "not a result that a report knows"),
+        ("c.json", "[1]", "not a result that a report knows"),
+        ("d.json", '{"kind": "eval"}', "not a run of `skipdecode eval`"),
+        ("e.json", '{"bandwidth_gb_s": 1, "rows": [{"engine": "fast"}]}', "row 1 lacks 'batch'"),
+        ("f.json", '{"cost_model": {}, "rows": 3}', "a list of rows is missing"),
+        ("g.json", '{"drop_order": [0], "budgets": [9], "num_layers": 4}', "g.json: "),
+        ("h.jsonl", '{"kind": "train", "step": 1}\n', "no row has a cross_entropy"),
+        ("i.jsonl", '{"kind": "train"\n', "line 1: not JSON"),
+        ("j.json", b"\xff\xfe", "not JSON"),
+        ("k.json", '{"kind": "quality", "runs": [{"method": 3}]}', "row 1 lacks 'method'"),
+    ],
+)
+def test_a_broken_file_is_named(
+    tmp_path: Path, name: str, content: str | bytes, message: str, capsys: pytest.CaptureFixture[str]
+):
+    bad, out = tmp_path / name, tmp_path / "r.html"
+    bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+    good = str(ROOT / "results" / "decode-opt-1.3b-cpu.json")
+    assert main(["report", good, str(bad), "--out", str(out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name in line
+    assert message in line
+    assert not out.exists()
+    assert main(["report", good, str(bad), "--out", str(out), "--bad", "skip"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("skipdecode: left out: ")
+    assert name in line
+    assert "3.73x" in out.read_text()
+
+
+def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "a.json").write_text("{}")
+    for arguments, message in (
+        ([str(tmp_path / "none")], "no such file or directory"),
+        ([str(tmp_path), "--bad", "skip"], "nothing to report"),
+    ):
+        assert main(["report", *arguments, "--out", str(tmp_path / "r.html")]) == 1
+        assert message in capsys.readouterr().err.splitlines()[-1]
