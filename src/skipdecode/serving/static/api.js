@@ -44,7 +44,7 @@ export async function* stream(request, signal) {
   let whole = false;
   try {
     for await (const data of events(answer.body)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(500, chunk.error.message);
       const tokens = chunk.choices.flatMap((choice) => choice.skipdecode?.tokens ?? []);

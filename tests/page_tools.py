@@ -1,0 +1,112 @@
+"""For the playground's tests: a server in a process of its own, the page in a browser, and what its answers were."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page
+
+from textgen_tools import command, subprocess_environment
+
+# A second reader on each answer: the browser's own record of a stream's body is not always there.
+_KEEP_ANSWERS = """
+window.answers = [];
+const original = window.fetch;
+window.fetch = async (url, options) => {
+  const answer = await original(url, options);
+  if (answer.ok && options.method === "POST") {
+    const text = answer.clone().text().catch(() => "");
+    window.answers.push(text.then((text) => [new URL(url).pathname, options.body, text]));
+  }
+  return answer;
+};
+"""
+DESKTOP, PHONE = (1280, 900), (360, 760)
+
+
+@contextmanager
+def serving(model: str, *arguments: str, key: str | None = None) -> Iterator[tuple[str, Any]]:
+    """A server in a process of its own: its address, and the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    environment = subprocess_environment() | ({"SKIPDECODE_API_KEY": key} if key else {})
+    process = subprocess.Popen(command("serve", model, "--port", str(port), *arguments), env=environment)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{address}/health/ready", timeout=5).close()
+                break
+            except (urllib.error.URLError, ConnectionError):
+                assert process.poll() is None, "the server has stopped"
+                time.sleep(0.2)
+        else:
+            raise AssertionError("the server is not ready after two minutes")
+        yield address, process
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@contextmanager
+def opened(browser: Browser, address: str, size: tuple[int, int] = DESKTOP, **options: Any) -> Iterator[Page]:
+    """The page, connected; at the end nothing was asked of another host and the console has no complaint."""
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, **{"reduced_motion": "reduce"} | options
+    )
+    page = context.new_page()
+    hosts: set[str] = set()
+    complaints: list[str] = []
+    page.on("request", lambda request: hosts.add("/".join(request.url.split("/")[:3])))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None)
+    page.add_init_script(_KEEP_ANSWERS)
+    page.goto(address)
+    yield page
+    assert hosts == {address}, hosts
+    # A status that the page explains is also a line in the console.
+    complaints = [line for line in complaints if "Failed to load resource" not in line]
+    assert not complaints, complaints
+    context.close()
+
+
+def answers(page: Page) -> dict[str, dict[str, Any]]:
+    """Of the page's generations so far, by schedule and in their order: the path, and the chunks of the stream."""
+    found = {}
+    for path, body, text in page.evaluate("Promise.all(window.answers)"):
+        data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        assert data[-1] == "[DONE]"
+        found[json.loads(body)["skipdecode"]["schedule"]] = {
+            "path": path,
+            "chunks": [json.loads(line) for line in data[:-1]],
+        }
+    return found
+
+
+def traced(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tokens of a stream, as its trace tells them."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return [token for choice in choices for token in choice.get("skipdecode", {}).get("tokens", [])]
+
+
+def drawn_layers(path: str, num_layers: int, height: float) -> list[int]:
+    """The layers of a column of the picture, from the corners of its cells."""
+    tops = [int(top) for top in re.findall(r"M\d+ (\d+)", path)]
+    return [num_layers - 1 - round(top * num_layers / height) for top in tops]
+
+
+def serious(page: Page) -> list[str]:
+    """What axe-core finds, from serious on."""
+    found = Axe().run(page).response["violations"]
+    return [f"{v['id']}: {n['html']}" for v in found if v["impact"] in ("serious", "critical") for n in v["nodes"]]

@@ -1,0 +1,246 @@
+"""The playground page in a real browser, against a real server: what it draws is what the API's trace says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+import skipdecode
+from page_tools import DESKTOP, PHONE, answers, drawn_layers, opened, serious, serving, traced
+from skipdecode import Schedule
+from textgen_tools import save_tiny_model
+from tiny import LAYERS
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium: install it (Debian: apt-get install chromium)"),
+]
+ARGUMENTS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+ADAPTER = Path(skipdecode.__file__).parent / "adapters" / "e2e-smollm2-135m"
+KEY = "a-key-of-the-tests"
+TWO = Schedule.from_speedup(LAYERS, 2, 12, name="two")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A tiny model that carries a schedule, and one more, as arguments of `serve`."""
+    folder = tmp_path_factory.mktemp("page")
+    directory = save_tiny_model(folder / "model", context=512)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"skipdecode": TWO.to_dict()}))
+    (folder / "even.json").write_text(Schedule.even(LAYERS, (6, 5, 5, 4)).to_json())
+    return [directory, "--schedule", str(folder / "even.json")]
+
+
+@pytest.fixture(scope="module")
+def address(model: list[str]) -> Iterator[str]:
+    with serving(*model) as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=BROWSER, args=ARGUMENTS.split())
+        yield browser
+        browser.close()
+
+
+def check_column(page: Page, column: str, chunks: list[Any], num_layers: int, drop_order: list[int]) -> None:
+    tokens, figures = traced(chunks), chunks[-1]["skipdecode"]
+    part = page.locator(f"#{column}")
+    assert [t["position"] for t in tokens] == list(range(figures["completion_tokens"]))
+    assert part.locator(".tokens").evaluate("e => e.textContent") == "".join(t["text"] for t in tokens)
+    paths = part.locator("svg .ran").evaluate_all("all => all.map(e => e.getAttribute('d'))")
+    height = part.locator("svg").evaluate("e => e.clientHeight")
+    everything = set(range(num_layers))
+    expected = [sorted(everything - set(drop_order[: num_layers - t["layers"]])) for t in tokens]
+    assert [drawn_layers(path, num_layers, height) for path in paths] == expected
+    assert {str(len(layers)): layers for layers in expected} == figures["layer_sets"]
+    depths = part.locator(".token").evaluate_all("all => all.map(e => Number(e.style.getPropertyValue('--depth')))")
+    assert depths == pytest.approx([t["layers"] / num_layers for t in tokens])
+
+    shown = {name: part.locator(f"[data-figure={name}]").inner_text() for name in ("rate", "time", "tokens", "layers")}
+    assert float(shown["rate"].replace(",", "")) == pytest.approx(figures["tokens_per_s"], rel=0.01)
+    assert float(shown["time"].removesuffix(" s")) == pytest.approx(
+        figures["first_token_s"] + figures["decode_s"], abs=0.06
+    )
+    assert shown["tokens"] == str(len(tokens))
+    assert sum(t["layers"] for t in tokens) == figures["layers_run"]
+    assert percent(shown["layers"]) == pytest.approx(100 * figures["layers_run"] / figures["layers_full"], abs=0.51)
+
+
+def percent(text: str) -> float:
+    return float(text.removesuffix("%"))
+
+
+def run_to_the_end(page: Page, timeout_s: float = 60) -> None:
+    page.get_by_role("button", name="Run both").click()
+    expect(page.locator("#tiles")).to_be_visible(timeout=1000 * timeout_s)
+
+
+@pytest.mark.parametrize("kind", ["Completion", "Chat"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_both_columns_show_what_the_api_says(browser: Browser, address: str, size: tuple[int, int], kind: str):
+    with opened(browser, address, size) as page:
+        page.get_by_text(kind, exact=True).click()
+        page.get_by_label("Prompt", exact=True).fill("The quick brown fox")
+        run_to_the_end(page)
+        found = answers(page)
+        assert list(found) == ["full", "two"]  # one after the other, full depth first
+        assert all(("chat" in answer["path"]) == (kind == "Chat") for answer in found.values())
+        check_column(page, "full", found["full"]["chunks"], LAYERS, [])
+        check_column(page, "reduced", found["two"]["chunks"], LAYERS, list(TWO.drop_order))
+
+        figures = {name: answer["chunks"][-1]["skipdecode"] for name, answer in found.items()}
+        speedup = figures["two"]["tokens_per_s"] / figures["full"]["tokens_per_s"]
+        assert float(page.locator("#speedup").inner_text().rstrip("×")) == pytest.approx(speedup, abs=0.006)
+        assert "nominal 2×" in page.locator("#speedup-note").inner_text()
+        held, saved = figures["two"]["kv_bytes"], figures["two"]["kv_bytes_saved"]
+        assert percent(page.locator("#kv").inner_text()) == pytest.approx(100 * saved / (held + saved), abs=0.51)
+        assert page.get_by_role("status").filter(has_text="Measured speed-up").count() == 1
+        edges = page.locator("main *").evaluate_all("all => all.map(e => e.getBoundingClientRect().right)")
+        assert max(edges) <= size[0]  # nothing sticks out
+
+
+def test_differences_are_marked_and_listed(browser: Browser, address: str):
+    with opened(browser, address) as page:
+        run_to_the_end(page)
+        texts = [page.locator(f"#{c} .tokens").evaluate("e => e.textContent") for c in ("full", "reduced")]
+        assert texts[0] != texts[1]
+        marked = page.locator("#reduced .token.differs")
+        assert 0 < marked.count() < page.locator("#reduced .token").count() or texts[0][0] != texts[1][0]
+        assert "underline" in marked.first.evaluate("e => getComputedStyle(e).textDecorationLine")
+        rows = page.get_by_role("table").get_by_role("row")
+        assert rows.nth(0).inner_text().split("\t") == ["Full depth", "two"]
+        for row in rows.all()[1:]:
+            for text, cell in zip(texts, row.locator("td").all(), strict=True):
+                said = cell.evaluate("e => e.textContent")
+                assert said in text or said == "nothing"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_axe_finds_nothing_serious(browser: Browser, address: str, size: tuple[int, int], scheme: str):
+    with opened(browser, address, size, color_scheme=scheme) as page:
+        expect(page.get_by_role("button", name="Run both")).to_be_enabled()
+        assert serious(page) == []
+        page.get_by_role("button", name="API key").click()
+        page.get_by_text("How to read this page").click()
+        run_to_the_end(page)
+        assert serious(page) == []
+
+
+def test_by_keyboard_alone(browser: Browser, address: str):
+    with opened(browser, address) as page:
+        slider = page.get_by_role("slider", name="Schedule")
+        expect(slider).to_be_enabled()
+        order = []
+        for _ in range(12):
+            page.keyboard.press("Tab")
+            order.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
+        wanted = ["Skip to the results", "key-open", "prompt", "schedule", "max-tokens", "together", "run"]
+        assert [name for name in order if name in wanted] == wanted
+        slider.focus()
+        page.keyboard.press("ArrowLeft")
+        assert slider.get_attribute("aria-valuetext") == "even, nominal speed-up 1.60"
+        page.keyboard.press("ArrowRight")
+        assert slider.get_attribute("aria-valuetext") == "two, nominal speed-up 2.00"
+        page.get_by_label("Prompt", exact=True).focus()
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#tiles")).to_be_visible(timeout=60_000)
+        scrub = page.get_by_role("slider", name="Look at one token of two")
+        scrub.focus()
+        page.keyboard.press("ArrowRight")
+        said = scrub.get_attribute("aria-valuetext")
+        assert re.match(r"Token 2 of \d+: .*\. \d of 8 layers", said, re.DOTALL)
+        assert page.locator("#reduced .token").nth(1).evaluate("e => e.classList.contains('looked')")
+        expect(page.locator("#reduced .readout")).to_contain_text("token 2")
+
+
+def test_stop_ends_both(browser: Browser, address: str):
+    with opened(browser, address) as page:
+        page.get_by_label("Max tokens").fill("256")
+        page.get_by_role("button", name="Run both").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator("#full .state")).to_have_text("Stopped")
+        expect(page.locator("#reduced .state")).to_have_text("Ready")
+        expect(page.get_by_role("button", name="Run both")).to_be_enabled()
+        page.get_by_label("Max tokens").fill("8")
+        run_to_the_end(page)
+
+
+def test_together(browser: Browser, address: str):
+    with opened(browser, address) as page:
+        page.get_by_label("Run both at the same time").check()
+        run_to_the_end(page)
+        assert set(answers(page)) == {"full", "two"}
+        assert "sharing the machine" in page.locator("#speedup-note").inner_text()
+
+
+def test_empty_prompt_is_asked_for(browser: Browser, address: str):
+    with opened(browser, address) as page:
+        page.get_by_label("Prompt", exact=True).fill("  ")
+        page.get_by_role("button", name="Run both").click()
+        expect(page.get_by_text("Write a prompt first")).to_be_visible()
+        assert page.evaluate("document.activeElement.id") == "prompt"
+
+
+def test_key_is_asked_for(browser: Browser, model: list[str]):
+    with serving(*model, key=KEY) as (address, _), opened(browser, address, PHONE) as page:
+        expect(page.get_by_text("This server wants an API key.")).to_be_visible()
+        assert serious(page) == []
+        page.get_by_label("API key", exact=True).fill("another")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("The server does not accept this API key.")).to_be_visible()
+        page.get_by_label("API key", exact=True).fill(KEY)
+        page.get_by_role("button", name="Use this key").click()
+        run_to_the_end(page)
+
+
+def test_server_without_room_and_server_that_goes(browser: Browser, model: list[str]):
+    with (
+        serving(*model, "--max-waiting", "0", "--max-rows", "1") as (address, server),
+        opened(browser, address) as page,
+    ):
+        page.get_by_label("Max tokens").fill("256")
+        page.get_by_label("Run both at the same time").check()
+        page.get_by_role("button", name="Run both").click()
+        expect(page.get_by_text("The server is busy: its queue is full. Try again in")).to_be_visible(timeout=30_000)
+        expect(page.get_by_role("button", name="Run both")).to_be_enabled(timeout=60_000)
+        server.terminate()
+        server.wait(30)
+        page.get_by_role("button", name="Run both").click()
+        expect(page.get_by_text("No answer from the server. Is it still running?").first).to_be_visible()
+
+
+@pytest.mark.model
+def test_real_model_and_the_pictures_of_the_docs(browser: Browser, tmp_path: Path):
+    """The bundled adapter: good text at 2x, and faster than full depth. SKIPDECODE_PICTURES names a folder to keep."""
+    pictures = Path(os.environ.get("SKIPDECODE_PICTURES", tmp_path))
+    arguments = ["--name", "smollm2-135m-e2e", "--nominal-speedup", "1.5", "3", "--seq-len", "41"]
+    with serving(str(ADAPTER), *arguments) as (address, _):
+        for size, scheme in ((DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")):
+            with opened(browser, address, size, color_scheme=scheme) as page:
+                run_to_the_end(page, 120)
+                found = answers(page)
+                check_column(page, "full", found["full"]["chunks"], 30, [])
+                check_column(page, "reduced", found["skipdecode-2x"]["chunks"], 30, list(range(1, 29)))
+                for column in ("full", "reduced"):
+                    assert "Blue Heron" in page.locator(f"#{column} .tokens").inner_text()
+                page.locator("#reduced .token").nth(9).hover()
+                name = f"playground-{'desktop' if size == DESKTOP else 'phone'}-{scheme}.png"
+                page.screenshot(path=pictures / name, full_page=True)
+                assert (pictures / name).stat().st_size < 300_000
