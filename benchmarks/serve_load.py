@@ -1,0 +1,300 @@
+"""Many streams at once against `skipdecode serve`, at full depth and under a flat schedule in turn.
+
+Starts the server as a process of its own on a free port of this machine, and stops it. In each phase `--streams`
+clients ask for one completion after the other until the phase's time is over; then the phase's last streams end, and the
+next phase begins. Every stream's text is compared with what the engine gives offline for the same request, alone in its
+process. Throughput is that of the tokens which arrive in a phase after its first `--warm-up` seconds.
+
+    python benchmarks/serve_load.py --model smollm2-135m --out results/serve-smollm2-135m-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from skipdecode import Schedule
+from skipdecode.decoding import Engine, Request
+from skipdecode.environment import environment
+from skipdecode.models.families import decoder_layers
+from skipdecode.models.hub import load_model
+from skipdecode.textgen.transformers_backend import end_tokens
+
+FULL = "full"
+SUBJECTS = ("The old bridge", "A small boat", "My neighbour", "The first train", "A good teacher", "The night market")
+ENDINGS = ("was known for", "had never seen", "used to be", "is the reason why", "could not find")
+PROMPTS = [f"{subject} {ending}" for subject in SUBJECTS for ending in ENDINGS]
+
+
+@dataclass
+class Stream:
+    """One completion as a client saw it."""
+
+    prompt: str
+    text: str = ""
+    arrivals: list[float] = field(default_factory=list)
+    asked: float = 0.0
+    tokens: int = 0
+    error: str = ""
+
+
+@dataclass
+class Phase:
+    """One stretch under one schedule."""
+
+    schedule: str
+    begin: float
+    end: float
+    streams: list[Stream]
+
+
+# ---------------------------------------------------------------------- the server
+
+
+@contextlib.contextmanager
+def server(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, psutil.Process]]:
+    """A running server's address and process."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    arguments = [sys.executable, "-m", "skipdecode.cli", "serve", options.model, "--port", str(port), *more]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(arguments, stderr=log)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            for _ in range(600):
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{url}/health/ready").status_code == 200:
+                        break
+                if process.poll() is not None:
+                    log.seek(0)
+                    sys.exit(log.read().decode())
+                time.sleep(0.2)
+            yield url, psutil.Process(process.pid)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+# ---------------------------------------------------------------------- clients
+
+
+async def one_stream(client: httpx.AsyncClient, prompt: str, schedule: str, new: int) -> Stream:
+    """Ask and read to the end."""
+    stream = Stream(prompt, asked=time.perf_counter())
+    body = {
+        "prompt": prompt,
+        "max_tokens": new,
+        "temperature": 0,
+        "stream": True,
+        "skipdecode": {"schedule": schedule},
+    }
+    done = False
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                stream.error = f"status {response.status_code}"
+                return stream
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line:
+                    chunk = json.loads(line[6:])
+                    stream.arrivals.append(time.perf_counter())
+                    if "error" in chunk:
+                        stream.error = chunk["error"]["message"]
+                        return stream
+                    stream.text += "".join(choice["text"] for choice in chunk["choices"])
+                    if "skipdecode" in chunk:
+                        stream.tokens = chunk["skipdecode"]["completion_tokens"]
+    except httpx.HTTPError as e:
+        stream.error = f"{type(e).__name__}: {e}"
+    if not done and not stream.error:
+        stream.error = "the stream ended without [DONE]"
+    return stream
+
+
+async def one_phase(client: httpx.AsyncClient, schedule: str, options: argparse.Namespace) -> Phase:
+    """All clients under one schedule, until the last stream's end."""
+    begin = time.perf_counter()
+    end = begin + options.phase
+    streams: list[Stream] = []
+
+    async def ask(number: int) -> None:
+        while time.perf_counter() < end:
+            streams.append(await one_stream(client, PROMPTS[number % len(PROMPTS)], schedule, options.new))
+            number += options.streams
+
+    await asyncio.gather(*(ask(number) for number in range(options.streams)))
+    return Phase(schedule, begin, end, streams)
+
+
+async def load(url: str, process: psutil.Process, options: argparse.Namespace) -> tuple[list[Phase], list[list[float]]]:
+    """All phases, and the server's memory: [seconds, MiB] once a second."""
+    memory: list[list[float]] = []
+    start = time.perf_counter()
+
+    async def watch() -> None:
+        while True:
+            memory.append([round(time.perf_counter() - start, 1), round(process.memory_info().rss / 2**20, 1)])
+            await asyncio.sleep(1)
+
+    watching = asyncio.create_task(watch())
+    limits = httpx.Limits(max_connections=options.streams)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        names = [s["name"] for s in (await client.get("/v1/models")).json()["data"][0]["skipdecode"]["schedules"]]
+        phases = []
+        while time.perf_counter() - start < options.seconds:
+            for schedule in names:
+                phases.append(await one_phase(client, schedule, options))
+                print(f"{phases[-1].schedule}: {rate(phases[-1], options.warm_up):.0f} tokens/s", file=sys.stderr)
+    watching.cancel()
+    return phases, memory
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def rate(phase: Phase, warm_up: float) -> float:
+    """Tokens a second that arrived between warm-up and the phase's end; a stream's tokens spread over its chunks."""
+    first = phase.begin + warm_up
+    tokens = 0.0
+    for stream in phase.streams:
+        inside = sum(first <= at < phase.end for at in stream.arrivals)
+        tokens += stream.tokens * inside / max(1, len(stream.arrivals))
+    return tokens / (phase.end - first)
+
+
+def offline_texts(options: argparse.Namespace) -> dict[tuple[str, str], str]:
+    """For each schedule and prompt the text that the engine gives, in batches of another size than the server's."""
+    loaded = load_model(options.model)
+    tokenizer: Any = loaded.tokenizer
+    layers = len(decoder_layers(loaded.model))
+    flat = Schedule.from_speedup(layers, options.nominal, 128).flattened()
+    ends = frozenset(end_tokens(loaded.model, tokenizer))
+    requests = [Request(tuple(tokenizer(p).input_ids), options.new, stop_ids=ends) for p in PROMPTS]
+    found = {}
+    fast = None
+    for schedule in (Schedule.full(layers), flat):
+        engine = Engine(fast or loaded.model, schedule, max_rows=7)
+        fast = engine.model
+        tokens: list[list[int]] = [[] for _ in requests]
+        for out in engine.run(requests):
+            tokens[out.request].append(out.token)
+        for prompt, row in zip(PROMPTS, tokens, strict=True):
+            found[schedule.name, prompt] = tokenizer.decode(row, skip_special_tokens=True)
+    return found
+
+
+def summary(phases: list[Phase], memory: list[list[float]], options: argparse.Namespace) -> dict[str, Any]:
+    """Per schedule: medians over its phases."""
+    schedules = {}
+    for name in dict.fromkeys(phase.schedule for phase in phases):
+        mine = [phase for phase in phases if phase.schedule == name]
+        streams = [stream for phase in mine for stream in phase.streams if not stream.error]
+        firsts = sorted(s.arrivals[0] - s.asked for s in streams)
+        gaps = sorted(b - a for s in streams for a, b in zip(s.arrivals, s.arrivals[1:], strict=False))
+        rates = [rate(phase, options.warm_up) for phase in mine]
+        schedules[name] = {
+            "tokens_per_s": statistics.median(rates),
+            "tokens_per_s_of_phases": rates,
+            "streams": len(streams),
+            "tokens": sum(s.tokens for s in streams),
+            "first_token_s": quantiles(firsts),
+            "between_chunks_s": quantiles(gaps),
+        }
+    last = memory[-1][0]
+    settled = [mib for at, mib in memory if at > last / 3]
+    half = len(settled) // 2
+    return {
+        "schedules": schedules,
+        "memory_mib": memory,
+        "memory_first_half_max_mib": max(settled[:half], default=0.0),
+        "memory_second_half_max_mib": max(settled[half:], default=0.0),
+    }
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    return {f"p{q}": values[min(len(values) - 1, q * len(values) // 100)] for q in (50, 95, 99)} if values else {}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The load, the comparison, the figures."""
+    more = ["--nominal-speedup", str(options.nominal), "--flat", "--max-rows", str(options.streams), "--log-level"]
+    more += ["warning", *(["--threads", str(options.threads)] if options.threads else [])]
+    with server(options, *more) as (url, process):
+        phases, memory = asyncio.run(load(url, process, options))
+        metrics = httpx.get(f"{url}/metrics").text
+    texts = offline_texts(options)
+    streams = [(phase.schedule, stream) for phase in phases for stream in phase.streams]
+    errors = [stream.error for _, stream in streams if stream.error]
+    wrong = [s.prompt for name, s in streams if not s.error and s.text != texts[name, s.prompt]]
+    document = summary(phases, memory, options)
+    rates = [found["tokens_per_s"] for found in document["schedules"].values()]
+    config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
+    return {
+        "environment": environment(),
+        "config": config,
+        "speedup": rates[1] / rates[0],
+        "streams": len(streams),
+        "errors": errors[:20],
+        "streams_unlike_offline": len(wrong),
+        "rows_left": gauge(metrics, "running_rows"),
+        "kv_bytes_left": gauge(metrics, "kv_bytes_held"),
+        **document,
+    }
+
+
+def gauge(metrics: str, name: str) -> float:
+    line = next(line for line in metrics.splitlines() if line.startswith(f"skipdecode_{name} "))
+    return float(line.split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--streams", type=int, default=64, help="clients at a time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of load; the last phases are completed")
+    parser.add_argument("--phase", type=float, default=15.0, help="seconds of a phase")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="first seconds of a phase that do not count")
+    parser.add_argument("--new", type=int, default=192, help="new tokens of a stream")
+    parser.add_argument("--nominal", type=float, default=2.0, help="nominal speed-up of the flat schedule")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads of the server")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    document = run(options)
+    document["config"]["out"] = str(options.out)
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for name, found in document["schedules"].items():
+        print(f"{name:>24}: {found['tokens_per_s']:7.1f} tokens/s, {found['streams']} streams")
+    print(
+        f"speed-up {document['speedup']:.2f}, {len(document['errors'])} errors, "
+        f"{document['streams_unlike_offline']} of {document['streams']} streams unlike offline, memory "
+        f"{document['memory_first_half_max_mib']:.0f} -> {document['memory_second_half_max_mib']:.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    main()
