@@ -30,5 +30,10 @@ lint: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
 
+# The server's clients, for the tests that run against them.
+.venv/conformance: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'
+	touch .venv/conformance
+
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,225 @@
+"""The clients that people use against a running server: openai, litellm, langchain-openai; schemathesis on its OpenAPI.
+
+They come with the extra `conformance`, which `make test-slow` installs. Nothing leaves this machine.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before litellm is imported: it would fetch a price list.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+os.environ["LANGSMITH_TRACING"] = "false"
+
+import pytest
+
+from serve_tools import is_idle, offline, running, tiny_service, until
+from skipdecode.serving.auth import KeyRing
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+NEW = 12
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT_TEXT = offline("<user>hello<assistant>", NEW)[1]
+TEXT = offline("hello", NEW)[1]
+BIAS = {"2": -100}
+
+
+@pytest.fixture(scope="module")
+def service():
+    return tiny_service()
+
+
+@pytest.fixture(scope="module")
+def url(service):
+    with running(service) as client:
+        yield str(client.base_url)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(service):
+    yield
+    until(lambda: is_idle(service))
+
+
+# ---------------------------------------------------------------------- openai
+
+
+@pytest.fixture
+def openai_client(url):
+    openai = pytest.importorskip("openai", reason="pip install 'skipdecode[conformance]'")
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openai_completions(openai_client):
+    create = openai_client.completions.create
+    whole = create(model="tiny", prompt="hello", max_tokens=NEW, temperature=0)
+    assert whole.choices[0].text == TEXT
+    assert whole.usage.completion_tokens == NEW
+    chunks = list(create(model="tiny", prompt="hello", max_tokens=NEW, temperature=0, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == TEXT
+    assert chunks[-1].choices[0].finish_reason == "length"
+    found = create(model="tiny", prompt="hello", max_tokens=3, temperature=0, logprobs=2).choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.text_offset) == 3
+    assert all(len(top) <= 2 for top in found.top_logprobs)
+
+
+def test_openai_chat(openai_client):
+    create = openai_client.chat.completions.create
+    whole = create(model="tiny", messages=HELLO, max_completion_tokens=NEW, temperature=0)
+    assert whole.choices[0].message.content == CHAT_TEXT
+    assert whole.choices[0].message.role == "assistant"
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(create(model="tiny", messages=HELLO, max_tokens=NEW, temperature=0, **options))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == CHAT_TEXT
+    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + NEW
+    several = create(model="tiny", messages=HELLO, max_tokens=4, n=3, seed=5, logit_bias=BIAS)
+    assert [c.index for c in several.choices] == [0, 1, 2]
+    again = create(model="tiny", messages=HELLO, max_tokens=4, n=3, seed=5, logit_bias=BIAS)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in several.choices]
+    logprobs = create(model="tiny", messages=HELLO, max_tokens=3, temperature=0, logprobs=True, top_logprobs=2)
+    assert [len(entry.top_logprobs) for entry in logprobs.choices[0].logprobs.content] == [2, 2, 2]
+
+
+def test_openai_stop_and_extension(openai_client):
+    create = openai_client.completions.create
+    stop = TEXT[4]
+    cut = create(model="tiny", prompt="hello", max_tokens=NEW, temperature=0, stop=[stop])
+    assert cut.choices[0].text == TEXT[: TEXT.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    extra = {"skipdecode": {"budget": 3, "trace": True}}
+    traced = create(model="tiny", prompt="hello", max_tokens=4, temperature=0, logit_bias=BIAS, extra_body=extra)
+    assert [t["layers"] for t in traced.choices[0].skipdecode["tokens"]] == [8, 3, 3, 3]
+    assert traced.skipdecode["schedule"] == "budget-3"
+
+
+def test_openai_models(openai_client):
+    assert [model.id for model in openai_client.models.list()] == ["tiny"]
+    assert openai_client.models.retrieve("tiny").skipdecode["num_layers"] == 8
+
+
+def test_openai_errors(openai_client):
+    import openai
+
+    create = openai_client.chat.completions.create
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(model="tiny", messages=HELLO, presence_penalty=1.0)
+    assert (caught.value.param, caught.value.code) == ("presence_penalty", "unsupported_field")
+    with pytest.raises(openai.NotFoundError):
+        create(model="other", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="tokens"):
+        openai_client.completions.create(model="tiny", prompt="x" * 5000)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        create(model="tiny", messages=HELLO, tools=tools)
+
+
+def test_openai_keys_and_full_queues():
+    openai = pytest.importorskip("openai", reason="pip install 'skipdecode[conformance]'")
+    import hashlib
+
+    keys = KeyRing((hashlib.sha256(b"right").hexdigest(),))
+    with running(tiny_service(max_rows=1, max_waiting=0), keys) as client:
+        base = f"{client.base_url}/v1"
+        with (
+            openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as wrong,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            wrong.models.list()
+        with openai.OpenAI(base_url=base, api_key="right", max_retries=0) as right:
+            with pytest.raises(openai.RateLimitError) as caught:
+                right.completions.create(model="tiny", prompt="x", max_tokens=2, n=2)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            right.completions.create(model="tiny", prompt="x", max_tokens=2)
+
+
+# ---------------------------------------------------------------------- litellm
+
+
+def test_litellm(url):
+    litellm = pytest.importorskip("litellm", reason="pip install 'skipdecode[conformance]'")
+    to = {"model": "openai/tiny", "api_base": f"{url}/v1", "api_key": "none", "num_retries": 0}
+    whole = litellm.completion(messages=HELLO, max_tokens=NEW, temperature=0, **to)
+    assert whole.choices[0].message.content == CHAT_TEXT
+    assert whole.usage.completion_tokens == NEW
+    chunks = list(litellm.completion(messages=HELLO, max_tokens=NEW, temperature=0, stream=True, **to))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == CHAT_TEXT
+    several = litellm.completion(messages=HELLO, max_tokens=4, n=2, seed=1, logit_bias=BIAS, **to)
+    assert len(several.choices) == 2
+    cut = litellm.completion(messages=HELLO, max_tokens=NEW, temperature=0, stop=[CHAT_TEXT[4]], **to)
+    assert cut.choices[0].message.content == CHAT_TEXT[: CHAT_TEXT.index(CHAT_TEXT[4])]
+    logprobs = litellm.completion(messages=HELLO, max_tokens=2, temperature=0, logprobs=True, top_logprobs=1, **to)
+    assert len(logprobs.choices[0].logprobs.content) == 2
+    text = litellm.text_completion(
+        prompt="hello", max_tokens=NEW, temperature=0, **to | {"model": "text-completion-openai/tiny"}
+    )
+    assert text.choices[0].text == TEXT
+    with pytest.raises(litellm.BadRequestError, match="frequency_penalty"):
+        litellm.completion(messages=HELLO, frequency_penalty=1, **to)
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(messages=HELLO, **to | {"model": "openai/other"})
+
+
+# ---------------------------------------------------------------------- langchain
+
+
+def test_langchain(url):
+    langchain = pytest.importorskip("langchain_openai", reason="pip install 'skipdecode[conformance]'")
+    from langchain_core.messages import HumanMessage
+
+    to = {"model": "tiny", "base_url": f"{url}/v1", "api_key": "none", "max_retries": 0, "temperature": 0}
+    chat = langchain.ChatOpenAI(max_tokens=NEW, **to)
+    assert chat.invoke("hello").content == CHAT_TEXT
+    parts = list(chat.stream("hello"))
+    assert "".join(part.content for part in parts) == CHAT_TEXT
+    answer = chat.invoke([("system", "be brief"), ("user", "hello")], stop=["\n"])
+    assert answer.usage_metadata["output_tokens"] <= NEW
+    assert [a.content for a in chat.batch(["hello"] * 3)] == [CHAT_TEXT] * 3
+    several = langchain.ChatOpenAI(max_tokens=4, n=2, **to | {"temperature": 1}).generate([[HumanMessage("hello")]])
+    assert len(several.generations[0]) == 2
+    logprobs = chat.bind(logprobs=True).invoke("hello").response_metadata["logprobs"]
+    assert len(logprobs["content"]) == NEW
+    schedule = langchain.ChatOpenAI(max_tokens=NEW, extra_body={"skipdecode": {"budget": 3}}, **to)
+    assert schedule.invoke("hello").content != CHAT_TEXT
+    assert langchain.OpenAI(max_tokens=NEW, **to).invoke("hello") == TEXT
+    with pytest.raises(Exception, match="presence_penalty"):
+        langchain.ChatOpenAI(presence_penalty=1.0, **to).invoke("hello")
+
+
+# ---------------------------------------------------------------------- schemathesis
+
+
+def test_schemathesis(url):
+    schemathesis = pytest.importorskip("schemathesis", reason="pip install 'skipdecode[conformance]'")
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis import checks
+
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    wanted = (
+        checks.not_a_server_error,
+        schemathesis.specs.openapi.checks.status_code_conformance,
+        schemathesis.specs.openapi.checks.content_type_conformance,
+        schemathesis.specs.openapi.checks.response_schema_conformance,
+    )
+    bounded = settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    seen = 0
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        for mode in schemathesis.GenerationMode:
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @bounded
+            def check(case):
+                nonlocal seen
+                seen += 1
+                case.call_and_validate(checks=wanted, timeout=30)
+
+            check()
+    assert seen > 500
