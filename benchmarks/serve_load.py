@@ -1,7 +1,7 @@
 """Many streams at once against `skipdecode serve`, at full depth and under a flat schedule in turn.
 
 Starts the server as a process of its own on a free port of this machine, and stops it. In each phase `--streams`
-clients ask for one completion after the other until the phase's time is over; then its last streams end, and the
+clients ask for one completion after the other until the phase's time is over; then the phase's last streams end, and the
 next phase begins. Every stream's text is compared with what the engine gives offline for the same request, alone in its
 process. Throughput is that of the tokens which arrive in a phase after its first `--warm-up` seconds.
 

@@ -143,7 +143,7 @@ def test_stretches_equal_single_steps(sizes, max_rows, policy, schedule, cost, c
     for histogram, values in ((totals.first_token, firsts), (totals.whole, wholes), (totals.between_tokens, gaps)):
         assert histogram.total == pytest.approx(sum(values))
         assert histogram.largest == pytest.approx(max(values, default=0), rel=2e-4)
-    assert result.utilisation <= 1 + 1e-9
+    assert result.busy <= 1 + 1e-9
 
 
 # ---------------------------------------------------------------------- by hand
@@ -163,7 +163,7 @@ def test_two_requests_by_hand():
     assert totals.first_token.total == pytest.approx(11 + 15)
     assert totals.whole.total == pytest.approx(33 + 24)
     assert totals.between_tokens.total == pytest.approx((16 - 11) + (33 - 16) + (33 - 27) + (36 - 33))
-    assert result.utilisation == pytest.approx(1)
+    assert result.busy == pytest.approx(1)
     assert result.tokens_per_second == pytest.approx(6 / 36)
 
 
@@ -192,7 +192,7 @@ def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
     # M/D/1 (Pollaczek-Khinchine): mean wait = load · service / (2 (1 - load)).
     wait = result.totals.whole.mean - service
     assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.05)
-    assert result.utilisation == pytest.approx(load, rel=0.02)
+    assert result.busy == pytest.approx(load, rel=0.02)
 
 
 def test_a_policy_is_asked_and_gives_what_its_schedule_gives():
@@ -218,7 +218,7 @@ def test_least_loaded_routing_shares_the_work():
     alone = simulate(trace[:8], COST, PAPER)
     shared = simulate(trace, COST, PAPER, workers=8)
     assert shared.seconds == pytest.approx(alone.seconds)
-    assert shared.utilisation == pytest.approx(1)
+    assert shared.busy == pytest.approx(1)
     assert shared.totals.finished == 64
 
 
@@ -267,7 +267,7 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
         got = simulate(trace, cost, schedule, max_rows=3, policy=policy).totals
         for name in ("steps", "prompt_tokens", "new_tokens", "token_layers", "layer_reads"):
             assert getattr(got, name) == getattr(engine.stats, name), (policy, name)
-    assert simulate.__kwdefaults__["prompt_chunk"] == engine_module._PROMPT_TOKENS
+    assert simulate.__kwdefaults__["prompt_chunk"] == engine_module.Engine.__init__.__kwdefaults__["prompt_tokens"]
 
 
 # ---------------------------------------------------------------------- histogram, traces, cost
@@ -333,6 +333,40 @@ def test_a_limit_hides_lengths_from_the_scheduler():
     hidden = simulate(trace, COST, FULL, policy="waves")
     known = simulate([a._replace(limit=a.new_tokens) for a in trace], COST, FULL, policy="waves")
     assert known.rows_per_step > hidden.rows_per_step
+
+
+def test_measured_costs_are_met_and_lines_join_them():
+    cost = BatchCost.measured(6, {1: (0.1, 0.2, 0.0), 4: (0.4, 0.5, 1e-3)}, {16: 0.2, 64: 0.8})
+    assert (cost.num_layers, cost.max_rows) == (6, 4)
+    assert (cost.fixed_seconds(1), cost.layer_seconds(4), cost.kv_seconds(4)) == (0.1, 0.5, 1e-3)
+    assert cost.layer_seconds(2) == pytest.approx(0.3)
+    prompts = [cost.prompt_seconds(tokens, 2) for tokens in (1, 16, 40, 64, 128)]
+    assert prompts == pytest.approx([0.1 + 2 * layer for layer in (0.2, 0.2, 0.5, 0.8, 1.6)])
+    with pytest.raises(UsageError, match="measured cost"):
+        BatchCost.measured(6, {}, {16: 0.2})
+
+
+def test_the_fast_path_is_measured_for_every_number_of_rows():
+    from skipdecode.decoding.cost_probe import probe_cost
+    from skipdecode.decoding.fast_model import FastModel
+    from tiny import tiny_model
+
+    model = FastModel(tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024), "torch")
+    cost = probe_cost(model, 6, rounds=1)
+    assert (cost.num_layers, cost.max_rows) == (3, 6)
+    assert [tokens for tokens, _ in cost.prompt_points] == [16, 64, 128, 256, 512]
+    trace = make_trace(20, all_at_once(), constant(20), uniform(2, 9))
+    assert 0 < simulate(trace, cost, Schedule.full(3), max_rows=6).seconds < 60
+    with pytest.raises(UsageError, match="rounds=0"):
+        probe_cost(model, 6, rounds=0)
+
+
+def test_busy_is_no_load_but_occupancy_counts_rows():
+    """One long request keeps a worker of eight rows busy all the time, with an eighth of its rows."""
+    result = simulate(requests((0, 4, 50)), COST, FULL)
+    assert (result.busy, result.occupancy) == (pytest.approx(1), pytest.approx(1 / 8))
+    saturated = simulate(make_trace(800, all_at_once(), constant(4), constant(50)), COST, FULL)
+    assert saturated.occupancy == pytest.approx(1)
 
 
 def test_costs_between_measured_batches():
@@ -408,7 +442,7 @@ def test_command_compares_full_depth_with_the_schedule(cost_files, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "inter-token p99, ms" in text
-    assert "x the tokens/s of full depth (nominal 2.00x)" in text
+    assert "x the requests/s that full depth can serve (nominal 2.00x)" in text
 
 
 def test_command_predicts_from_a_config(tmp_path, capsys):

@@ -100,6 +100,7 @@ class _Run:
     name: str
     schedule: Schedule
     rate: float | None
+    capacity: float | None
     result: Simulation
 
 
@@ -114,12 +115,14 @@ def run(config: Config) -> int:
     if not chosen.is_full:
         schedules.append(chosen)
     started = time.perf_counter()
-    rates = _rates(config, cost, schedules)
+    finished = _capacities(config, cost, schedules)
+    rates = _rates(config, finished)
     runs = [
         _Run(
             schedule.name,
             schedule,
             rate,
+            most,
             simulate(
                 _trace(config, rate),
                 cost,
@@ -129,7 +132,7 @@ def run(config: Config) -> int:
                 workers=config.workers,
             ),
         )
-        for schedule, rate in zip(schedules, rates, strict=True)
+        for schedule, rate, most in zip(schedules, rates, finished, strict=True)
     ]
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
@@ -208,17 +211,25 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _rates(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
-    """Requests a second of each run; None: all at once."""
-    if config.load is None:
-        return [config.rate] * len(schedules)
+def _capacities(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
+    """Requests a second that all workers can finish, for each schedule; None where all requests come at once."""
+    if config.load is None and config.rate is None:
+        return [None] * len(schedules)
     policy = cast("Admission", config.policy)
-    measured = schedules if config.load_of == "own" else schedules[:1]
-    finished = [
-        capacity(_trace(config, None, 1_000_000_000), cost, s, max_rows=cost.max_rows, policy=policy) for s in measured
+    endless = 1_000_000_000
+    return [
+        config.workers * capacity(_trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=policy)
+        for s in schedules
     ]
-    rates: list[float | None] = [config.load * config.workers * each for each in finished]
-    return rates if config.load_of == "own" else rates * len(schedules)
+
+
+def _rates(config: Config, finished: list[float | None]) -> list[float | None]:
+    """Requests a second of each run; None: all at once."""
+    load = config.load
+    if load is None:
+        return [config.rate] * len(finished)
+    measured = finished if config.load_of == "own" else finished[:1] * len(finished)
+    return [None if each is None else load * each for each in measured]
 
 
 # ---------------------------------------------------------------------- report
@@ -228,7 +239,11 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
     return {
         "policy": config.policy,
         "seed": config.seed,
-        "runs": [{"name": r.name, "schedule": r.schedule.to_dict(), "rate": r.rate} | r.result.to_dict() for r in runs],
+        "runs": [
+            {"name": r.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
+            | r.result.to_dict()
+            for r in runs
+        ],
     }
 
 
@@ -236,10 +251,13 @@ def _table(runs: list[_Run]) -> list[str]:
     lines: list[list[str]] = [["", *(r.name for r in runs)]]
     results = [r.result for r in runs]
     lines.append(["requests/s offered", *("all at once" if r.rate is None else f"{r.rate:.2f}" for r in runs)])
+    if runs[0].capacity is not None:
+        lines.append(["requests/s at most", *(f"{r.capacity:.2f}" for r in runs)])
     figures = {
         "requests/s finished": lambda s: f"{s.requests_per_second:.2f}",
         "tokens/s": lambda s: f"{s.tokens_per_second:.1f}",
-        "utilisation": lambda s: f"{s.utilisation:.0%}",
+        "time with any row": lambda s: f"{s.busy:.0%}",
+        "rows in use": lambda s: f"{s.occupancy:.0%}",
         "rows per step": lambda s: f"{s.rows_per_step:.2f} of {s.max_rows}",
         "layers per step": lambda s: f"{s.layers_per_step:.2f}",
         "layers per token": lambda s: f"{s.layers_per_token:.2f}",
@@ -251,6 +269,14 @@ def _table(runs: list[_Run]) -> list[str]:
             lines.append([f"{name} p{share * 100:.0f}, ms", *(f"{1e3 * value:.2f}" for value in seconds)])
     shown = table(lines[0], lines[1:])
     if len(runs) == 2:
-        ratio = results[1].tokens_per_second / results[0].tokens_per_second
-        shown.append(f"{ratio:.2f}x the tokens/s of full depth (nominal {runs[1].schedule.nominal_speedup:.2f}x)")
+        shown.append(_gain(*runs))
     return shown
+
+
+def _gain(full: _Run, other: _Run) -> str:
+    """What a schedule buys: in a stream that both can serve the tokens/s are the same, so there capacity counts."""
+    nominal = f"(nominal {other.schedule.nominal_speedup:.2f}x)"
+    if full.capacity is None or other.capacity is None:
+        gain = other.result.tokens_per_second / full.result.tokens_per_second
+        return f"{gain:.2f}x the tokens/s of full depth {nominal}"
+    return f"{other.capacity / full.capacity:.2f}x the requests/s that full depth can serve {nominal}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -69,6 +69,9 @@ class BatchCost:
         One prompt token in one layer. Attention inside the prompt is not counted on top.
     window, window_share : int, float
         See `CostModel`.
+    prompt_points : tuple of (int, float), optional
+        Measured: prompt tokens of a forward and the seconds of one layer on them, rising. Straight lines between them
+        and on beyond the last stand in place of the two figures for prompts.
     """
 
     num_layers: int
@@ -79,6 +82,7 @@ class BatchCost:
     prompt_token_seconds: float
     window: int = 0
     window_share: float = 0.0
+    prompt_points: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def between(
@@ -136,6 +140,34 @@ class BatchCost:
         )
 
     @classmethod
+    def measured(
+        cls, num_layers: int, steps: Mapping[int, tuple[float, float, float]], prompts: Mapping[int, float]
+    ) -> Self:
+        """Straight lines between measurements.
+
+        Parameters
+        ----------
+        num_layers : int
+        steps : mapping
+            By the number of rows: seconds of a decode step outside its layers, of one layer, and of reading one cached
+            token of one row in a layer.
+        prompts : mapping
+            By the prompt tokens of a forward: seconds of one layer.
+
+        Raises
+        ------
+        UsageError
+            If either is empty.
+        """
+        if not steps or not prompts:
+            raise UsageError("a measured cost needs one number of rows and one prompt length or more")
+        batches, found = sorted(steps), [steps[rows] for rows in sorted(steps)]
+        counts = range(1, batches[-1] + 1)
+        fixed, layer, kv = (_lines(batches, [each[i] for each in found], counts) for i in range(3))
+        points = tuple(sorted(prompts.items()))
+        return cls(num_layers, fixed, layer, kv, points[0][1], points[-1][1] / points[-1][0], prompt_points=points)
+
+    @classmethod
     def predicted(cls, geometry: ModelGeometry, machine: Machine, max_rows: int) -> Self:
         """From bytes and FLOPs, for every number of rows (`CostModel.predicted`)."""
         if max_rows < 1:
@@ -171,7 +203,15 @@ class BatchCost:
 
     def prompt_seconds(self, tokens: int, layers: int) -> float:
         """See `StepCost`."""
-        return self.fixed[0] + layers * max(self.prompt_layer_seconds, tokens * self.prompt_token_seconds)
+        return self.fixed[0] + layers * self._prompt_layer(tokens)
+
+    def _prompt_layer(self, tokens: int) -> float:
+        points = self.prompt_points
+        if not points:
+            return max(self.prompt_layer_seconds, tokens * self.prompt_token_seconds)
+        if tokens > points[-1][0]:
+            return points[-1][1] * tokens / points[-1][0]
+        return _lines([count for count, _ in points], [seconds for _, seconds in points], range(tokens, tokens + 1))[0]
 
 
 def _lines(batches: list[int], values: list[float], counts: range) -> tuple[float, ...]:

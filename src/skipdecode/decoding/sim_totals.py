@@ -21,6 +21,8 @@ class Totals:
         Tokens fed back; layers run on them; layers that decode steps ran for any row.
     prompt_seconds, decode_seconds, last_end : float
         Busy time of each kind, and the end of the last request.
+    row_seconds : float
+        Sum over requests of the time that they held a row.
     first_token, between_tokens, whole : LogHistogram
         Seconds from arrival to the first token, between tokens of a request, from arrival to the last token.
     """
@@ -35,6 +37,7 @@ class Totals:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     last_end: float = 0.0
+    row_seconds: float = 0.0
     first_token: LogHistogram = field(default_factory=LogHistogram)
     between_tokens: LogHistogram = field(default_factory=LogHistogram)
     whole: LogHistogram = field(default_factory=LogHistogram)

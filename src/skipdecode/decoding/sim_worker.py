@@ -26,10 +26,11 @@ __all__ = ["Worker"]
 class _Row:
     """An admitted request. While it decodes, it reads `reads` + `slope` · clock cached tokens in each of its layers."""
 
-    __slots__ = ("arrival", "budget", "end", "joined", "left", "number", "reads", "slope")
+    __slots__ = ("admitted", "arrival", "budget", "end", "joined", "left", "number", "reads", "slope")
 
-    def __init__(self, number: int, arrival: Arrival) -> None:
+    def __init__(self, number: int, arrival: Arrival, admitted: float) -> None:
         self.number = number
+        self.admitted = admitted
         self.arrival = arrival
         self.left = arrival.prompt_tokens
         self.joined = self.end = self.budget = 0
@@ -123,7 +124,7 @@ class Worker:
             self._scheduler.submit(self._new)
             self._new = []
         for size in self._scheduler.admit(len(self._starting) + len(self._running)):
-            self._starting.append(_Row(size.request, self._arrivals.pop(size.request)))
+            self._starting.append(_Row(size.request, self._arrivals.pop(size.request), now))
         self._steps = 0
         if self._starting:
             self._start_prompts(now)
@@ -212,6 +213,7 @@ class Worker:
     def _finish(self, row: _Row, now: float) -> None:
         totals = self._totals
         totals.finished += 1
+        totals.row_seconds += now - row.admitted
         totals.whole.add(now - row.arrival.seconds)
         totals.last_end = max(totals.last_end, now)
 

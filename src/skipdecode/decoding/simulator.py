@@ -83,10 +83,15 @@ class Simulation:
         return self.totals.row_steps / max(1, self.totals.steps)
 
     @property
-    def utilisation(self) -> float:
-        """Share of the time that a worker runs prompts or decodes."""
+    def busy(self) -> float:
+        """Share of the time that a worker runs anything. Not a load: one row keeps a worker as busy as all rows do."""
         busy = self.totals.prompt_seconds + self.totals.decode_seconds
         return busy / (self.workers * self.seconds) if self.seconds else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the workers' rows that hold a request, over the whole time."""
+        return self.totals.row_seconds / (self.workers * self.max_rows * self.seconds) if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary; latencies in seconds."""
@@ -104,7 +109,8 @@ class Simulation:
             "layers_per_step": self.layers_per_step,
             "layers_per_token": self.layers_per_token,
             "rows_per_step": self.rows_per_step,
-            "utilisation": self.utilisation,
+            "busy": self.busy,
+            "occupancy": self.occupancy,
             "prompt_seconds": totals.prompt_seconds,
             "decode_seconds": totals.decode_seconds,
             "first_token_s": totals.first_token.to_dict(),
@@ -113,12 +119,12 @@ class Simulation:
         }
 
 
-def new_scheduler(policy: Admission, max_rows: int) -> Scheduler:
-    """The engine's scheduler with the settings of a policy's name."""
+def new_scheduler(policy: Admission, max_rows: int, join_below: float | None = None) -> Scheduler:
+    """The engine's scheduler with the settings of a policy's name; `join_below` in place of the policy's own."""
     if policy not in POLICIES:
         raise UsageError(f"policy={policy!r} is not accepted: give one of {', '.join(POLICIES)}")
-    join_below, in_order = POLICIES[policy]
-    return Scheduler(max_rows, join_below, in_order=in_order)
+    own, in_order = POLICIES[policy]
+    return Scheduler(max_rows, own if join_below is None else join_below, in_order=in_order)
 
 
 def simulate(
@@ -128,6 +134,7 @@ def simulate(
     *,
     max_rows: int = 8,
     policy: Admission = "continuous",
+    join_below: float | None = None,
     workers: int = 1,
     prompt_chunk: int = 512,
 ) -> Simulation:
@@ -145,6 +152,8 @@ def simulate(
         Most rows of a worker.
     policy : {"waves", "continuous", "cohort"}
         Who joins when; see `POLICIES`.
+    join_below : float, optional
+        In place of the policy's own.
     workers : int
         Modelled engines.
     prompt_chunk : int
@@ -165,7 +174,9 @@ def simulate(
     if max_rows > cost.max_rows:
         raise UsageError(f"max_rows={max_rows} is not accepted: the cost is known for up to {cost.max_rows} rows")
     totals = Totals()
-    fleet = [Worker(cost, budgets, new_scheduler(policy, max_rows), totals, prompt_chunk) for _ in range(workers)]
+    fleet = [
+        Worker(cost, budgets, new_scheduler(policy, max_rows, join_below), totals, prompt_chunk) for _ in range(workers)
+    ]
     began = _run(trace, fleet)
     return Simulation(workers, max_rows, max(0.0, totals.last_end - began), totals)
 

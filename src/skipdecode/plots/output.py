@@ -20,7 +20,7 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "skipdecode",
     "font.family": "sans-serif",
-    "font.size": 10,
+    "font.size": 9.5,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": INK,

@@ -1,0 +1,294 @@
+"""Waves and a stream on the real engine, against the lockstep ideal and against what the simulator says.
+
+Parts (each calibrates the cost of a step in the same process; figures go into one JSON, part by part):
+
+waves       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
+            prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of
+            the depth of the token's position. Share of the ideal = its seconds / the real ones.
+stream      Requests one by one. *Capacity*: requests/s when all wait at once. Then Poisson arrivals at a share of full
+            depth's capacity, and for the flat schedule also at that share of its own. Output lengths are those of full
+            depth for both, so that both do the same work.
+
+    python benchmarks/scheduling.py waves --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
+    python benchmarks/scheduling.py stream --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from skipdecode import Schedule
+from skipdecode.decoding import Engine, Request
+from skipdecode.decoding.batch_cost import BatchCost
+from skipdecode.decoding.cost_probe import probe_cost
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.decoding.histogram import LogHistogram
+from skipdecode.decoding.simulator import POLICIES, Simulation, simulate
+from skipdecode.decoding.traces import Arrival, poisson
+from skipdecode.environment import environment
+from skipdecode.evaluation.prompts import encode_prompt
+from skipdecode.evaluation.records import load_records
+from skipdecode.evaluation.tasks import load_task
+from skipdecode.methods.base import end_tokens
+from skipdecode.models.hub import load_model
+from skipdecode.textgen.engines import open_fast
+
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
+
+
+class Job(NamedTuple):
+    """What is run."""
+
+    model: FastModel
+    prompts: list[list[int]]
+    ends: frozenset[int]
+    limit: int
+
+
+def load(options: argparse.Namespace) -> Job:
+    """The model on its fast path, and prompts of E2E or made up in their likeness."""
+    loaded = load_model(options.model, dtype=options.dtype)
+    task = load_task("e2e")
+    if options.data:
+        records = itertools.chain.from_iterable(load_records(task, str(path)).items for path in options.data)
+        chosen = itertools.islice(records, options.requests)
+        prompts = [encode_prompt(task, record, loaded.tokenizer) for record in chosen]
+    else:
+        texts = [task.prompt.replace("{mr}", mr) for mr in itertools.islice(_made_up(), options.requests)]
+        prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]
+    fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
+    if fast is None:
+        raise SystemExit("the fast engine does not cover this model")
+    return Job(fast, prompts, frozenset(end_tokens(loaded.model, loaded.tokenizer)), task.max_new_tokens)
+
+
+def _made_up() -> Any:
+    """Meaning representations of three to seven fields."""
+    fields = {
+        "eatType": ("pub", "restaurant", "coffee shop"),
+        "food": ("Italian", "French", "Indian", "Fast food"),
+        "priceRange": ("cheap", "moderate", "high"),
+        "customer rating": ("low", "average", "5 out of 5"),
+        "area": ("riverside", "city centre"),
+        "familyFriendly": ("yes", "no"),
+    }
+    names = ("Blue Spice", "The Mill", "Green Man", "Strada", "Aromi", "The Vaults")
+    for number in itertools.count():
+        kept = list(fields.items())[: 2 + number % 5]
+        values = [f"{name}[{choices[number // 3 % len(choices)]}]" for name, choices in kept]
+        yield ", ".join([f"name[{names[number % len(names)]}]", *values])
+
+
+# ---------------------------------------------------------------------- real runs
+
+
+class Times(NamedTuple):
+    """What a run gave: tokens of each request, and when each token came."""
+
+    tokens: list[list[int]]
+    seconds: list[list[float]]
+
+
+def run_stream(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float]) -> Times:
+    """Submit each request when its time comes."""
+    times = Times([[] for _ in requests], [[] for _ in requests])
+    start, sent = time.perf_counter(), 0
+    while sent < len(requests) or engine.has_work:
+        now = time.perf_counter() - start
+        due = sent
+        while due < len(requests) and arrivals[due] <= now:
+            due += 1
+        engine.submit(requests[sent:due])
+        sent = due
+        if not engine.has_work:
+            time.sleep(max(0.0, arrivals[sent] - now))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
+            times.tokens[output.request].append(output.token)
+            times.seconds[output.request].append(now)
+    return times
+
+
+def figures(times: Times, arrivals: Sequence[float], engine: Engine) -> dict[str, Any]:
+    """Throughput and latencies of a real run, named as the simulator names its own."""
+    gaps, first, whole = LogHistogram(), LogHistogram(), LogHistogram()
+    for came, arrival in zip(times.seconds, arrivals, strict=True):
+        first.add(came[0] - arrival)
+        whole.add(came[-1] - arrival)
+        for before, after in itertools.pairwise(came):
+            gaps.add(after - before)
+    seconds = max(came[-1] for came in times.seconds) - arrivals[0]
+    stats = engine.stats
+    return {
+        "seconds": seconds,
+        "tokens_per_s": stats.new_tokens / seconds,
+        "requests_per_s": len(times.tokens) / seconds,
+        "steps": stats.steps,
+        "rows_per_step": (stats.new_tokens - len(times.tokens)) / stats.steps,
+        "layers_per_step": stats.layer_reads / stats.steps,
+        "prompt_seconds": stats.prompt_seconds,
+        "decode_seconds": stats.decode_seconds + stats.sampling_seconds,
+        "first_token_s": first.to_dict(),
+        "inter_token_s": gaps.to_dict(),
+        "request_s": whole.to_dict(),
+    }
+
+
+def compared(real: dict[str, Any], told: Simulation) -> dict[str, Any]:
+    """A real run, the simulated one, and the latter over the former."""
+    said = told.to_dict()
+    ratios = {
+        name: said[name] / real[name]
+        for name in ("seconds", "tokens_per_s", "steps", "prompt_seconds", "decode_seconds")
+    }
+    for name in ("first_token_s", "inter_token_s", "request_s"):
+        for which in ("p50", "p99"):
+            ratios[f"{name} {which}"] = said[name][which] / real[name][which]
+    return {"real": real, "simulated": said, "simulated_over_real": ratios}
+
+
+# ---------------------------------------------------------------------- waves
+
+
+def ideal_seconds(
+    cost: BatchCost, schedule: Schedule, prompts: Sequence[int], outputs: Sequence[int], rows: int
+) -> Any:
+    """Seconds of prompts and of decoding with every row in use: see the top of this file."""
+    depth = len(schedule.prompt_layers())
+    chunk = 512
+    prompt = sum(prompts) / chunk * cost.prompt_seconds(chunk, depth)
+    decode = 0.0
+    for length, new in zip(prompts, outputs, strict=True):
+        for position in range(new - 1):
+            budget = schedule.budget(position)
+            read = cost.kv_seconds(rows) * (length + position + 1)
+            decode += cost.fixed_seconds(rows) / rows + budget * (cost.layer_seconds(rows) / rows + read)
+    return {"prompt_seconds": prompt, "decode_seconds": decode}
+
+
+def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """The batch job under both schedules."""
+    cost = probe_cost(job.model, options.rows)
+    layers = job.model.num_layers
+    found: dict[str, Any] = {}
+    for schedule in (Schedule.full(layers), Schedule.from_speedup(layers, options.nominal, options.seq_len)):
+        engine = Engine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
+        requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in job.prompts]
+        arrivals = [0.0] * len(requests)
+        times = run_stream(engine, requests, arrivals)
+        real = figures(times, arrivals, engine)
+        lengths = [len(row) for row in times.tokens]
+        prompts = [len(p) for p in job.prompts]
+        trace = [Arrival(0.0, p, n, job.limit) for p, n in zip(prompts, lengths, strict=True)]
+        told = simulate(trace, cost, schedule, max_rows=options.rows, policy="waves", join_below=options.join_below)
+        ideal = ideal_seconds(cost, schedule, prompts, lengths, options.rows)
+        found[schedule.name] = compared(real, told) | {
+            "new_tokens": sum(lengths),
+            "ideal": ideal,
+            "share_of_ideal": sum(ideal.values()) / real["seconds"],
+            "decode_share_of_ideal": ideal["decode_seconds"] / (real["seconds"] - real["prompt_seconds"]),
+        }
+        _tell(schedule.name, found[schedule.name])
+    return found
+
+
+# ---------------------------------------------------------------------- stream
+
+
+def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """Capacity and Poisson runs of full depth and the flat schedule of the same mean depth."""
+    cost = probe_cost(job.model, options.rows)
+    layers = job.model.num_layers
+    full = Schedule.full(layers)
+    flat = Schedule.from_speedup(layers, options.nominal, options.seq_len).flattened()
+    prompts = job.prompts[: options.stream_requests]
+    natural = Engine(job.model, full, max_rows=options.rows)
+    requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in prompts]
+    lengths = [len(row) for row in run_stream(natural, requests, [0.0] * len(prompts)).tokens]
+    work = [Request(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
+    found: dict[str, Any] = {}
+
+    def measure(name: str, schedule: Schedule, rate: float | None) -> float:
+        arrivals = [0.0] * len(work) if rate is None else list(itertools.islice(poisson(rate, options.seed), len(work)))
+        join_below, in_order = POLICIES["continuous"]
+        engine = Engine(
+            job.model,
+            schedule,
+            max_rows=options.rows,
+            join_below=join_below,
+            in_order=in_order,
+            prompt_tokens=options.prompt_tokens,
+        )
+        times = run_stream(engine, work, arrivals)
+        trace = [Arrival(t, len(r.prompt), r.max_new_tokens, job.limit) for t, r in zip(arrivals, work, strict=True)]
+        told = simulate(trace, cost, schedule, max_rows=options.rows, prompt_chunk=options.prompt_tokens)
+        found[name] = {"rate": rate} | compared(figures(times, arrivals, engine), told)
+        _tell(name, found[name])
+        return float(found[name]["real"]["requests_per_s"])
+
+    most = measure("full, all at once", full, None)
+    flat_most = measure("flat, all at once", flat, None)
+    measure(f"full, {options.load:.0%} load", full, options.load * most)
+    measure(f"flat, {options.load:.0%} of full depth's load", flat, options.load * most)
+    measure(f"flat, {options.load:.0%} of its own load", flat, options.load * flat_most)
+    return found | {"throughput_over_full_depth": flat_most / most, "flat_layers": flat.budget(0)}
+
+
+def _tell(name: str, result: dict[str, Any]) -> None:
+    real, ratio = result["real"], result["simulated_over_real"]
+    gaps = real["inter_token_s"]
+    rates = f"{real['tokens_per_s']:.0f} tokens/s, {real['requests_per_s']:.2f} requests/s"
+    lines = [
+        f"{name}: {real['seconds']:.1f} s, {rates}, {real['rows_per_step']:.1f} rows/step",
+        f"prompts {real['prompt_seconds']:.1f} s, decode {real['decode_seconds']:.1f} s",
+        f"inter-token p50 {gaps['p50'] * 1e3:.1f} p99 {gaps['p99'] * 1e3:.1f} ms",
+    ]
+    if "ideal" in result:
+        share, decode = result["share_of_ideal"], result["decode_share_of_ideal"]
+        lines.append(f"share of the ideal {share:.2f}, of decoding alone {decode:.2f}")
+    lines.append("simulated/real " + ", ".join(f"{key} {value:.2f}" for key, value in ratio.items()))
+    print("\n    ".join(lines), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("waves", "stream"))
+    parser.add_argument("--model", default=str(ADAPTER), help="a tuned model, so that outputs end by themselves")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--data", type=Path, nargs="*", default=[], help="E2E records (JSONL); made-up ones without it")
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--stream-requests", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=32, help="most rows of a batch")
+    parser.add_argument(
+        "--join-below", type=float, default=0.0, help="waves: share of rows left when the next one joins"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=512, help="stream: most prompt tokens of one forward")
+    parser.add_argument("--nominal", type=float, default=2.0)
+    parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
+    parser.add_argument("--load", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it are kept")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    job = load(options)
+    document = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
+    part = {"config": config, "runs": {"waves": waves, "stream": stream}[options.part](job, options)}
+    document |= {"environment": environment(), options.part: part}
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
