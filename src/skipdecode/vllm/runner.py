@@ -34,6 +34,7 @@ class SkipRunner:
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
+        _make_stage_input(self)
 
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
@@ -47,6 +48,16 @@ class SkipRunner:
             return run(*args, **kwargs)
         finally:
             self.skipping.end()
+
+
+def _make_stage_input(runner: Any) -> None:
+    """What a later pipeline stage receives into: made in a warm-up that vLLM leaves out in eager mode on a CPU."""
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def adopt(runner: Any, settings: Settings, vllm_config: Any) -> None:
