@@ -66,25 +66,28 @@ export class Column {
     this.setState("reading");
   }
 
-  /** Adds tokens as the API gives them: { id, text, position, layers }. */
+  /**
+   * Takes tokens as the API gives them: { id, text, position, layers }. They are drawn by the next `show`: where browser
+   * and server share a machine, a picture for every token would take the model's time.
+   */
   add(tokens) {
-    if (this.firstAt === null) {
-      this.firstAt = performance.now();
-      this.empty.hidden = true;
-      this.scrub.disabled = false;
-      this.setState("writing");
-    }
-    for (const token of tokens) {
-      const span = document.createElement("span");
-      span.className = "token";
-      span.textContent = token.text;
-      span.style.setProperty("--depth", token.layers / this.schedule.num_layers);
-      this.tokens.push(token);
-      this.spans.push(span);
-      this.tokensBox.append(span);
-      this.strip.add(token.layers);
-    }
+    this.tokens.push(...tokens);
+    if (this.firstAt !== null) return;
+    this.firstAt = performance.now();
+    this.empty.hidden = true;
+    this.scrub.disabled = false;
+    this.setState("writing");
     this.show();
+  }
+
+  draw(token) {
+    const span = document.createElement("span");
+    span.className = "token";
+    span.textContent = token.text;
+    span.style.setProperty("--depth", token.layers / this.schedule.num_layers);
+    this.spans.push(span);
+    this.tokensBox.append(span);
+    this.strip.add(token.layers);
   }
 
   finish(figures) {
@@ -103,8 +106,9 @@ export class Column {
     this.began = null;
   }
 
-  /** Figures of this moment: the server's own once they are there, this page's clock until then. */
+  /** Draws new tokens and the figures of this moment: the server's once they are there, till then by the page's clock. */
   show() {
+    this.tokens.slice(this.spans.length).forEach((token) => this.draw(token));
     const now = performance.now();
     const count = this.tokens.length;
     const ran = this.tokens.reduce((sum, token) => sum + token.layers, 0);
@@ -143,7 +147,7 @@ export class Column {
 
   /** Looks at the token at `index`, in the text and in the picture; null looks at none. */
   look(index) {
-    const at = index !== null && index >= 0 && index < this.tokens.length ? index : null;
+    const at = index !== null && index >= 0 && index < this.spans.length ? index : null;
     this.spans.forEach((span, i) => span.classList.toggle("looked", i === at));
     this.strip.point(at);
     this.tip.hidden = at === null;
