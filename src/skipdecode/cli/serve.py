@@ -61,7 +61,7 @@ class Config:
     max_body_kib: int = option("size of a request, in KiB", default=1024)
     stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0)
     drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0)
-    max_connections: int = option("open connections; beyond that new ones get 503", default=2048)
+    max_connections: int = option("open connections; beyond that new ones get 503", default=1024)
     dtype: str = option(
         "of the weights; auto is the checkpoint's own",
         default="auto",

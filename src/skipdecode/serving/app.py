@@ -80,9 +80,18 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
     def in_thread(work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(encoding, work, *arguments)
 
+    encoded = 0  # requests whose prompts are being encoded
+
     async def generate(request: Request, body: GenerationRequest, kind: type[Reply]) -> Response:
+        nonlocal encoded
+        arrived = time.perf_counter()
         _check_model(service, body.model)
-        ticket = await in_thread(service.intake.ticket, body)
+        service.worker.check_room(1 + encoded)
+        encoded += 1
+        try:
+            ticket = await in_thread(service.intake.ticket, body, arrived)
+        finally:
+            encoded -= 1
         request.state.log = {"schedule": ticket.plan.name, "prompt_tokens": ticket.prompt_tokens}
         service.worker.submit(ticket)
         reply = kind(

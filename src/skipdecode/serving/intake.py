@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,8 +60,8 @@ class Intake:
         self._catalog = catalog
         self._limits = limits
 
-    def ticket(self, request: GenerationRequest) -> Ticket:
-        """A ticket for a request.
+    def ticket(self, request: GenerationRequest, arrived: float) -> Ticket:
+        """A ticket for a request that came at `arrived`, on `time.perf_counter`'s clock.
 
         Raises
         ------
@@ -87,7 +86,8 @@ class Intake:
             self._decoding,
             request.stops,
             trace=asked.trace,
-            deadline=time.perf_counter() + self._limits.max_seconds,
+            arrived=arrived,
+            deadline=arrived + self._limits.max_seconds,
             max_unread=self._limits.max_unread_tokens,
         )
 

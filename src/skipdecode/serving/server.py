@@ -19,6 +19,7 @@ from skipdecode.serving.worker import Worker
 
 __all__ = ["Binding", "is_loopback", "make_server", "open_socket", "run_server"]
 
+_UNREAD_SECONDS = 60
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 
 
@@ -41,7 +42,7 @@ class Binding:
     host: str = "127.0.0.1"
     port: int = 8000
     drain_seconds: float = 30.0
-    max_connections: int = 2048
+    max_connections: int = 1024
     log_level: str = "info"
 
 
@@ -60,6 +61,9 @@ def open_socket(binding: Binding) -> socket.socket:
     """
     found = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # What was sent to a reader that is gone, or does not read, is kept no longer.
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_SECONDS * 1000)
     try:
         found.bind((binding.host, binding.port))
     except OSError as e:

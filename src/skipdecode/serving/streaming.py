@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
@@ -16,8 +16,6 @@ from skipdecode.serving.service import Service
 from skipdecode.serving.ticket import Event, Failed, Finished, Ticket
 
 __all__ = ["TicketStream", "collect"]
-
-_LOG = logging.getLogger("skipdecode.serve")
 
 
 class TicketStream(StreamingResponse):
@@ -51,8 +49,7 @@ class TicketStream(StreamingResponse):
         except* TimeoutError:
             self._ticket.outcome = "slow_reader"
         finally:
-            close(self._ticket, self._service)
-            scope["state"]["outcome"] = self._ticket.outcome
+            close(self._ticket, self._service, scope["state"])
 
     async def _events(self) -> AsyncIterator[bytes]:
         yield self._reply.opening()
@@ -89,17 +86,18 @@ async def collect(ticket: Ticket, service: Service, request: Request) -> list[Ev
             events += taking.result()
     finally:
         gone.cancel()
-        close(ticket, service)
-        request.state.outcome = ticket.outcome
+        close(ticket, service, request.scope["state"])
     failed = next((event.error for event in events if isinstance(event, Failed)), None)
     if failed is not None:
         raise failed
     return events
 
 
-def close(ticket: Ticket, service: Service) -> None:
-    """Free what a ticket still holds."""
+def close(ticket: Ticket, service: Service, state: dict[str, Any]) -> None:
+    """Free what a ticket still holds; note how it ended."""
     ticket.closed = True
+    state["outcome"] = ticket.outcome
+    state["log"]["completion_tokens"] = sum(choice.tokens for choice in ticket.choices)
     if not ticket.done:
         service.worker.cancel(ticket)
 

@@ -6,7 +6,6 @@ The worker's thread fills in the choices; the event loop only sees events, throu
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -111,7 +110,7 @@ class Ticket:
         Stop strings.
     trace : bool
         Whether the client wants the layers of each token.
-    deadline : float
+    arrived, deadline : float
         On `time.perf_counter`'s clock.
     max_unread : int
         Tokens that may wait for the reader.
@@ -126,6 +125,7 @@ class Ticket:
         stops: tuple[str, ...],
         *,
         trace: bool,
+        arrived: float,
         deadline: float,
         max_unread: int,
     ) -> None:
@@ -133,7 +133,7 @@ class Ticket:
         self.prompt_tokens = prompt_tokens
         self.trace = trace
         self.deadline = deadline
-        self.arrived = time.perf_counter()
+        self.arrived = arrived
         self.choices = [Choice(self, i, r, TextStream(tokenizer, stops)) for i, r in enumerate(requests)]
         self.first_token: float | None = None
         self.budgets: set[int] = set()

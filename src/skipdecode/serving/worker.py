@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from skipdecode.decoding.budget_policy import DepthOrder
 from skipdecode.decoding.requests import StepOutput
@@ -21,7 +20,8 @@ from skipdecode.serving.errors import ApiError
 from skipdecode.serving.lanes import KvSize, Lane, lane_for
 from skipdecode.serving.limits import Limits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.ticket import Choice, Event, Failed, Finished, Ticket, Update
+from skipdecode.serving.outbox import Outbox
+from skipdecode.serving.ticket import Choice, Failed, Finished, Ticket, Update
 
 __all__ = ["Worker"]
 
@@ -52,7 +52,7 @@ class Worker:
         self._kv_size = kv_size
         self._limits = limits
         self._metrics = metrics
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._outbox = Outbox(self.cancel)
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._wake = threading.Condition()
         # Under the lock of `_wake`:
@@ -62,14 +62,13 @@ class Worker:
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
         self._running: dict[Choice, Lane[Choice]] = {}
-        self._events: dict[Ticket, list[Event]] = {}
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
     # ------------------------------------------------------------------ any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin; events go to `loop`."""
-        self._loop = loop
+        self._outbox.open(loop)
         self._thread.start()
 
     @property
@@ -93,16 +92,20 @@ class Worker:
         with self._wake:
             if not self.accepting:
                 raise _stopping()
-            # A batch's worth may always wait for its rows: those are given at the next step.
-            room = self._limits.max_rows + self._limits.max_waiting - len(self._waiting) - len(self._running)
-            if len(ticket.choices) > room:
-                waves = 1 + len(self._waiting) / self._limits.max_rows
-                seconds = min(_LONGEST_RETRY, math.ceil(waves * self._row_seconds))
-                message = f"the queue is full ({len(self._waiting)} wait): try again in {seconds} s"
-                raise ApiError(429, "queue_full", message, headers={"Retry-After": str(seconds)})
+            self.check_room(len(ticket.choices))
             self._waiting.extend(ticket.choices)
             self._metrics.queue_length.set(len(self._waiting))
             self._wake.notify()
+
+    def check_room(self, choices: int) -> None:
+        """Raise ApiError (429) if there is no room for so many more."""
+        waiting = len(self._waiting)
+        # A batch's worth may always wait for its rows: those are given at the next step.
+        if choices > self._limits.max_rows + self._limits.max_waiting - waiting - len(self._running):
+            waves = 1 + waiting / self._limits.max_rows
+            seconds = min(_LONGEST_RETRY, math.ceil(waves * self._row_seconds))
+            message = f"the queue is full ({waiting} wait): try again in {seconds} s"
+            raise ApiError(429, "queue_full", message, headers={"Retry-After": str(seconds)})
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what is left of a ticket before the next step."""
@@ -131,14 +134,15 @@ class Worker:
                 self._expire()
                 self._admit()
                 self._step()
-                self._deliver()
+                self._outbox.send()
         except Exception:
             _LOG.exception("the model's thread ended")
         finally:
             with self._wake:
                 self._stopping = True
-            self._events = {ticket: [Failed(_stopping())] for ticket in self._all_tickets()}
-            self._deliver()
+            for ticket in self._all_tickets():
+                self._outbox.add(ticket, Failed(_stopping()))
+            self._outbox.send()
 
     def _all_tickets(self) -> set[Ticket]:
         with self._wake:
@@ -237,7 +241,7 @@ class Worker:
         else:
             choice.finish_reason = output.finish_reason
         if pieces or choice.finish_reason is not None:
-            self._events.setdefault(ticket, []).append(Update(choice.index, pieces, choice.finish_reason))
+            self._outbox.add(ticket, Update(choice.index, pieces, choice.finish_reason))
         if choice.finish_reason is not None:
             self._leave(choice)
             if ticket.done:
@@ -250,7 +254,7 @@ class Worker:
             sets = {str(budget): list(order.layers(budget)) for budget in sorted(ticket.budgets)}
         summary = ticket.summary(self._num_layers, sets)
         ticket.outcome = "ok"
-        self._events[ticket].append(Finished(summary))
+        self._outbox.add(ticket, Finished(summary))
 
     def _leave(self, choice: Choice) -> None:
         """A choice's row is free; its counters are added up."""
@@ -274,21 +278,9 @@ class Worker:
     def _fail(self, ticket: Ticket, error: ApiError, outcome: str) -> None:
         self._drop(ticket)
         ticket.outcome = outcome
-        self._events.setdefault(ticket, []).append(Failed(error))
+        self._outbox.add(ticket, Failed(error))
 
-    # ------------------------------------------------------------------ out
-
-    def _deliver(self) -> None:
-        if self._events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_put, self._events, self._drop_slow)
-        self._events = {}
-
-    def _drop_slow(self, ticket: Ticket) -> None:
-        # In the event loop: the reader is too far behind.
-        if not ticket.closed:
-            ticket.closed = True
-            ticket.outcome = "slow_reader"
-            self.cancel(ticket)
+    # ------------------------------------------------------------------ figures
 
     def _note_step(self, outputs: list[tuple[Choice, StepOutput]], seconds: float) -> None:
         self._metrics.steps.inc()
@@ -306,9 +298,3 @@ class Worker:
 
 def _stopping() -> ApiError:
     return ApiError(503, "stopping", "the server is stopping")
-
-
-def _put(events: dict[Ticket, list[Event]], drop: Callable[[Ticket], None]) -> None:
-    for ticket, new in events.items():
-        if not ticket.put(new):
-            drop(ticket)
