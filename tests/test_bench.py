@@ -89,13 +89,16 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
         assert row["amdahl_bound"] == 1 if nominal == 1 else 1 < row["amdahl_bound"] < LAYERS / row["mean_layers"]
 
 
-def test_bytes_are_those_of_weights_head_and_cache():
-    model = tiny_model("opt")
-    row = measure([make_peer("gated", model)], Workload((2,), (5,), 4, (), 1), LAYERS, CPU)["rows"][0]
+@pytest.mark.parametrize("family", ["opt", "llama", "qwen3"])
+@pytest.mark.parametrize("engine", ["gated", "fast"])
+def test_bytes_are_those_of_weights_head_and_cache(engine: str, family: str):
+    model = tiny_model(family)
+    row = measure([make_peer(engine, model)], Workload((2,), (5,), 4, (), 1), LAYERS, CPU)["rows"][0]
     geometry = ModelGeometry.from_config(model.config, 4)
     cache = (6 + 7 + 8) / 3 * 2 * geometry.kv_bytes_per_token()
     expected = geometry.fixed_bytes(2) + LAYERS * (geometry.layer_bytes(2) + cache)
-    assert row["bytes_per_step"] == pytest.approx(expected)
+    # The engine's norms of query and key heads, some dozens of numbers, are not counted apart.
+    assert row["bytes_per_step"] == pytest.approx(expected, rel=0.01)
 
 
 def test_rounds_alternate_between_engines_and_schedules():

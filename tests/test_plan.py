@@ -114,12 +114,31 @@ def test_lines_fit_eighty_columns(config_file, capsys):
 
 
 def test_weights_at_hand_are_measured(model_dir, capsys):
-    document = json.loads(plan(capsys, model_dir, "--nominal-speedup", "2", "--seq-len", "8", "--json"))
+    command = (model_dir, "--nominal-speedup", "2", "--seq-len", "8", "--json")
+    document = json.loads(plan(capsys, *command))
     assert document["cost"]["source"] == "measured"
-    assert "measured here with transformers" in document["cost_origin"]
+    assert "measured here with the fast engine" in document["cost_origin"]
     assert document["dtype"] == "float32"
     predicted = json.loads(plan(capsys, model_dir, "--nominal-speedup", "2", "--no-measure", "--json"))
     assert predicted["cost"]["source"] == "predicted"
+
+
+def test_the_engine_is_measured_that_will_run_and_again_on_demand(model_dir, capsys):
+    command = (model_dir, "--nominal-speedup", "2", "--seq-len", "8", "--json")
+    first = json.loads(plan(capsys, *command))["cost"]
+    # Seconds are never the same twice: an equal cost was not measured again.
+    assert json.loads(plan(capsys, *command))["cost"] == first
+    again = json.loads(plan(capsys, *command, "--remeasure"))["cost"]
+    assert again != first
+    assert json.loads(plan(capsys, *command))["cost"] == again
+    other = json.loads(plan(capsys, *command, "--engine", "transformers"))
+    assert "measured here with transformers" in other["cost_origin"]
+    assert other["cost"]["fixed_seconds"] > again["fixed_seconds"]
+
+
+def test_remeasure_needs_weights_and_no_contradiction(config_file, model_dir, capsys):
+    assert "leave out --remeasure" in refused(capsys, config_file, "--nominal-speedup", "2", "--remeasure")
+    assert "give one" in refused(capsys, model_dir, "--nominal-speedup", "2", "--remeasure", "--no-measure")
 
 
 def test_continuous_use_is_flat_and_says_why(config_file, capsys):

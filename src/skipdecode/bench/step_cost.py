@@ -36,6 +36,8 @@ from skipdecode.schedule import Schedule
 __all__ = ["cost_key", "measure_cost"]
 
 _LONGER = 512
+_LEAST_SECONDS = 0.1  # timed of each depth
+_MOST_REPEATS = 20
 _VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")
 
 
@@ -154,7 +156,10 @@ def _measured(
     timings: dict[tuple[int, int], list[float]] = {run: [] for run in runs}
     bar = tqdm(total=(repeats + 1) * len(runs), desc="calibrating", unit="run", disable=None if progress else True)
     with bar:
-        for attempt in range(repeats + 1):
+        for attempt in range(_MOST_REPEATS * repeats):
+            # Steps of well under a millisecond are timed more often: a single disturbance must not count.
+            if attempt > repeats and min(map(sum, timings.values())) >= _LEAST_SECONDS:
+                break
             for depth, tokens in runs:
                 seconds = times(depth, tokens)
                 if attempt:  # The first of each warms up.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from skipdecode import layer_order
+from skipdecode.cli.engine_options import EngineOptions
 from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
 from skipdecode.cli.plan_report import Plan, document, report
@@ -32,7 +33,7 @@ _ORDERS = ("bottom-up", "even", "top-down")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelOptions):
+class Config(ModelOptions, EngineOptions):
     """Options of `skipdecode plan`."""
 
     model: str = option("a local directory, a hub id, smollm2-135m, or the file of a config (JSON)", positional=True)
@@ -60,6 +61,7 @@ class Config(ModelOptions):
     measure: bool | None = option(
         "load the weights and time decode steps, or predict (default: measure if that fetches nothing)", default=None
     )
+    remeasure: bool = option("time decode steps again, whatever an earlier calibration found", default=False)
     json: bool = option("print one JSON document", default=False)
     png: str | None = option("file for the picture", default=None)
     out: str | None = option("file for the schedule (JSON), which skipdecode generate --schedule takes", default=None)
@@ -77,6 +79,8 @@ def run(config: Config) -> int:
         dtype=config.dtype,
         device=config.device,
         measure=config.measure,
+        engine=config.engine,
+        remeasure=config.remeasure,
         progress=True,
     )
     schedule = _schedule(config, source.cost)

@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from skipdecode.bench.peers.base import Peer
+from skipdecode.cost import CostModel
 from skipdecode.decoding.budget_policy import RowView
 from skipdecode.decoding.engine import Engine
 from skipdecode.decoding.fast_model import FastModel, TokenRows
 from skipdecode.decoding.requests import Request
 from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.kernels.spec import LinearSpec
 from skipdecode.schedule import Schedule
 
 __all__ = ["EnginePeer"]
+
+_LINEARS = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 class _Shifted:
@@ -68,6 +72,22 @@ class EnginePeer(Peer):
             raise UsageError(f"the engine 'fast' does not cover this model: {e}; leave it out of --engines") from None
         self._policy = _Shifted(_bottom_up(self.fast.num_layers))
 
+    def reads(self, batch: int) -> CostModel:
+        """See `Peer`; of the weights as the engine holds them."""
+        spec, geometry = self.fast._spec, self._geometry
+        layers = sum(_bytes(getattr(layer, name)) for layer in spec.layers for name in _LINEARS)
+        rows = batch * spec.embedding.shape[1] * spec.embedding.element_size()
+        cache = batch * geometry.kv_bytes_per_token()
+        return CostModel(
+            geometry.num_layers,
+            batch,
+            fixed_seconds=_bytes(spec.head) + rows,
+            layer_seconds=layers / geometry.num_layers,
+            kv_seconds=cache,
+            window=geometry.window,
+            window_share=len(geometry.windowed) / geometry.num_layers,
+        )
+
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         self._policy.now = Schedule.full(self.fast.num_layers)
         # All prompts in one forward: rows that begin together stay together.
@@ -99,6 +119,11 @@ class EnginePeer(Peer):
 
     def decode_seconds(self, schedule: Schedule) -> float:
         return sum(self.step_seconds(schedule))
+
+
+def _bytes(spec: LinearSpec) -> int:
+    vectors = (spec.bias, spec.gamma, spec.beta)
+    return spec.weight.nbytes + sum(t.nbytes for t in vectors if t is not None)
 
 
 def _bottom_up(layers: int) -> Schedule:
