@@ -45,7 +45,9 @@ INLINE vf fma(vf a, vf b, vf c) {
 
 // `v` in a register: without this, compilers fold one load into every use of it and the load ports become the limit.
 INLINE vf hold(vf v) {
-#if defined(__x86_64__)
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__x86_64__)
   asm("" : "+x"(v));
 #elif defined(__aarch64__)
   asm("" : "+w"(v));

@@ -1,7 +1,8 @@
 // Weights as vectors: one class a format, all read in steps of 64 columns, and the activations in the order that each meets.
 //
 // A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16), a part is 32 weights as bf16 and the
-// activations are rounded to bf16; else it is LANES weights as fp32. int8 and int4 weights are exact in both.
+// activations are rounded to bf16; else it is LANES weights as fp32. int8 and int4 weights are exact in both. `put` stores
+// kPair activations as kPutParts parts, `apart` floats apart.
 #pragma once
 
 #include "kernels.h"
@@ -21,10 +22,8 @@ struct Weights;
 struct Exact {
   static constexpr int kParts = kStep / LANES;
   INLINE vf add_product(vf w, vf x, vf sum) { return fma(w, x, sum); }
-  INLINE float* put(float* out, vf a, vf b) {
-    store(out, a), store(out + LANES, b);
-    return out + kPair;
-  }
+  static constexpr int kPutParts = 2;
+  INLINE void put(float* out, int64_t apart, vf a, vf b) { store(out, a), store(out + apart, b); }
 };
 
 template <>
@@ -46,15 +45,25 @@ struct Weights<kBFloat16, false> : Exact {
     const uint16_t* w = r.w + i + p / 2 * kPair;
     return p % 2 ? load_odd(w) : load_even(w);
   }
-  INLINE float* put(float* out, vf a, vf b) {
+  INLINE void put(float* out, int64_t apart, vf a, vf b) {
     float t[kPair];
     store(t, a), store(t + LANES, b);
-    for (int j = 0; j < LANES; j++) out[j] = t[2 * j], out[LANES + j] = t[2 * j + 1];
-    return out + kPair;
+    for (int j = 0; j < LANES; j++) out[j] = t[2 * j], out[apart + j] = t[2 * j + 1];
   }
 };
 
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+
+// LANES signed bytes. Spelled out where GCC would take them one by one.
+INLINE vi widened(const void* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return __builtin_convertvector(*(const bytes*)p, vi);
+#endif
+}
 
 template <>
 struct Weights<kInt8, false> : Exact {
@@ -63,7 +72,7 @@ struct Weights<kInt8, false> : Exact {
   struct Row { const int8_t* w; };
   INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return {(const int8_t*)a.w + n * a.ldw + k}; }
   INLINE vf part(Row r, int64_t i, int p) {
-    return __builtin_convertvector(*(const bytes*)(r.w + i + p * LANES), vf);
+    return __builtin_convertvector(widened(r.w + i + p * LANES), vf);
   }
 };
 
@@ -78,8 +87,8 @@ struct Weights<kInt4, false> : Exact {
   }
   INLINE vf part(Row r, int64_t i, int p) {
     const int high = p * LANES / 32;
-    const vi q = __builtin_convertvector(*(const bytes*)(r.w + i / 2 + p * LANES % 32), vi);
-    return __builtin_convertvector((q >> (4 * high) & 15) - 8, vf) * widen(r.scales[i / 32 + high]);
+    const vi codes = widened(r.w + i / 2 + p * LANES % 32) >> (4 * high) & 15;
+    return __builtin_convertvector(codes - 8, vf) * widen(r.scales[i / 32 + high]);
   }
 };
 
@@ -87,10 +96,8 @@ struct Weights<kInt4, false> : Exact {
 struct Rounded {
   static constexpr int kParts = kStep / 32;
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
-  INLINE float* put(float* out, vf a, vf b) {
-    store(out, (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-    return out + LANES;
-  }
+  static constexpr int kPutParts = 1;
+  INLINE void put(float* out, int64_t, vf a, vf b) { store(out, (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a)); }
 };
 
 template <>
