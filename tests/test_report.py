@@ -30,6 +30,26 @@ CALIBRATION: dict[str, Any] = {
 }
 
 
+LOAD: dict[str, Any] = {
+    "config": {"model": "tiny", "streams": 64, "seconds": 120},
+    "environment": {"date": "2026-01-01", "cpu": "a CPU", "cores": 2, "packages": {}},
+    "speedup": 1.625,
+    "streams": 90,
+    "errors": [],
+    "streams_unlike_offline": 0,
+    "memory_mib": [[0.0, 500.0], [60.0, 520.0], [120.0, 521.0]],
+    "schedules": {
+        name: {
+            "tokens_per_s": rate,
+            "streams": 45,
+            "first_token_s": {"p50": 0.5, "p95": 0.75, "p99": 1.25},
+            "between_chunks_s": {"p50": 0.02, "p95": 0.03, "p99": 0.04},
+        }
+        for name, rate in (("full", 400.0), ("skipdecode-2x-flat", 650.0))
+    },
+}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of each kind, and names that would break a page that does not escape."""
@@ -42,6 +62,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "results").mkdir()
     assert table.main([str(path / "runs"), "--out", str(path / "results" / "table.json"), "--resamples", "50"]) == 0
     (path / "results" / "calibration.json").write_text(json.dumps(CALIBRATION))
+    (path / "results" / "serve.json").write_text(json.dumps(LOAD))
     hostile = Schedule(8, (3, 2, 1), (7, 6, 5), name='</script><b>"x" & y')
     (path / "hostile.json").write_text(hostile.to_json())
     return path
@@ -53,7 +74,7 @@ def report(out: Path, *arguments: str | Path) -> str:
 
 
 def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
-    files = [place / "runs", place / "results" / "table.json", place / "results" / "calibration.json"]
+    files = [place / "runs", *sorted((place / "results").glob("*.json"))]
     files += [place / "hostile.json", *sorted((ROOT / "results").glob("*-cpu.json"))]
     files += [ROOT / "results" / "tune-e2e-smollm2-135m.jsonl"]
     html = report(tmp_path / "report.html", *files)
@@ -67,6 +88,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "Speed-up against nominal",
         "Decoding through transformers: opt-1.3b",
         "Engines: smollm2-135m",
+        "The server under load: tiny",
         "Which layers run where",
         "Calibration:",
         "Loss while tuning",
@@ -75,7 +97,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     ):
         assert heading in page.text, heading
     # A score, a bench row, a calibration's loss, a dev loss: numbers of each source are on the page.
-    for number in ("6.53x", "1.8750", "1.3846", "3.73x"):
+    for number in ("6.53x", "1.8750", "1.3846", "3.73x", "1250 ms"):
         assert number in page.text, number
     assert all(text in page.text for text in REFERENCES)
     assert '</script><b>"x" & y' in page.text

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from skipdecode.evaluation.compare import Pair
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.depth import calibration_sections, depth_section
+from skipdecode.reporting.load import load_sections
 from skipdecode.reporting.machines import machines_section
 from skipdecode.reporting.outputs import length_sections, sample_sections, settings_section
 from skipdecode.reporting.page import render
@@ -39,6 +40,7 @@ def html_report(sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title:
         pairs_section(pairs),
         *sample_sections(runs),
         *speed_sections(sources),
+        *load_sections(sources),
         depth_section(sources),
         *calibration_sections(sources),
         training_section(sources),

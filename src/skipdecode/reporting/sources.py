@@ -16,8 +16,8 @@ from skipdecode.schedule import Schedule
 __all__ = ["Source", "find_files", "of_kind", "read_source"]
 
 _KINDS = (
-    "runs of `skipdecode eval`, quality tables, results of `skipdecode bench` and benchmarks/decode_speed.py, "
-    "calibration.json and schedules, logs of `skipdecode tune`"
+    "runs of `skipdecode eval`, quality tables, results of `skipdecode bench`, benchmarks/decode_speed.py and "
+    "benchmarks/serve_load.py, calibration.json and schedules, logs of `skipdecode tune`"
 )
 _NUMBER = (int, float)
 _BENCH = {"engine": str, "batch": int, "nominal_speedup": _NUMBER, "mean_layers": _NUMBER,
@@ -27,6 +27,8 @@ _DECODE = {"nominal_speedup": _NUMBER, "mean_layers": _NUMBER, "decode_speedup":
 _QUALITY = {"method": str, "retained": dict, "intervals": dict, "n": int}
 _VERDICT = {"name": str, "speedup": _NUMBER, "mean_layers": _NUMBER, "predicted": _NUMBER, "measured": _NUMBER}
 _TUNING = {"kind": str, "step": int}
+_LOAD = {"speedup": _NUMBER, "streams": int, "errors": list, "streams_unlike_offline": int}
+_LOADED = {"tokens_per_s": _NUMBER, "streams": int, "first_token_s": dict, "between_chunks_s": dict}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Source:
     name : str
         For readers; the file's name, or its directory's where all files are called the same.
     kind : str
-        ``eval``, ``quality``, ``bench``, ``decode``, ``calibration``, ``schedule`` or ``tuning``.
+        ``eval``, ``quality``, ``bench``, ``decode``, ``load``, ``calibration``, ``schedule`` or ``tuning``.
     data : Any
         A `Run` of kind eval, a `Schedule` of kind schedule, a list of rows of kind tuning, else the document.
     """
@@ -119,6 +121,12 @@ def _calibration(path: Path, data: Mapping[str, Any]) -> Mapping[str, Any]:
     return data
 
 
+def _load(path: Path, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    _check_rows(path, [data], _LOAD)
+    _check_rows(path, list(data["schedules"].values()), _LOADED)
+    return data
+
+
 def _rows_of(needed: Mapping[str, Any], key: str = "rows") -> Callable[[Path, Mapping[str, Any]], Mapping[str, Any]]:
     def check(path: Path, data: Mapping[str, Any]) -> Mapping[str, Any]:
         _check_rows(path, data[key], needed)
@@ -147,6 +155,7 @@ _READERS: dict[str, _Reader] = {
     "quality": (lambda d: d.get("kind") == "quality", _rows_of(_QUALITY, "runs")),
     "bench": (_has("rows", "bandwidth_gb_s"), _rows_of(_BENCH)),
     "decode": (_has("rows", "cost_model"), _rows_of(_DECODE)),
+    "load": (lambda d: isinstance(d.get("schedules"), dict) and "streams_unlike_offline" in d, _load),
     "calibration": (_has("schedule", "verdicts"), _calibration),
     "schedule": (_has("drop_order", "budgets"), _schedule),
 }
