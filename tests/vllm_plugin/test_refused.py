@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,8 @@ def test_drafts_of_another_model(tuned: Path, plain: Path):
     assert "speculative decoding other than ngram" in refusal(tuned, speculative_config=drafts)
 
 
-def test_stages_split_by_expected_work(tuned: Path, monkeypatch: Any):
-    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+def test_stages_split_by_expected_work(tuned: Path, plain: Path):
     config_of(tuned, pipeline_parallel_size=2, distributed_executor_backend="mp")
-    import os
-
-    assert os.environ.pop("VLLM_PP_LAYER_PARTITION") == "6,2"
+    assert os.environ["VLLM_PP_LAYER_PARTITION"] == "6,2"
+    config_of(plain)  # Another engine of this process finds the environment as it was.
+    assert "VLLM_PP_LAYER_PARTITION" not in os.environ

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_processes_share_a_model(checkpoint: Any, split: str, monkeypatch: Any):
+def test_two_processes_share_a_model(checkpoint: Any, split: str):
     folder, model = checkpoint
     texts, new = prompts((9, 40, 17, 4, 25)), (20, 16, 30, 28, 12)
     even = Schedule.even(LAYERS, (6, 5, 4), name="even")
@@ -44,7 +44,6 @@ def test_two_processes_share_a_model(checkpoint: Any, split: str, monkeypatch: A
     extra = {"skipdecode": {"schedules": [even.to_dict()]}}
     with engine(folder, additional_config=extra, **options) as llm:
         found = generate(llm, texts, new, names)
-    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
     for text, count, name, tokens in zip(texts, new, names, found, strict=True):
         assert tokens == reference(model, by_name[name], [text], [count])[0], name
 
@@ -61,7 +60,9 @@ def server(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[0])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
     command += ["--served-model-name", "tiny", "--block-size", "32", "--max-num-seqs", "16"]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    # Not what engines of this process have set.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PP", "VLLM_DIST", "VLLM_USE"))}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
         url = f"http://127.0.0.1:{port}"
         try:

@@ -23,6 +23,8 @@ _SCHEDULERS = {
     True: "skipdecode.vllm.scheduler.SkipAsyncScheduler",
 }
 
+_set_by_us: dict[str, str] = {}
+
 
 def activate(vllm_config: Any) -> None:
     """Change an engine's config so that layers are skipped; leaves it alone where there is no schedule.
@@ -32,6 +34,7 @@ def activate(vllm_config: Any) -> None:
     RefusedEngineError
         If the schedule does not fit, or the engine is asked for something that would give wrong text.
     """
+    _undo_environment()
     try:
         _activate(vllm_config)
     except SkipDecodeError as e:
@@ -93,7 +96,7 @@ def _change(config: Any, settings: Settings) -> None:
     config.additional_config = dict(config.additional_config or {}) | {KEY: settings.to_dict()}
     # A captured graph would replay the layers of the step it was captured in: docs/vllm.md.
     config.model_config.enforce_eager = True
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    _set_environment("VLLM_USE_V2_MODEL_RUNNER", "0")
     parallel.worker_cls = _WORKER
     if config.speculative_config is not None:
         scheduling.async_scheduling = False
@@ -102,11 +105,25 @@ def _change(config: Any, settings: Settings) -> None:
         scheduling.async_scheduling = False
     scheduling.scheduler_cls = _SCHEDULERS[not synchronous]
     stages = parallel.pipeline_parallel_size
-    if stages > 1 and PARTITION_VARIABLE not in os.environ:
-        os.environ[PARTITION_VARIABLE] = ",".join(map(str, layers_of_stages(settings.schedules[0], stages)))
+    if stages > 1:
+        _set_environment(PARTITION_VARIABLE, ",".join(map(str, layers_of_stages(settings.schedules[0], stages))))
     from skipdecode.vllm.admission import check_requests
 
     check_requests()
+
+
+def _set_environment(name: str, value: str) -> None:
+    """Set a variable that vLLM's processes read, unless the user has."""
+    if name not in os.environ:
+        os.environ[name] = _set_by_us[name] = value
+
+
+def _undo_environment() -> None:
+    """The next engine of this process may be another model's."""
+    for name, value in _set_by_us.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _set_by_us.clear()
 
 
 def _on_cpu() -> bool:
