@@ -101,8 +101,28 @@ def test_attention_matches_torch(heads, kv_heads, dim, window, dtype):
         backend.attention(spec)(qkv.clone(), out, held, table, slots, positions, 12)
         results.append((out, held))
     (out, held), (want, want_held) = results
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    # Queries may meet bf16 keys as bf16.
+    error = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(out, want, rtol=error, atol=error)
     torch.testing.assert_close(held, want_held)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 20), (9, 3, 64), (4, 4, 72)])
+def test_attention_of_a_row_does_not_depend_on_its_batch_bit_for_bit(heads, kv_heads, dim, dtype):
+    torch.manual_seed(0)
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
+    pages = torch.randn(40, 2, kv_heads, 4, dim).to(dtype)
+    table = torch.arange(40).view(10, 4).int()
+    slots, positions = torch.arange(10).int(), torch.tensor([15, 14, 9, 1, 0, 3, 8, 11, 13, 2], dtype=torch.int32)
+    qkv = torch.randn(10, (heads + 2 * kv_heads) * dim)
+    call = native().attention(spec)
+    together = torch.zeros(10, heads * dim)
+    call(qkv.clone(), together, pages.clone(), table, slots, positions, 10)
+    for rows in (1, 3):
+        out = torch.zeros(rows, heads * dim)
+        call(qkv[:rows].clone(), out, pages.clone(), table, slots, positions, rows)
+        assert torch.equal(out, together[:rows])
 
 
 def test_operator_compiles_and_matches():

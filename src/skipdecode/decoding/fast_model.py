@@ -14,11 +14,15 @@ from torch import Tensor
 
 from skipdecode.decoding.kv import PagedKV
 from skipdecode.decoding.model_spec import ModelSpec, read_model
+from skipdecode.decoding.quantized import QuantizedWeights
 from skipdecode.errors import UsageError
 from skipdecode.kernels import KernelChoice, backend_for
+from skipdecode.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.kernels.spec import StackInput
 
 __all__ = ["FastModel", "TokenRows"]
+
+_LINEARS = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 class TokenRows(NamedTuple):
@@ -51,11 +55,16 @@ class FastModel:
         place; it stays usable.
     kernel : {"auto", "native", "torch"}
         The C++ kernels where possible, only those, or torch.
+    quantization : {"int8", "int4"}, optional
+        Read the projections and the output embedding from quantised copies (see `kernels.quantize`); by default, the
+        model's own weights.
 
     Raises
     ------
     UnfitModelError
         If the fast path does not cover the model.
+    UsageError
+        If `quantization` is not known.
 
     Attributes
     ----------
@@ -63,9 +72,12 @@ class FastModel:
         Why the C++ kernels are not used; "" if they are.
     """
 
-    def __init__(self, model: Any, kernel: KernelChoice = "auto") -> None:
+    def __init__(self, model: Any, kernel: KernelChoice = "auto", quantization: Quantization | None = None) -> None:
+        if quantization is not None and quantization not in QUANTIZATIONS:
+            raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
         self._model = model
-        self._spec = read_model(model, positions=2048)
+        self._quantized = None if quantization is None else QuantizedWeights(quantization)
+        self._spec = self._read(2048)
         weight = self._spec.embedding
         self.device, self.dtype = weight.device, weight.dtype
         self._backend, self.hint = backend_for(self.device, self.dtype, kernel)
@@ -90,7 +102,7 @@ class FastModel:
             raise UsageError(f"prompt and new tokens together are {count}, but this model has {most} positions")
         if count > self._positions and most is None:
             self._positions = max(count, 2 * self._positions)
-            self._spec = read_model(self._model, self._positions)
+            self._spec = self._read(self._positions)
             self._bind()
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
@@ -109,6 +121,16 @@ class FastModel:
             self._logits = torch.empty(wanted, self.vocab_size, dtype=self._kind, device=self.device)
         self._head(hidden, self._logits, wanted, False)
         return self._logits[:wanted].float()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the layers' projections and the output embedding, as they are read."""
+        linears = [getattr(layer, name) for layer in self._spec.layers for name in _LINEARS]
+        return sum(linear.weight.nbytes for linear in (*linears, self._spec.head))
+
+    def _read(self, positions: int) -> ModelSpec:
+        spec = read_model(self._model, positions)
+        return spec if self._quantized is None else self._quantized.apply(spec)
 
     def _embed(self, rows: TokenRows) -> Tensor:
         spec = self._spec

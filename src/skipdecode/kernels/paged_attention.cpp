@@ -8,10 +8,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "kernels.h"
-#include "vectors.h"
+#include "weights.h"
 
-constexpr int64_t kPair = 2 * LANES;
 
 namespace {
 
@@ -61,61 +59,121 @@ void append(const AttentionArgs& a, int64_t row) {
   }
 }
 
-// In the order in which stored keys and values unpack (see vectors.h), and back.
+// A query head as keys of type T meet it, and its products with them: in bf16 where the CPU multiplies that, else in fp32.
 template <class T>
-INLINE int64_t unpacked(int64_t i, int64_t whole) {
-  if (sizeof(T) == 4 || i >= whole) return i;
-  const int64_t j = i % kPair;
-  return i - j + (j < LANES ? 2 * j : 2 * (j - LANES) + 1);
-}
+struct Query {
+#ifdef HAS_BF16_DOT
+  static constexpr bool kDot = sizeof(T) == 2;
+#else
+  static constexpr bool kDot = false;
+#endif
 
-template <class T>
-INLINE float dot(const float* q, const T* k, int64_t dim, int64_t whole) {
-  vf even{}, odd{};
-  for (int64_t i = 0; i < whole; i += kPair) {
-    even = fma(load_even(k + i), load(q + i), even);
-    odd = fma(load_odd(k + i), load(q + i + LANES), odd);
+  INLINE void put(const float* from, float* to) {
+#ifdef HAS_BF16_DOT
+    if constexpr (kDot) return store(to, (vf)_mm512_cvtne2ps_pbh((__m512)load(from + LANES), (__m512)load(from)));
+#endif
+    if constexpr (sizeof(T) == 4) return store(to, load(from)), store(to + LANES, load(from + LANES));
+    for (int64_t j = 0; j < LANES; j++) to[j] = from[2 * j], to[LANES + j] = from[2 * j + 1];
   }
-  float s = sum(even + odd);
-  for (int64_t i = whole; i < dim; i++) s += q[i] * widen(k[i]);
-  return s;
+
+  static void pack(const float* from, float* to, int64_t dim, int64_t whole) {
+    std::copy(from + whole, from + dim, to + whole);
+    for (int64_t i = 0; i < whole; i += kPair) put(from + i, to + i);
+  }
+
+  // Lane sums of the product with one key.
+  INLINE vf product(const float* q, const T* k, int64_t whole) {
+    vf even{}, odd{};
+#ifdef HAS_BF16_DOT
+    if constexpr (kDot) {
+      for (int64_t i = 0; i < whole; i += 32)
+        even = (vf)_mm512_dpbf16_ps((__m512)even, (__m512bh)load((const float*)(k + i)), (__m512bh)load(q + i));
+      return even;
+    }
+#endif
+    for (int64_t i = 0; i < whole; i += kPair) {
+      even = fma(load_even(k + i), load(q + i), even);
+      odd = fma(load_odd(k + i), load(q + i + LANES), odd);
+    }
+    return even + odd;
+  }
+};
+
+// Scores of `count` keys that lie one after another, LANES at a time.
+template <class T>
+INLINE void score(float* scores, const float* q, const T* k, int64_t count, int64_t dim, int64_t whole, float scale) {
+  for (int64_t t = 0; t < count; t += LANES) {
+    const int64_t here = std::min<int64_t>(LANES, count - t);
+    vf products[LANES];
+    // Past the last key, again the last one: its score is overwritten.
+    for (int64_t j = 0; j < LANES; j++) products[j] = Query<T>::product(q, k + (t + std::min(j, here - 1)) * dim, whole);
+    vf s = sums_of(products);
+    if (whole < dim)
+      for (int64_t j = 0; j < here; j++)
+        for (int64_t i = whole; i < dim; i++) s[j] += q[i] * widen(k[(t + j) * dim + i]);
+    store(scores + t, s * scale);
+  }
 }
 
-// P pairs of vectors at a time: enough independent sums to hide the latency of an FMA.
-template <class T, int P>
-INLINE void add_scaled_block(float* acc, const float* p, const T* v, int64_t count, int64_t dim) {
-  vf even[P], odd[P];
-#pragma GCC unroll 8
-  for (int j = 0; j < P; j++) even[j] = load(acc + j * kPair), odd[j] = load(acc + j * kPair + LANES);
-  for (int64_t t = 0; t < count; t++, v += dim) {
-    const vf weight = splat(p[t]);
+// acc[g] += the sum of `count` values, weighted by p[g], for G query heads and P pairs of vectors at a time. Two sums each, of
+// values in turn: enough independent ones to hide the latency of an FMA, and the same for every G and P.
+template <class T, int G, int P>
+INLINE void add_scaled_block(float* acc, int64_t ldacc, const float* p, int64_t ldp, const T* v, int64_t count, int64_t dim) {
+  vf even[2][G][P] = {}, odd[2][G][P] = {};
+  const auto add = [&](int u, int64_t t) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int j = 0; j < P; j++) {
-      even[j] = fma(load_even(v + j * kPair), weight, even[j]);
-      odd[j] = fma(load_odd(v + j * kPair), weight, odd[j]);
-    }
-  }
+      const vf low = load_even(v + t * dim + j * kPair), high = load_odd(v + t * dim + j * kPair);
 #pragma GCC unroll 8
-  for (int j = 0; j < P; j++) store(acc + j * kPair, even[j]), store(acc + j * kPair + LANES, odd[j]);
+      for (int g = 0; g < G; g++) {
+        const vf weight = splat(p[g * ldp + t]);
+        even[u][g][j] = fma(low, weight, even[u][g][j]);
+        odd[u][g][j] = fma(high, weight, odd[u][g][j]);
+      }
+    }
+  };
+  int64_t t = 0;
+  for (; t + 2 <= count; t += 2) add(0, t), add(1, t + 1);
+  if (t < count) add(0, t);
+#pragma GCC unroll 8
+  for (int g = 0; g < G; g++)
+#pragma GCC unroll 8
+    for (int j = 0; j < P; j++) {
+      float* to = acc + g * ldacc + j * kPair;
+      store(to, load(to) + (even[0][g][j] + even[1][g][j]));
+      store(to + LANES, load(to + LANES) + (odd[0][g][j] + odd[1][g][j]));
+    }
 }
 
+// Out of line: one copy, so that its roundings are the same wherever it is called.
 template <class T>
-INLINE void add_scaled(float* acc, const float* p, const T* v, int64_t count, int64_t dim, int64_t whole) {
-  int64_t i = 0;
-  for (; i + 4 * kPair <= whole; i += 4 * kPair) add_scaled_block<T, 4>(acc + i, p, v + i, count, dim);
-  for (; i < whole; i += kPair) add_scaled_block<T, 1>(acc + i, p, v + i, count, dim);
+__attribute__((noinline)) void add_scaled_tail(float* acc, const float* p, const T* v, int64_t count, int64_t dim, int64_t i) {
   for (; i < dim; i++)
     for (int64_t t = 0; t < count; t++) acc[i] += p[t] * widen(v[t * dim + i]);
 }
 
+template <class T, int G, int P>
+INLINE void add_scaled(float* acc, int64_t ldacc, const float* p, int64_t ldp, const T* v, int64_t count, int64_t dim,
+                       int64_t whole) {
+  int64_t i = 0;
+  for (; i + P * kPair <= whole; i += P * kPair) add_scaled_block<T, G, P>(acc + i, ldacc, p, ldp, v + i, count, dim);
+  for (; i < whole; i += kPair) add_scaled_block<T, G, 1>(acc + i, ldacc, p, ldp, v + i, count, dim);
+  for (int64_t g = 0; g < G && i < dim; g++) add_scaled_tail(acc + g * ldacc, p + g * ldp, v, count, dim, i);
+}
+
 // Scores to weights that sum to one; `s` has room for one vector past `count`.
 void softmax(float* s, int64_t count) {
-  float most = s[0];
-  for (int64_t i = 1; i < count; i++) most = std::max(most, s[i]);
   for (int64_t i = count; i < count + LANES; i++) s[i] = -1e30f;
+  vf most = load(s);
+  for (int64_t i = LANES; i < count; i += LANES) {
+    const vf v = load(s + i);
+    most = v > most ? v : most;
+  }
+  float peak = most[0];
+  for (int l = 1; l < LANES; l++) peak = std::max(peak, most[l]);
   vf total{};
   for (int64_t i = 0; i < count; i += LANES) {
-    const vf e = exp_fast(load(s + i) - most);
+    const vf e = exp_fast(load(s + i) - peak);
     store(s + i, e);
     total += e;
   }
@@ -123,36 +181,56 @@ void softmax(float* s, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) store(s + i, load(s + i) * inverse);
 }
 
-// The query heads of one key head, for one row.
+// Calls work(position, count, keys or values) for every run of positions [begin, end) that lie in one page, and fetches the
+// next page meanwhile.
+template <class T, class Work>
+INLINE void each_page(const AttentionArgs& a, Place p, int64_t kind, int64_t head, int64_t begin, int64_t end, Work work) {
+  for (int64_t t = begin; t < end;) {
+    const int64_t offset = t % a.page_tokens, here = std::min(a.page_tokens - offset, end - t);
+    if (t + here < end) {
+      const char* next = (const char*)page_of<T>(a, p, t + here, kind, head);
+      for (int64_t i = 0; i < a.page_tokens * a.dim * (int64_t)sizeof(T); i += 64) __builtin_prefetch(next + i);
+    }
+    work(t, here, page_of<T>(a, p, t, kind, head) + offset * a.dim);
+    t += here;
+  }
+}
+
+// From the order in which stored values unpack (see vectors.h).
 template <class T>
-void attend(const AttentionArgs& a, int64_t row, int64_t head, std::vector<float>& scratch) {
+void unpack(const float* from, float* to, int64_t dim, int64_t whole) {
+  std::copy(from + whole, from + dim, to + whole);
+  if (sizeof(T) == 4) return (void)std::copy(from, from + whole, to);
+  for (int64_t i = 0; i < whole; i += kPair)
+    for (int64_t j = 0; j < LANES; j++) to[i + 2 * j] = from[i + j], to[i + 2 * j + 1] = from[i + LANES + j];
+}
+
+// Query heads [first, first + heads) of one row, which share a key head.
+template <class T>
+void attend(const AttentionArgs& a, int64_t row, int64_t first, int64_t heads, std::vector<float>& scratch) {
   const Place p{a.slots[row], a.positions[row]};
-  const int64_t group = a.heads / a.kv_heads, dim = a.dim, whole = dim - dim % kPair;
+  const int64_t dim = a.dim, whole = dim - dim % kPair, head = first / (a.heads / a.kv_heads);
   const int64_t end = p.position + 1, begin = a.window ? std::max<int64_t>(0, end - a.window) : 0;
-  const int64_t count = end - begin, stride = count + LANES;
+  const int64_t count = end - begin, stride = count + 2 * LANES;
   const int64_t width = (dim + LANES - 1) / LANES * LANES;
-  scratch.assign(group * (stride + 2 * width) + LANES, 0.0f);
-  float *scores = scratch.data(), *q = scores + group * stride, *acc = q + group * width;
-  const float* from = a.qkv + (row * (a.heads + 2 * a.kv_heads) + head * group) * dim;
-  for (int64_t g = 0; g < group; g++)
-    for (int64_t i = 0; i < dim; i++) q[g * width + i] = a.scale * from[g * dim + unpacked<T>(i, whole)];
-  for (int64_t t = begin; t < end;) {
-    const int64_t offset = t % a.page_tokens, here = std::min(a.page_tokens - offset, end - t);
-    const T* k = page_of<T>(a, p, t, 0, head) + offset * dim;
-    for (int64_t j = 0; j < here; j++)
-      for (int64_t g = 0; g < group; g++) scores[g * stride + t - begin + j] = dot(q + g * width, k + j * dim, dim, whole);
-    t += here;
-  }
-  for (int64_t g = 0; g < group; g++) softmax(scores + g * stride, count);
-  for (int64_t t = begin; t < end;) {
-    const int64_t offset = t % a.page_tokens, here = std::min(a.page_tokens - offset, end - t);
-    const T* v = page_of<T>(a, p, t, 1, head) + offset * dim;
-    for (int64_t g = 0; g < group; g++) add_scaled(acc + g * width, scores + g * stride + t - begin, v, here, dim, whole);
-    t += here;
-  }
-  float* to = a.out + (row * a.heads + head * group) * dim;
-  for (int64_t g = 0; g < group; g++)
-    for (int64_t i = 0; i < dim; i++) to[g * dim + unpacked<T>(i, whole)] = acc[g * width + i];
+  scratch.resize(heads * (stride + 2 * width));
+  float *scores = scratch.data(), *q = scores + heads * stride, *acc = q + heads * width;
+  std::fill(acc, acc + heads * width, 0.0f);
+  const float* from = a.qkv + (row * (a.heads + 2 * a.kv_heads) + first) * dim;
+  for (int64_t g = 0; g < heads; g++) Query<T>::pack(from + g * dim, q + g * width, dim, whole);
+  each_page<T>(a, p, 0, head, begin, end, [&](int64_t t, int64_t here, const T* k) {
+    for (int64_t g = 0; g < heads; g++) score(scores + g * stride + t - begin, q + g * width, k, here, dim, whole, a.scale);
+  });
+  for (int64_t g = 0; g < heads; g++) softmax(scores + g * stride, count);
+  each_page<T>(a, p, 1, head, begin, end, [&](int64_t t, int64_t here, const T* v) {
+    const float* weights = scores + t - begin;
+    int64_t g = 0;
+    for (; g + 3 <= heads; g += 3) add_scaled<T, 3, 1>(acc + g * width, width, weights + g * stride, stride, v, here, dim, whole);
+    if (heads - g == 2) add_scaled<T, 2, 1>(acc + g * width, width, weights + g * stride, stride, v, here, dim, whole);
+    if (heads - g == 1) add_scaled<T, 1, 2>(acc + g * width, width, weights + g * stride, stride, v, here, dim, whole);
+  });
+  float* to = a.out + (row * a.heads + first) * dim;
+  for (int64_t g = 0; g < heads; g++) unpack<T>(acc + g * width, to + g * dim, dim, whole);
 }
 
 }  // namespace
@@ -166,8 +244,12 @@ void append_share(const AttentionArgs& a, const Team& team) {
 
 void attend_share(const AttentionArgs& a, const Team& team) {
   static thread_local std::vector<float> scratch;
-  for (int64_t task = team.id; task < a.n * a.kv_heads; task += team.size) {
-    if (a.dtype == kBFloat16) attend<uint16_t>(a, task / a.kv_heads, task % a.kv_heads, scratch);
-    else attend<float>(a, task / a.kv_heads, task % a.kv_heads, scratch);
+  const int64_t group = a.heads / a.kv_heads;
+  // Few rows: heads one by one, so that every thread gets as much as the others.
+  const int64_t heads = a.n * a.kv_heads < 4 * team.size ? 1 : group;
+  for (int64_t task = team.id; task < a.n * a.heads / heads; task += team.size) {
+    const int64_t row = task * heads / a.heads, first = task * heads % a.heads;
+    if (a.dtype == kBFloat16) attend<uint16_t>(a, row, first, heads, scratch);
+    else attend<float>(a, row, first, heads, scratch);
   }
 }
