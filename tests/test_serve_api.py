@@ -370,8 +370,10 @@ def test_health_and_metrics(client, service):
         name: service.metrics.value(name, schedule="nested")
         for name in ("prompt_tokens_total", "generated_tokens_total", "layers_run_total", "layers_full_total")
     }
+    ended = service.metrics.value("request_seconds_count")
     answer = post(client, COMPLETIONS, greedy(prompt="xyz", max_tokens=9, skipdecode={"schedule": "nested"}))
     until(lambda: is_idle(service))
+    until(lambda: service.metrics.value("request_seconds_count") == ended + 1)
     gained = {name: service.metrics.value(name, schedule="nested") - value for name, value in before.items()}
     found = answer["skipdecode"]
     assert gained == {
