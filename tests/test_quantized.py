@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
 import torch
 
+from skipdecode import Schedule, attach
+from skipdecode.decoding import Engine, Request
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.errors import UsageError
 from skipdecode.kernels import backend_for
 from skipdecode.kernels.quantize import QUANTIZATIONS, quantize
 from skipdecode.kernels.reference import TorchBackend
 from skipdecode.kernels.spec import LinearSpec
+from tiny import LAYERS, tiny_model
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
@@ -33,10 +39,10 @@ def test_error_is_small_and_zero_stays_zero(kind, most, columns):
     assert (back - weight).norm() < most * weight.norm()
 
 
-def test_int4_weights_are_exact_in_bf16_and_take_four_and_a_half_bits():
+def test_int4_weights_are_exact_in_bf16_and_take_five_bits():
     weight = quantize(torch.randn(64, 128) * 3e-3, "int4")
     assert torch.equal(weight.dequantize(torch.bfloat16).float(), weight.dequantize())
-    assert weight.nbytes * 8 == 4.5 * 64 * 128
+    assert weight.nbytes * 8 == 5 * 64 * 128
 
 
 @needs_compiler
@@ -53,3 +59,66 @@ def test_kernels_match_the_dequantized_weights(kind, rows, out, columns, dtype):
     torch.testing.assert_close(got, run_linear(TorchBackend(), spec, x), rtol=1e-4, atol=2e-4)
     for few in (1, 2, 5):
         assert torch.equal(run_linear(native, spec, x[:few]), got[:few])
+
+
+def dequantized_twin(model, kind):
+    """The model with every projection and the output embedding as the quantised engine reads them."""
+    twin = copy.deepcopy(model)
+    if twin.lm_head.weight is twin.get_input_embeddings().weight:
+        twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.clone())
+    with torch.no_grad():
+        for module in twin.modules():
+            if isinstance(module, torch.nn.Linear):
+                bits = "int8" if module is twin.lm_head else kind
+                module.weight.copy_(quantize(module.weight, bits).dequantize(module.weight.dtype))
+    return twin
+
+
+def decoded(fast, schedule, prompts, new):
+    outputs = [[] for _ in prompts]
+    for out in Engine(fast, schedule).run(Request(p, new) for p in prompts):
+        outputs[out.request].append((out.token, out.logprob))
+    return outputs
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.filterwarnings("ignore:decoding through torch")
+def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind, kernel):
+    if kernel == "native" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no C++ compiler")
+    model = tiny_model(family)
+    prompts, new = [(5, 6, 7, 8), (9, 3), tuple(range(3, 23))], 12
+    schedule = Schedule.from_speedup(LAYERS, 2, new)
+    got = decoded(FastModel(model, kernel, kind), schedule, prompts, new)
+    twin = dequantized_twin(model, kind)
+    with attach(twin, schedule):
+        for prompt, row in zip(prompts, got, strict=True):
+            text = twin.generate(
+                torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+            assert [token for token, _ in row] == text[0, len(prompt) :].tolist()
+
+
+@needs_compiler
+def test_in_bf16_int4_is_bit_for_bit_its_dequantized_weights():
+    torch.manual_seed(0)
+    weight, x = quantize(torch.randn(70, 130), "int4"), torch.randn(6, 130)
+    native = backend_for(CPU, torch.bfloat16, "native")[0]
+    plain = LinearSpec(weight.dequantize(torch.bfloat16))
+    assert torch.equal(run_linear(native, LinearSpec(weight), x), run_linear(native, plain, x))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 0.5)])
+def test_logits_stay_close_to_the_models_own(kind, most):
+    model = tiny_model("llama")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        own, quantized = (m(ids).logits for m in (model, dequantized_twin(model, kind)))
+    assert (quantized - own).norm() < most * own.norm()
+
+
+def test_unknown_quantization_is_refused():
+    with pytest.raises(UsageError, match="accepted are int8, int4"):
+        FastModel(tiny_model("llama"), quantization="int2")

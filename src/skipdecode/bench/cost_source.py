@@ -13,6 +13,7 @@ from skipdecode.bench.machine import measure_machine
 from skipdecode.bench.step_cost import measure_cost
 from skipdecode.config_sizes import ConfigReader
 from skipdecode.cost import CostModel
+from skipdecode.decoding.fast_model import FastModel
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.geometry import ModelGeometry
 from skipdecode.models.families import unwrap
@@ -64,6 +65,7 @@ def find_cost(
     device: str | None = None,
     measure: bool | None = None,
     engine: str = "auto",
+    weights: str = "model",
     remeasure: bool = False,
     progress: bool = False,
 ) -> CostSource:
@@ -84,6 +86,8 @@ def find_cost(
         download.
     engine : {"auto", "fast", "transformers"}
         Whose steps are timed; auto: the fast engine's where it covers the model.
+    weights : {"model", "int8", "int4"}
+        See `skipdecode.textgen.engines.open_fast`.
     remeasure : bool
         Measure, whatever an earlier calibration found.
     progress : bool
@@ -109,7 +113,10 @@ def find_cost(
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
         loaded = load_model(name, dtype=dtype, device=device, require_tokenizer=False)
-        return _measured(loaded.model, batch, prompt_len, engine, remeasure, progress)
+        fast = open_fast(loaded.model, engine, note, weights)
+        return _measured(loaded.model, fast, batch, prompt_len, remeasure, progress)
+    if weights != "model":
+        raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
 
 
@@ -142,8 +149,9 @@ def _in_hub_cache(name: str) -> bool:
         return False  # No hub id at all; loading its config says so.
 
 
-def _measured(model: Any, batch: int, prompt_len: int, engine: str, remeasure: bool, progress: bool) -> CostSource:
-    fast = open_fast(model, engine, note)
+def _measured(
+    model: Any, fast: FastModel | None, batch: int, prompt_len: int, remeasure: bool, progress: bool
+) -> CostSource:
     cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
     inner = unwrap(model)
     geometry = ModelGeometry.from_config(inner.config, inner.dtype.itemsize)

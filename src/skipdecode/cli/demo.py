@@ -184,7 +184,7 @@ def _outcomes(config: Config, setting: _Setting) -> Part:
     from skipdecode.textgen.report import note
 
     loaded = setting.loaded
-    source = open_backends(loaded.model, loaded.tokenizer, config.engine, note)
+    source = open_backends(loaded.model, loaded.tokenizer, config.engine, note, config.weights)
     backends = [source.backend(s) for _, s in setting.schedules]
     ids = [p.token_ids for p in setting.prompts]
     settings = GenerationSettings(config.max_new_tokens, ignore_eos=True)

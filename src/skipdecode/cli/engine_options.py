@@ -1,11 +1,11 @@
-"""The option that names the engine, the same for every verb that generates text."""
+"""The options that name the engine, the same for every verb that generates text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from skipdecode.cli.options import option
-from skipdecode.textgen.backend import ENGINES
+from skipdecode.textgen.backend import ENGINES, WEIGHTS
 
 __all__ = ["EngineOptions"]
 
@@ -19,4 +19,9 @@ class EngineOptions:
         "auto: fast where it covers the model, else transformers",
         default="auto",
         choices=ENGINES,
+    )
+    weights: str = option(
+        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster",
+        default="model",
+        choices=WEIGHTS,
     )

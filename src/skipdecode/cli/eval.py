@@ -204,7 +204,7 @@ def _runs(
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
         check_directory(place, overwrite=config.overwrite)
         methods[place] = method
-    bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note)
+    bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note, config.weights)
     _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
     subject = Subject(
         loaded.model,

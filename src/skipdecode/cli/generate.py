@@ -191,7 +191,7 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
     num_layers = len(decoder_layers(unwrap(loaded.model)))
     choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
-    return loaded, choice, open_backends(loaded.model, loaded.tokenizer, config.engine, note)
+    return loaded, choice, open_backends(loaded.model, loaded.tokenizer, config.engine, note, config.weights)
 
 
 def _fingerprint(

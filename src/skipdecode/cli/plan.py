@@ -80,6 +80,7 @@ def run(config: Config) -> int:
         device=config.device,
         measure=config.measure,
         engine=config.engine,
+        weights=config.weights,
         remeasure=config.remeasure,
         progress=True,
     )

@@ -18,7 +18,7 @@ from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import read_schedule
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
-from skipdecode.textgen.backend import ENGINES
+from skipdecode.textgen.backend import ENGINES, WEIGHTS
 
 if TYPE_CHECKING:
     from skipdecode.serving.limits import Limits
@@ -48,6 +48,11 @@ class Config:
         "model, else transformers; vllm: start vLLM's own server with the plugin instead",
         default="auto",
         choices=(*ENGINES, "vllm"),
+    )
+    weights: str = option(
+        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster",
+        default="model",
+        choices=WEIGHTS,
     )
     host: str = option("address to listen on; 0.0.0.0 is every network of the machine", default="127.0.0.1")
     port: int = option("to listen on", default=8000)
@@ -167,6 +172,7 @@ def _service(config: Config) -> Service:
         carried=loaded.schedule,
         others=_schedules(config, len(decoder_layers(unwrap(loaded.model)))),
         engine=config.engine,
+        weights=config.weights,
         limits=_limits(config),
         note=note,
     )
@@ -181,6 +187,8 @@ def _run_vllm(config: Config) -> int:
     from skipdecode.models.hub import load_config
     from skipdecode.serving.vllm_server import vllm_command
 
+    if config.weights != "model":
+        raise UsageError("--weights is not for --engine vllm, which reads the checkpoint's own")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
     layers = load_config(config.model).get_text_config(decoder=True).num_hidden_layers if config.nominal_speedup else 0

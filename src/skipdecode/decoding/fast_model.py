@@ -70,12 +70,15 @@ class FastModel:
     ----------
     hint : str
         Why the C++ kernels are not used; "" if they are.
+    quantization : {"int8", "int4"} or None
+        As given.
     """
 
     def __init__(self, model: Any, kernel: KernelChoice = "auto", quantization: Quantization | None = None) -> None:
         if quantization is not None and quantization not in QUANTIZATIONS:
             raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
         self._model = model
+        self.quantization = quantization
         self._quantized = None if quantization is None else QuantizedWeights(quantization)
         self._spec = self._read(2048)
         weight = self._spec.embedding
@@ -121,6 +124,11 @@ class FastModel:
             self._logits = torch.empty(wanted, self.vocab_size, dtype=self._kind, device=self.device)
         self._head(hidden, self._logits, wanted, False)
         return self._logits[:wanted].float()
+
+    @property
+    def name(self) -> str:
+        """Of the engine on these weights: "fast", "fast-int8" or "fast-int4"."""
+        return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
     @property
     def weight_bytes(self) -> int:

@@ -14,7 +14,7 @@ extern "C" {
 struct LinearArgs {
   const float* x;
   const void* w;       // [n] rows of ldw bytes; of int8 and int4 padded with zeros to whole steps of columns
-  const void* scales;  // int8: fp32 [n]; int4: bf16 [n, padded k / 32]
+  const void* scales;  // int8: fp32 [n]; int4: words [n, padded k / 32]
   const float* bias;   // [n] or null
   const float* gamma;  // [k], norm prologues
   const float* beta;   // [k] or null

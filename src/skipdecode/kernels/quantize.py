@@ -1,10 +1,11 @@
-"""Weights of 8 or 4 bits, symmetric: what is stored, and how it is chosen.
+"""Weights of 8 or 4 bits: what is stored, and how it is chosen.
 
 int8: one fp32 scale for each output row; a weight is its integer (-127 to 127) times the scale.
 
-int4: one bf16 scale for each 32 columns of a row; a weight is its integer (-8 to 7) times the scale. Scales have five
-significant bits, so that every weight is exact in bf16. 4.5 bits a weight, as in llama.cpp's Q4_0. A group's scale is
-the one of a few around its largest weight that leaves the least squared error.
+int4: for each 32 columns of a row one 32-bit word, whose lower half is a scale in bf16, and which as a whole, read as
+fp32, is an offset. A weight is its integer (0 to 15) times the scale plus the offset, cut off to bf16: exact in bf16, 5
+bits in all, as in llama.cpp's Q4_1. Scale and offset are those of a few, from the group's range and a little less of
+it, that leave the least squared error.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
 
 _STEP = 64  # columns that the kernels read at once; rows are padded to whole steps
 _GROUP = 32
-_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+_SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
+_CUT = 1 + 2**-9  # makes up for the cutting off
 _CHUNK = 2**22  # weights quantised at a time: bounds the fp32 copies
 
 
@@ -37,9 +39,9 @@ class QuantizedWeight:
         (out, in).
     codes : torch.Tensor
         uint8. int8: (out, padded in), two's complement. int4: (out, padded in / 2); 32 bytes hold 64 columns, the
-        first 32 in the low halves, plus 8. Padding is zeros (of int4: code 8).
+        first 32 in the low halves. Padded columns are not to be used.
     scales : torch.Tensor
-        int8: (out,) fp32. int4: (out, padded in / 32) bf16.
+        int8: (out,) fp32. int4: (out, padded in / 32) int32, the words.
     """
 
     kind: Quantization
@@ -59,8 +61,7 @@ class QuantizedWeight:
             return (self.codes.view(torch.int8)[:, :columns] * self.scales[:, None]).to(dtype)
         halves = self.codes.view(rows, -1, _GROUP)
         codes = torch.stack((halves & 15, halves >> 4), dim=2).view(rows, -1, _GROUP)
-        wide = (codes.float() - 8) * self.scales.float()[:, :, None]
-        return wide.flatten(1)[:, :columns].to(dtype)
+        return _decode(codes.float(), self.scales[:, :, None]).flatten(1)[:, :columns].to(dtype)
 
 
 def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight:
@@ -84,23 +85,32 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = _padded(weight).view(weight.shape[0], -1, _GROUP)
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    best_error = torch.full_like(largest, torch.inf)
-    best_scale, best_codes = torch.zeros_like(largest), torch.zeros_like(groups)
-    for end in (-8, 7):  # the largest weight at either end of the range
-        for shrink in _SHRINK:
-            scale = _five_bits(largest * (shrink / end))
-            codes = torch.round(groups / scale).clamp_(-8, 7).nan_to_num_(0.0)
-            error = (codes * scale - groups).square_().sum(2, keepdim=True)
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_scale = torch.where(better, scale, best_scale)
-            best_codes = torch.where(better, codes, best_codes)
-    codes = (best_codes + 8).to(torch.uint8).view(weight.shape[0], -1, 2, _GROUP)
-    return (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1), best_scale.squeeze(2).bfloat16()
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    best_error = torch.full_like(low, torch.inf)
+    best_words, best_codes = torch.zeros_like(low, dtype=torch.int32), torch.zeros_like(groups)
+    for shrink in _SHRINK:
+        words = _word((high - low) * (shrink * _CUT / 15), low * (shrink * _CUT))
+        scale, offset = _scale_and_offset(words)
+        codes = torch.round((groups * _CUT - offset) / scale).nan_to_num_(0.0).clamp_(0, 15)
+        error = (_decode(codes, words) - groups).square_().sum(2, keepdim=True)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_words = torch.where(better, words, best_words)
+        best_codes = torch.where(better, codes, best_codes)
+    codes = best_codes.to(torch.uint8).view(weight.shape[0], -1, 2, _GROUP)
+    return (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1), best_words.squeeze(2)
 
 
-def _five_bits(scale: Tensor) -> Tensor:
-    """Rounded to five significant bits."""
-    fraction, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.round(fraction * 32), exponent - 5)
+def _word(scale: Tensor, offset: Tensor) -> Tensor:
+    halves = [t.bfloat16().view(torch.int16).to(torch.int32) for t in (scale, offset)]
+    return halves[0] & 0xFFFF | halves[1] << 16
+
+
+def _scale_and_offset(words: Tensor) -> tuple[Tensor, Tensor]:
+    return (words << 16).view(torch.float32), words.view(torch.float32)
+
+
+def _decode(codes: Tensor, words: Tensor) -> Tensor:
+    scale, offset = _scale_and_offset(words)
+    # The product is exact, so this rounds once, as a fused multiply and add does.
+    return ((codes * scale + offset).view(torch.int32) & -0x10000).view(torch.float32)

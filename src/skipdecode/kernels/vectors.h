@@ -27,7 +27,6 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 // The same vectors at any address and over any type.
 typedef float vf_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
-typedef int32_t int32_any __attribute__((aligned(2), may_alias));
 
 // a * b + c in one rounding where the CPU can. Spelled out because compilers contract `a * b + c` in some places and not in
 // others (GCC avoids chains of them on some CPUs), and a sum must not depend on which copy of a loop it ran in.

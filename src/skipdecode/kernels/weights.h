@@ -76,19 +76,21 @@ struct Weights<kInt8, false> : Exact {
   }
 };
 
-// A step is 32 bytes: columns 0 to 31 in the low halves, 32 to 63 in the high ones, each plus 8; 32 columns share a scale.
+// A step is 32 bytes: columns 0 to 31 in the low halves, 32 to 63 in the high ones. 32 columns share a word: scale and offset
+// (see quantize.py).
 template <>
 struct Weights<kInt4, false> : Exact {
   static constexpr bool kPadded = true;
   static constexpr int64_t kStepBytes = kStep / 2;
-  struct Row { const uint8_t* w; const uint16_t* scales; };
+  struct Row { const uint8_t* w; const int32_t* words; };
   INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) {
-    return {(const uint8_t*)a.w + n * a.ldw + k / 2, (const uint16_t*)a.scales + (n * a.ldw * 2 + k) / 32};
+    return {(const uint8_t*)a.w + n * a.ldw + k / 2, (const int32_t*)a.scales + (n * a.ldw * 2 + k) / 32};
   }
   INLINE vf part(Row r, int64_t i, int p) {
     const int high = p * LANES / 32;
-    const vi codes = widened(r.w + i / 2 + p * LANES % 32) >> (4 * high) & 15;
-    return __builtin_convertvector(codes - 8, vf) * widen(r.scales[i / 32 + high]);
+    const vu word = vu{} + (uint32_t)r.words[i / 32 + high];
+    const vf codes = __builtin_convertvector(widened(r.w + i / 2 + p * LANES % 32) >> (4 * high) & 15, vf);
+    return bits((vu)fma(codes, bits(word << 16), bits(word)) & 0xffff0000u);
   }
 };
 
@@ -121,8 +123,7 @@ struct Weights<kInt8, true> : Rounded {
   }
 };
 
-// A group's 16 possible weights (scale times -8 to 7: exact in bf16, see quantize.py) make a table of bf16 pairs, which the
-// halves of the bytes index.
+// A group's 16 possible weights make a table, whose upper halves of 32 bits the halves of the bytes look up.
 template <>
 struct Weights<kInt4, true> : Rounded {
   static constexpr bool kPadded = true;
@@ -130,14 +131,12 @@ struct Weights<kInt4, true> : Rounded {
   using Row = Weights<kInt4, false>::Row;
   INLINE Row row(const LinearArgs& a, int64_t n, int64_t k) { return Weights<kInt4, false>::row(a, n, k); }
   INLINE vf part(Row r, int64_t i, int p) {
-    const __m512 steps = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    const __m512i scales = _mm512_set1_epi32(*(const int32_any*)(r.scales + i / 32));
-    const __m512i scale = p ? _mm512_and_si512(scales, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(scales, 16);
-    const __m512i table = (__m512i)_mm512_mul_ps(steps, (__m512)scale);
+    const __m512 steps = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i word = _mm512_set1_epi32(r.words[i / 32 + p]);
+    const __m512 table = _mm512_fmadd_ps(steps, (__m512)_mm512_slli_epi32(word, 16), (__m512)word);
     const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(r.w + i / 2)));
-    // Twice the code plus one: the upper half of the code's fp32, which is its bf16.
     const __m512i twice = p ? _mm512_srli_epi16(codes, 3) : _mm512_add_epi16(codes, codes);
-    return (vf)_mm512_permutexvar_epi16(_mm512_or_si512(twice, _mm512_set1_epi16(1)), table);
+    return (vf)_mm512_permutexvar_epi16(_mm512_or_si512(twice, _mm512_set1_epi16(1)), (__m512i)table);
   }
 };
 #endif

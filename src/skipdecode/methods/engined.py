@@ -29,12 +29,12 @@ class Engined(Method):
         The fast path of the model that `generate` is called with; may be shared.
     """
 
-    engine = "fast"
     rows_leave = True
 
     def __init__(self, method: Full | Scheduled, fast: FastModel) -> None:
         self._method = method
         self._fast = fast
+        self.engine = fast.name
         self._runs = Schedule.full(fast.num_layers) if method.schedule is None else method.schedule
         self.name = method.name
         self.schedule = method.schedule
@@ -60,7 +60,7 @@ class Engined(Method):
 
 
 def on_engine(
-    methods: Sequence[Method], model: Any, engine: str, note: Callable[[str], None]
+    methods: Sequence[Method], model: Any, engine: str, note: Callable[[str], None], weights: str = "model"
 ) -> tuple[list[Method], tuple[Method, ...]]:
     """Methods on the engine that is asked for, where it can run them, and full depth on each engine that is used.
 
@@ -73,6 +73,8 @@ def on_engine(
         See `skipdecode.textgen.engines.open_fast`.
     note : callable
         Told one line where the choice needs a word.
+    weights : {"model", "int8", "int4"}
+        See `open_fast`.
 
     Raises
     ------
@@ -84,7 +86,7 @@ def on_engine(
     others = [m.name for m in methods if not isinstance(m, Full | Scheduled)]
     if others and engine == "fast":
         raise UsageError(f"--engine fast does not run {', '.join(others)}: give --engine auto")
-    fast = open_fast(model, engine, note) if len(others) < len(methods) else None
+    fast = open_fast(model, engine, note, weights) if len(others) < len(methods) else None
     if fast is None:
         return list(methods), (Full(),)
     if others:

@@ -62,6 +62,7 @@ def open_service(
     carried: Schedule | None = None,
     others: Sequence[Schedule] = (),
     engine: str = "auto",
+    weights: str = "model",
     limits: Limits | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Service:
@@ -79,6 +80,8 @@ def open_service(
     others : sequence of Schedule
         Further schedules.
     engine : {"auto", "fast", "transformers"}
+    weights : {"model", "int8", "int4"}
+        See `skipdecode.textgen.engines.open_fast`.
     limits : Limits, optional
     note : callable
         Told one line where the choice of the engine needs a word.
@@ -91,7 +94,7 @@ def open_service(
     plain = unwrap(model)
     num_layers = len(decoder_layers(plain))
     catalog = Catalog(num_layers, carried, others)
-    fast = open_fast(model, engine, note)
+    fast = open_fast(model, engine, note, weights)
     lanes, kv_size = _lanes(model, fast, catalog, limits)
     metrics = Metrics(num_layers)
     context = context_length(plain)

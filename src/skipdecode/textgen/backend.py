@@ -8,10 +8,11 @@ from typing import Literal, Protocol
 
 from skipdecode.errors import UsageError
 
-__all__ = ["ENGINES", "Backend", "BatchResult", "FinishReason", "GenerationSettings", "StopCheck"]
+__all__ = ["ENGINES", "WEIGHTS", "Backend", "BatchResult", "FinishReason", "GenerationSettings", "StopCheck"]
 
 FinishReason = Literal["eos", "length", "stop"]
 ENGINES = ("auto", "fast", "transformers")
+WEIGHTS = ("model", "int8", "int4")
 StopCheck = Callable[[Sequence[int]], bool]
 
 

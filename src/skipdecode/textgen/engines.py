@@ -14,7 +14,7 @@ from skipdecode.decoding.fast_model import FastModel
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.schedule import Schedule
-from skipdecode.textgen.backend import ENGINES, Backend
+from skipdecode.textgen.backend import ENGINES, WEIGHTS, Backend
 from skipdecode.textgen.engine_backend import EngineBackend
 from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
 
@@ -39,8 +39,8 @@ class BackendSource:
 
     @property
     def engine(self) -> str:
-        """ "fast" or "transformers"."""
-        return "transformers" if self._fast is None else "fast"
+        """ "fast" (with quantised weights "fast-int8" or "fast-int4") or "transformers"."""
+        return "transformers" if self._fast is None else self._fast.name
 
     def backend(self, schedule: Schedule | None) -> Backend:
         """A backend under a schedule; None is full depth."""
@@ -49,12 +49,14 @@ class BackendSource:
         return EngineBackend(self._fast, schedule, end_tokens=end_tokens(self._model, self._tokenizer))
 
 
-def open_backends(model: Any, tokenizer: Any, engine: str, note: Callable[[str], None]) -> BackendSource:
+def open_backends(
+    model: Any, tokenizer: Any, engine: str, note: Callable[[str], None], weights: str = "model"
+) -> BackendSource:
     """The engine for a model, as a source of backends; see `open_fast`."""
-    return BackendSource(model, tokenizer, open_fast(model, engine, note))
+    return BackendSource(model, tokenizer, open_fast(model, engine, note, weights))
 
 
-def open_fast(model: Any, engine: str, note: Callable[[str], None]) -> FastModel | None:
+def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> FastModel | None:
     """The fast path of a model; None where it is to run through transformers.
 
     Parameters
@@ -65,24 +67,35 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None]) -> FastModel
         auto: fast where it covers the model and the C++ kernels run, else transformers, with a note why.
     note : callable
         Told one line where the choice needs a word.
+    weights : {"model", "int8", "int4"}
+        What the fast engine reads: the model's own weights, or quantised copies.
 
     Raises
     ------
     UsageError
-        `engine` is unknown, or is "fast" and does not cover the model.
+        `engine` or `weights` is unknown, or the model cannot run as they say.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")
+    if weights not in WEIGHTS:
+        raise UsageError(f"weights {weights!r} are not known: accepted are {', '.join(WEIGHTS)}")
+    kind: Any = None if weights == "model" else weights
     if engine == "transformers":
+        if kind:
+            raise UsageError(f"--weights {kind} needs the fast engine: leave out --engine transformers")
         return None
     merged = hasattr(model, "get_base_model")
     try:
-        fast = FastModel(_merged_copy(model) if merged else unwrap(model))
+        fast = FastModel(_merged_copy(model) if merged else unwrap(model), quantization=kind)
     except UnfitModelError as e:
         if engine == "fast":
             raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None
+        if kind:
+            raise UsageError(f"--weights {kind} needs the fast engine, which does not cover this model: {e}") from None
         note(f"decoding through transformers, several times slower than the fast engine: {e}")
         return None
+    if fast.hint and kind:
+        raise UsageError(f"--weights {kind} needs the fast engine's kernels: {fast.hint}")
     if fast.hint and engine == "auto":
         note(f"decoding through transformers: {fast.hint}")
         return None
