@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.errors import SkipDecodeError, UnsupportedFeatureError
 from skipdecode.vllm.settings import KEY, Settings
 
 
 def check_requests() -> None:
     """Have vLLM's input processor check requests for engines that skip; may be called again."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.input_processor import InputProcessor
 
     process = InputProcessor.process_inputs
@@ -22,7 +23,11 @@ def check_requests() -> None:
         request = process(self, *args, **kwargs)
         extra = self.vllm_config.additional_config
         if isinstance(extra, dict) and KEY in extra:
-            _admit(request, _settings(self))
+            try:
+                _admit(request, _settings(self))
+            except SkipDecodeError as e:
+                # The error that vLLM's server answers with HTTP 400.
+                raise VLLMValidationError(str(e)) from e
         return request
 
     checked.checks_schedules = True  # type: ignore[attr-defined]
