@@ -1,8 +1,8 @@
 """Many streams at once against `skipdecode serve`, at full depth and under a flat schedule in turn.
 
 Starts the server as a process of its own on a free port of this machine, and stops it. In each phase `--streams`
-clients ask for one completion after the other until the phase's time is over; then the phase's last streams end, and the
-next phase begins. Every stream's text is compared with what the engine gives offline for the same request, alone in its
+clients ask for one completion after the other until the phase's time is over; then its last streams end, and the next
+phase begins. Every stream's text is compared with what the engine gives offline for the same request, alone in its
 process. Throughput is that of the tokens which arrive in a phase after its first `--warm-up` seconds.
 
     python benchmarks/serve_load.py --model smollm2-135m --out results/serve-smollm2-135m-cpu.json
@@ -48,6 +48,7 @@ class Stream:
     """One completion as a client saw it."""
 
     prompt: str
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
     text: str = ""
     arrivals: list[float] = field(default_factory=list)
     asked: float = 0.0
@@ -100,42 +101,45 @@ def server(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, psuti
 # ---------------------------------------------------------------------- clients
 
 
-async def one_stream(client: httpx.AsyncClient, prompt: str, schedule: str, new: int) -> Stream:
-    """Ask and read to the end."""
+async def one_stream(port: int, prompt: str, schedule: str, new: int) -> Stream:
+    """Ask, and take what comes to the end; the bytes are read when the phase is over."""
     stream = Stream(prompt, asked=time.perf_counter())
-    body = {
-        "prompt": prompt,
-        "max_tokens": new,
-        "temperature": 0,
-        "stream": True,
-        "skipdecode": {"schedule": schedule},
-    }
-    done = False
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                stream.error = f"status {response.status_code}"
-                return stream
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    done = True
-                elif line:
-                    chunk = json.loads(line[6:])
-                    stream.arrivals.append(time.perf_counter())
-                    if "error" in chunk:
-                        stream.error = chunk["error"]["message"]
-                        return stream
-                    stream.text += "".join(choice["text"] for choice in chunk["choices"])
-                    if "skipdecode" in chunk:
-                        stream.tokens = chunk["skipdecode"]["completion_tokens"]
-    except httpx.HTTPError as e:
-        stream.error = f"{type(e).__name__}: {e}"
-    if not done and not stream.error:
-        stream.error = "the stream ended without [DONE]"
+    body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True, "skipdecode": {"schedule": schedule}}
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    while part := await reader.read(2**16):
+        stream.parts.append((time.perf_counter(), part))
+    writer.close()
     return stream
 
 
-async def one_phase(client: httpx.AsyncClient, schedule: str, options: argparse.Namespace) -> Phase:
+def read_parts(stream: Stream) -> None:
+    """Fill in what a stream's bytes say; a part is one or more whole HTTP chunks."""
+    received = b"".join(part for _, part in stream.parts)
+    head, _, rest = received.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        stream.error = received[:300].decode(errors="replace")
+        return
+    events = [line[6:] for line in rest.splitlines() if line.startswith(b"data: ")]
+    done = bool(events) and events[-1] == b"[DONE]"
+    for event in events[:-1] if done else events:
+        chunk = json.loads(event)
+        if "error" in chunk:
+            stream.error = chunk["error"]["message"]
+            return
+        stream.text += "".join(choice["text"] for choice in chunk["choices"])
+        if "skipdecode" in chunk:
+            stream.tokens = chunk["skipdecode"]["completion_tokens"]
+    if not done:
+        stream.error = "the stream ended without [DONE]"
+    for at, part in stream.parts:
+        stream.arrivals += [at] * part.count(b'data: {"')
+    stream.parts = []
+
+
+async def one_phase(port: int, schedule: str, options: argparse.Namespace) -> Phase:
     """All clients under one schedule, until the last stream's end."""
     begin = time.perf_counter()
     end = begin + options.phase
@@ -143,10 +147,12 @@ async def one_phase(client: httpx.AsyncClient, schedule: str, options: argparse.
 
     async def ask(number: int) -> None:
         while time.perf_counter() < end:
-            streams.append(await one_stream(client, PROMPTS[number % len(PROMPTS)], schedule, options.new))
+            streams.append(await one_stream(port, PROMPTS[number % len(PROMPTS)], schedule, options.new))
             number += options.streams
 
     await asyncio.gather(*(ask(number) for number in range(options.streams)))
+    for stream in streams:
+        read_parts(stream)
     return Phase(schedule, begin, end, streams)
 
 
@@ -161,14 +167,13 @@ async def load(url: str, process: psutil.Process, options: argparse.Namespace) -
             await asyncio.sleep(1)
 
     watching = asyncio.create_task(watch())
-    limits = httpx.Limits(max_connections=options.streams)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        names = [s["name"] for s in (await client.get("/v1/models")).json()["data"][0]["skipdecode"]["schedules"]]
-        phases = []
-        while time.perf_counter() - start < options.seconds:
-            for schedule in names:
-                phases.append(await one_phase(client, schedule, options))
-                print(f"{phases[-1].schedule}: {rate(phases[-1], options.warm_up):.0f} tokens/s", file=sys.stderr)
+    names = [s["name"] for s in httpx.get(f"{url}/v1/models").json()["data"][0]["skipdecode"]["schedules"]]
+    port = httpx.URL(url).port or 80
+    phases = []
+    while time.perf_counter() - start < options.seconds:
+        for schedule in names:
+            phases.append(await one_phase(port, schedule, options))
+            print(f"{phases[-1].schedule}: {rate(phases[-1], options.warm_up):.0f} tokens/s", file=sys.stderr)
     watching.cancel()
     return phases, memory
 
@@ -244,6 +249,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     more = ["--nominal-speedup", str(options.nominal), "--flat", "--max-rows", str(options.streams), "--log-level"]
     more += ["warning", *(["--threads", str(options.threads)] if options.threads else [])]
     with server(options, *more) as (url, process):
+        # The clients share the cores of the server, which would have its own.
+        psutil.Process().nice(10)
         phases, memory = asyncio.run(load(url, process, options))
         metrics = httpx.get(f"{url}/metrics").text
     texts = offline_texts(options)
