@@ -394,7 +394,7 @@ def metrics_table():
     from pathlib import Path
 
     text = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
-    return text.partition("## Metrics")[2]
+    return text.partition("## Metrics")[2].partition("\n## ")[0]
 
 
 def test_the_page_and_its_headers(client):
