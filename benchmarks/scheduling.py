@@ -1,6 +1,7 @@
 """Waves and a stream on the real engine, against the lockstep ideal and against what the simulator says.
 
-Parts (each calibrates the cost of a step in the same process; figures go into one JSON, part by part):
+Figures go into one JSON, part by part. The cost of a step is calibrated right before and after every run, in the same
+process, from forwards on made-up tokens; the simulator gets that and the lengths that came out, nothing else. Parts:
 
 waves       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
             prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of
@@ -16,6 +17,7 @@ stream      Requests one by one. *Capacity*: requests/s when all wait at once. T
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -29,7 +31,7 @@ import torch
 from skipdecode import Schedule
 from skipdecode.decoding import Engine, Request
 from skipdecode.decoding.batch_cost import BatchCost
-from skipdecode.decoding.cost_probe import probe_cost
+from skipdecode.decoding.cost_probe import CostProbe
 from skipdecode.decoding.fast_model import FastModel
 from skipdecode.decoding.histogram import LogHistogram
 from skipdecode.decoding.simulator import POLICIES, Simulation, simulate
@@ -120,6 +122,17 @@ def run_stream(engine: Engine, requests: Sequence[Request], arrivals: Sequence[f
     return times
 
 
+def calibrated(
+    engine: Engine, requests: Sequence[Request], arrivals: Sequence[float], rows: int
+) -> tuple[Times, BatchCost]:
+    """A run, and what steps cost around it."""
+    probe = CostProbe(engine.model, rows)
+    probe.run(2)
+    times = run_stream(engine, requests, arrivals)
+    probe.run(2)
+    return times, probe.cost()
+
+
 def figures(times: Times, arrivals: Sequence[float], engine: Engine) -> dict[str, Any]:
     """Throughput and latencies of a real run, named as the simulator names its own."""
     gaps, first, whole = LogHistogram(), LogHistogram(), LogHistogram()
@@ -179,14 +192,13 @@ def ideal_seconds(
 
 def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """The batch job under both schedules."""
-    cost = probe_cost(job.model, options.rows)
     layers = job.model.num_layers
     found: dict[str, Any] = {}
     for schedule in (Schedule.full(layers), Schedule.from_speedup(layers, options.nominal, options.seq_len)):
         engine = Engine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
         requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in job.prompts]
         arrivals = [0.0] * len(requests)
-        times = run_stream(engine, requests, arrivals)
+        times, cost = calibrated(engine, requests, arrivals, options.rows)
         real = figures(times, arrivals, engine)
         lengths = [len(row) for row in times.tokens]
         prompts = [len(p) for p in job.prompts]
@@ -194,6 +206,7 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         told = simulate(trace, cost, schedule, max_rows=options.rows, policy="waves", join_below=options.join_below)
         ideal = ideal_seconds(cost, schedule, prompts, lengths, options.rows)
         found[schedule.name] = compared(real, told) | {
+            "cost": dataclasses.asdict(cost),
             "new_tokens": sum(lengths),
             "ideal": ideal,
             "share_of_ideal": sum(ideal.values()) / real["seconds"],
@@ -208,7 +221,6 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Capacity and Poisson runs of full depth and the flat schedule of the same mean depth."""
-    cost = probe_cost(job.model, options.rows)
     layers = job.model.num_layers
     full = Schedule.full(layers)
     flat = Schedule.from_speedup(layers, options.nominal, options.seq_len).flattened()
@@ -230,10 +242,12 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
             in_order=in_order,
             prompt_tokens=options.prompt_tokens,
         )
-        times = run_stream(engine, work, arrivals)
+        times, cost = calibrated(engine, work, arrivals, options.rows)
         trace = [Arrival(t, len(r.prompt), r.max_new_tokens, job.limit) for t, r in zip(arrivals, work, strict=True)]
         told = simulate(trace, cost, schedule, max_rows=options.rows, prompt_chunk=options.prompt_tokens)
-        found[name] = {"rate": rate} | compared(figures(times, arrivals, engine), told)
+        found[name] = {"rate": rate, "cost": dataclasses.asdict(cost)} | compared(
+            figures(times, arrivals, engine), told
+        )
         _tell(name, found[name])
         return float(found[name]["real"]["requests_per_s"])
 

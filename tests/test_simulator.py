@@ -347,18 +347,22 @@ def test_measured_costs_are_met_and_lines_join_them():
 
 
 def test_the_fast_path_is_measured_for_every_number_of_rows():
-    from skipdecode.decoding.cost_probe import probe_cost
+    from skipdecode.decoding.cost_probe import CostProbe
     from skipdecode.decoding.fast_model import FastModel
     from tiny import tiny_model
 
     model = FastModel(tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024), "torch")
-    cost = probe_cost(model, 6, rounds=1)
+    probe = CostProbe(model, 6)
+    with pytest.raises(UsageError, match="run a round first"):
+        probe.cost()
+    probe.run(1)
+    cost = probe.cost()
     assert (cost.num_layers, cost.max_rows) == (3, 6)
     assert [tokens for tokens, _ in cost.prompt_points] == [16, 64, 128, 256, 512]
     trace = make_trace(20, all_at_once(), constant(20), uniform(2, 9))
     assert 0 < simulate(trace, cost, Schedule.full(3), max_rows=6).seconds < 60
-    with pytest.raises(UsageError, match="rounds=0"):
-        probe_cost(model, 6, rounds=0)
+    with pytest.raises(UsageError, match="max_rows=0"):
+        CostProbe(model, 0)
 
 
 def test_busy_is_no_load_but_occupancy_counts_rows():

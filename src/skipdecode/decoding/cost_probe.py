@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,10 +18,11 @@ from skipdecode.decoding.requests import Sampling
 from skipdecode.decoding.sampling import RowSampler, choose
 from skipdecode.errors import UsageError
 
-__all__ = ["probe_cost"]
+__all__ = ["CostProbe"]
 
 _SHORT, _LONG = 32, 288  # cached tokens of a row
 _PROMPTS = (16, 64, 128, 256, 512)
+_BATCHES = (1, 2, 4, 8, 12, 16, 24)
 
 
 class _Kind(NamedTuple):
@@ -34,11 +34,10 @@ class _Kind(NamedTuple):
     tokens: int = 1
 
 
-@torch.inference_mode()
-def probe_cost(
-    model: FastModel, max_rows: int, *, prompt_len: int = 32, rounds: int = 7, batches: Sequence[int] = ()
-) -> BatchCost:
-    """Measure a `BatchCost` for 1 to `max_rows` rows; a few seconds for a small model.
+class CostProbe:
+    """Measures a `BatchCost` for 1 to `max_rows` rows; a second or two a round for a small model on a CPU.
+
+    On a machine whose speed changes, run some rounds before and some after what the cost is to explain.
 
     Parameters
     ----------
@@ -47,67 +46,74 @@ def probe_cost(
         Most rows of a step.
     prompt_len : int
         Tokens of one prompt among those of a prompts' forward.
-    rounds : int
-        Forwards of each kind; the median counts, the first round warms up.
-    batches : sequence of int, optional
-        Numbers of rows to measure; those between are interpolated. Default: 1, 2, 4, 8, 12, 16, 24, 32, 48, ...
 
     Raises
     ------
     UsageError
         If a number is below 1, or the model has one layer only.
     """
-    for name, value in (("max_rows", max_rows), ("prompt_len", prompt_len), ("rounds", rounds)):
-        if value < 1:
-            raise UsageError(f"{name}={value} is not accepted: give 1 or more")
-    deep, shallow = model.num_layers, max(1, model.num_layers // 3)
-    if deep == shallow:
-        raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
-    counts = sorted({n for n in batches or _default_batches(max_rows) if n <= max_rows} | {max_rows})
-    model.ensure_positions(_LONG + 1)
-    kinds = [_Kind(n, depth, _SHORT) for n in counts for depth in (deep, shallow)]
-    kinds += [_Kind(n, deep, _LONG) for n in counts]
-    prompts = {n: _Kind(max(1, n // prompt_len), deep, 0, min(n, prompt_len)) for n in _PROMPTS}
-    seconds = _timed(model, [*kinds, *prompts.values()], rounds)
-    steps = {}
-    for n in counts:
-        full, third, long = (seconds[_Kind(n, *each)] for each in ((deep, _SHORT), (shallow, _SHORT), (deep, _LONG)))
-        kv = max(0.0, (long - full) / (deep * n * (_LONG - _SHORT)))
-        each = (full - third) / (deep - shallow)
-        # A step at position p reads p + 1 tokens.
-        layer = max(0.0, each - kv * n * (_SHORT + 1))
-        steps[n] = (max(0.0, full - deep * each), layer, kv)
-    fixed = steps[counts[0]][0]
-    by_tokens = {n: max(0.0, seconds[kind] - fixed) / deep for n, kind in prompts.items()}
-    return BatchCost.measured(deep, steps, by_tokens)
 
+    def __init__(self, model: FastModel, max_rows: int, *, prompt_len: int = 32) -> None:
+        for name, value in (("max_rows", max_rows), ("prompt_len", prompt_len)):
+            if value < 1:
+                raise UsageError(f"{name}={value} is not accepted: give 1 or more")
+        self._model = model
+        self._deep, self._shallow = model.num_layers, max(1, model.num_layers // 3)
+        if self._deep == self._shallow:
+            raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
+        model.ensure_positions(_LONG + 1)
+        self._counts = sorted({n for n in (*_BATCHES, *range(32, max_rows, 16)) if n < max_rows} | {max_rows})
+        kinds = [_Kind(n, depth, _SHORT) for n in self._counts for depth in (self._deep, self._shallow)]
+        kinds += [_Kind(n, self._deep, _LONG) for n in self._counts]
+        self._prompts = {n: _Kind(max(1, n // prompt_len), self._deep, 0, min(n, prompt_len)) for n in _PROMPTS}
+        self._seconds: dict[_Kind, list[float]] = {kind: [] for kind in (*kinds, *self._prompts.values())}
+        self._kv = model.new_kv()
+        pages = max(kind.rows * self._kv.pages_for(kind.cached + kind.tokens) for kind in self._seconds)
+        most = max(kind.rows for kind in self._seconds)
+        self._kv.reserve(most, _LONG + prompt_len, pages * model.num_layers)
+        self._kv.pages.zero_()
 
-def _default_batches(max_rows: int) -> list[int]:
-    return [1, 2, 4, 8, 12, 16, 24, *range(32, max_rows + 1, 16)]
+    @torch.inference_mode()
+    def run(self, rounds: int = 3) -> None:
+        """Time forwards of every kind, `rounds` times after a warm-up."""
+        for attempt in range(rounds + 1):
+            for kind, seconds in self._seconds.items():
+                taken = self._forward(kind)
+                if attempt:
+                    seconds.append(taken)
 
+    def cost(self) -> BatchCost:
+        """From the medians of all rounds so far; raises UsageError before the first one."""
+        if not all(self._seconds.values()):
+            raise UsageError("nothing was timed yet: run a round first")
+        seconds = {kind: statistics.median(times) for kind, times in self._seconds.items()}
+        deep, shallow = self._deep, self._shallow
+        steps = {}
+        for n in self._counts:
+            full, third, long = (
+                seconds[_Kind(n, *each)] for each in ((deep, _SHORT), (shallow, _SHORT), (deep, _LONG))
+            )
+            kv = max(0.0, (long - full) / (deep * n * (_LONG - _SHORT)))
+            each = (full - third) / (deep - shallow)
+            # A step at position p reads p + 1 tokens.
+            steps[n] = (max(0.0, full - deep * each), max(0.0, each - kv * n * (_SHORT + 1)), kv)
+        fixed = steps[self._counts[0]][0]
+        prompts = {n: max(0.0, seconds[kind] - fixed) / deep for n, kind in self._prompts.items()}
+        return BatchCost.measured(deep, steps, prompts)
 
-def _timed(model: FastModel, kinds: Sequence[_Kind], rounds: int) -> dict[_Kind, float]:
-    """Median seconds of a forward of each kind, with the choice of tokens."""
-    kv = model.new_kv()
-    most = max(kind.rows for kind in kinds)
-    pages = max(kind.rows * kv.pages_for(kind.cached + kind.tokens) for kind in kinds) * model.num_layers
-    kv.reserve(most, _LONG + max(kind.tokens for kind in kinds), pages)
-    kv.pages.zero_()
-    found: dict[_Kind, list[float]] = {kind: [] for kind in kinds}
-    for attempt in range(rounds + 1):
-        for kind, times in found.items():
-            slots = [kv.open() for _ in range(kind.rows)]
-            for slot in slots:
-                kv.extend(slot, range(model.num_layers), kind.cached + kind.tokens)
-            batch = _batch(model, kind, slots)
-            samplers = [RowSampler(Sampling(), (0,)) for _ in batch.wanted]
-            start = time.perf_counter()
-            choose(model.forward(batch, kv), samplers)
-            if attempt:
-                times.append(time.perf_counter() - start)
-            for slot in slots:
-                kv.close(slot)
-    return {kind: statistics.median(times) for kind, times in found.items()}
+    def _forward(self, kind: _Kind) -> float:
+        """Seconds of one forward with the choice of tokens."""
+        slots = [self._kv.open() for _ in range(kind.rows)]
+        for slot in slots:
+            self._kv.extend(slot, range(self._deep), kind.cached + kind.tokens)
+        batch = _batch(self._model, kind, slots)
+        samplers = [RowSampler(Sampling(), (0,)) for _ in batch.wanted]
+        start = time.perf_counter()
+        choose(self._model.forward(batch, self._kv), samplers)
+        taken = time.perf_counter() - start
+        for slot in slots:
+            self._kv.close(slot)
+        return taken
 
 
 def _batch(model: FastModel, kind: _Kind, slots: list[int]) -> TokenRows:

@@ -1,0 +1,166 @@
+"""How often the engine's greedy tokens are those of gated transformers in bf16, on E2E records.
+
+Both round in bf16, in other places, so near ties fall differently. Per schedule:
+
+prefix          Tokens before the first difference of a record's two outputs, over all tokens of transformers' outputs.
+teacher_forced  Share of positions where the engine, fed with transformers' output, would have said the same token.
+same_records    Share of records with equal outputs.
+
+`floor` is the same for transformers against itself, one row at a time against the batch: what padding and batch alone
+change. `exact` is teacher-forced too: how often the engine, and transformers, say what fp32 arithmetic on the same
+weights says. Greedy outputs in fp32 are equal token for token (tests/test_engine.py, tests/test_gated_engine.py).
+
+    python benchmarks/agreement.py --data test.jsonl --out results/agreement-smollm2-135m-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from skipdecode import Schedule, attach
+from skipdecode.decoding.budget_policy import DepthOrder
+from skipdecode.decoding.fast_model import FastModel, TokenRows
+from skipdecode.environment import environment
+from skipdecode.evaluation.generate import batches
+from skipdecode.evaluation.prompts import encode_prompt
+from skipdecode.evaluation.records import load_records
+from skipdecode.evaluation.tasks import load_task
+from skipdecode.models.families import unwrap
+from skipdecode.models.hub import load_model
+from skipdecode.textgen.backend import GenerationSettings
+from skipdecode.textgen.engine_backend import EngineBackend
+from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
+
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
+Rows = Sequence[Sequence[int]]
+
+
+@torch.inference_mode()
+def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: Rows) -> list[list[int]]:
+    """The engine's likeliest token at each position of given outputs, in decode steps of one batch."""
+    order, kv = DepthOrder(schedule), model.new_kv()
+    longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
+    kv.reserve(len(prompts), longest, len(prompts) * model.num_layers * kv.pages_for(longest))
+    slots = [kv.open() for _ in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    for row, prompt in enumerate(prompts):
+        layers, n = schedule.prompt_layers(), len(prompt)
+        kv.extend(slots[row], layers, n)
+        counts = [n * (layer in layers) for layer in range(model.num_layers)]
+        logits = model.forward(TokenRows(list(prompt), [slots[row]] * n, list(range(n)), counts, [n - 1]), kv)
+        found[row].append(int(logits[0].argmax()))
+    for position in range(max(map(len, outputs)) - 1):
+        alive = [row for row, output in enumerate(outputs) if position + 1 < len(output)]
+        budget, fed = schedule.budget(position), [len(prompts[row]) + position for row in alive]
+        for row, at in zip(alive, fed, strict=True):
+            kv.extend(slots[row], order.layers(budget), at + 1)
+        tokens = [outputs[row][position] for row in alive]
+        counts = order.counts([budget] * len(alive))
+        logits = model.forward(
+            TokenRows(tokens, [slots[row] for row in alive], fed, counts, list(range(len(alive)))), kv
+        )
+        for row, token in zip(alive, logits.argmax(-1).tolist(), strict=True):
+            found[row].append(token)
+    return found
+
+
+@torch.inference_mode()
+def parallel_tokens(model: Any, schedule: Schedule, prompts: Rows, outputs: Rows) -> list[list[int]]:
+    """transformers' likeliest token at each position of given outputs, in one forward a record, without padding."""
+    found = []
+    with attach(model, schedule):
+        for prompt, output in zip(prompts, outputs, strict=True):
+            ids = torch.tensor([[*prompt, *output[:-1]]])
+            logits = model(input_ids=ids, use_cache=False, prompt_length=len(prompt)).logits
+            found.append(logits[0, len(prompt) - 1 :].argmax(-1).tolist())
+    return found
+
+
+def same(found: Rows, expected: Rows) -> float:
+    """Share of equal tokens, place by place."""
+    pairs = [(a, b) for one, two in zip(found, expected, strict=True) for a, b in zip(one, two, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def agreement(found: Rows, expected: Rows) -> dict[str, float]:
+    """`prefix` and `same_records` of outputs against transformers'."""
+    common = 0
+    for one, two in zip(found, expected, strict=True):
+        common += next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return {
+        "prefix": common / sum(map(len, expected)),
+        "same_records": sum(list(a) == list(b) for a, b in zip(found, expected, strict=True)) / len(expected),
+    }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All schedules; returns the result document."""
+    loaded = load_model(options.model, dtype=options.dtype)
+    model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else unwrap(loaded.model)
+    precise = copy.deepcopy(model).float()
+    task, fast = load_task("e2e"), FastModel(model)
+    records = load_records(task, str(options.data)).limited(options.records).items
+    prompts = [encode_prompt(task, record, loaded.tokenizer) for record in records]
+    settings, ends = GenerationSettings(task.max_new_tokens), end_tokens(model, loaded.tokenizer)
+    rows = []
+    for nominal in options.nominal:
+        schedule = Schedule.from_speedup(fast.num_layers, nominal, options.seq_len)
+        slow = TransformersBackend(model, schedule, end_tokens=ends, pad_token=min(ends))
+        engine = EngineBackend(fast, schedule, end_tokens=ends)
+        expected: list[list[int]] = []
+        found: list[list[int]] = []
+        forced: list[list[int]] = []
+        alone: list[list[int]] = []
+        for indices in tqdm(batches([len(p) for p in prompts], options.batch), desc=f"nominal {nominal}"):
+            texts = [prompts[i] for i in indices]
+            expected += slow.generate(texts, settings, indices).tokens
+            found += engine.generate(texts, settings, indices).tokens
+            forced += forced_tokens(fast, schedule, texts, expected[-len(texts) :])
+            if len(alone) < options.floor_records:
+                alone += [slow.generate([text], settings, [0]).tokens[0] for text in texts]
+        order = [prompts[i] for indices in batches([len(p) for p in prompts], options.batch) for i in indices]
+        exact = parallel_tokens(precise, schedule, order, expected)
+        rounded = parallel_tokens(model, schedule, order, expected)
+        rows.append(
+            {"nominal_speedup": nominal, "records": len(records), "tokens": sum(map(len, expected))}
+            | {"teacher_forced": same(forced, expected)}
+            | agreement(found, expected)
+            | {
+                "floor": agreement(alone, expected[: len(alone)])
+                | {"records": len(alone), "teacher_forced": same(rounded, expected)},
+                "exact": {"engine": same(forced, exact), "transformers": same(expected, exact)},
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
+    return {"environment": environment(), "config": config, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(ADAPTER), help="a tuned model, so that outputs end by themselves")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
+    parser.add_argument("--records", type=int, default=192)
+    parser.add_argument("--floor-records", type=int, default=32, help="records that are also decoded one by one")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--nominal", type=float, nargs="+", default=[1.0, 2.0])
+    parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    document = run(options)
+    document["config"]["command"] = " ".join(["python", Path(sys.argv[0]).name])
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

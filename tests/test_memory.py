@@ -1,0 +1,54 @@
+"""Memory of the engine: exactly what its rows need, and little beside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skipdecode import Schedule
+from skipdecode.decoding import Engine, Request
+from tiny import LAYERS, tiny_model
+
+FALLING = Schedule.from_speedup(LAYERS, 2, 20)
+AT_EXIT = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12, prompt="max_exit")
+
+
+@pytest.mark.filterwarnings("ignore:decoding through torch")
+@pytest.mark.parametrize("schedule", [FALLING, AT_EXIT, Schedule.even(LAYERS, 4)], ids=["falling", "prompt", "flat"])
+@pytest.mark.parametrize("join_below", [0, 0.5, 1])
+def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedule, join_below: float):
+    engine = Engine(tiny_model("llama"), schedule, max_rows=3, join_below=join_below)
+    prompts = [tuple(range(3, 3 + n)) for n in (5, 40, 17, 1, 33, 16, 9)]
+    requests = [Request(p, 4 + 5 * i) for i, p in enumerate(prompts)]
+    engine.submit(requests)
+    output = [0] * len(requests)
+    kv = engine.kv
+    while engine.has_work:
+        for out in engine.step():
+            output[out.request] = 0 if out.finish_reason else out.position + 1
+        exact = pages = 0
+        for prompt, new in zip(prompts, output, strict=True):
+            if new:  # The newest token was not fed yet; the one before it ran the budget of its position.
+                layers = len(schedule.prompt_layers()) if new == 1 else schedule.budget(new - 2)
+                exact += (len(prompt) + new - 1) * layers * kv.token_bytes
+                pages += layers
+        assert exact <= kv.bytes_held <= exact + pages * kv.page_bytes
+    assert kv.bytes_held == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+@pytest.mark.parametrize("nominal", ["1", "2"])
+def test_peak_memory_is_weights_and_cache_and_a_fixed_part(nominal: str):
+    """SmolLM2-135M geometry, 16 rows of 144 tokens; docs/architecture.md states the fixed part."""
+    call = [sys.executable, str(Path(__file__).parent / "memory_probe.py"), nominal]
+    figures = json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
+    needed = figures["before"] + figures["weights"] + figures["kv"]
+    assert figures["peak"] < 1.1 * needed
+    if figures["kernel"] == "native":
+        # Without the libraries, which alone would hide much.
+        assert figures["peak"] - figures["before"] < 1.1 * (figures["weights"] + figures["kv"])
