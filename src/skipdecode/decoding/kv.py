@@ -93,6 +93,8 @@ class PagedKV:
             self._free_slots = list(range(slots - 1, old_slots - 1, -1)) + self._free_slots
         count = len(self.pages)
         if pages > count:
+            # Half as much again at least: rows that come one by one would copy everything each time.
+            pages = max(pages, count + count // 2)
             grown = torch.empty((pages, *self._shape), dtype=self.pages.dtype, device=self.pages.device)
             if self.pages_held:
                 grown[:count] = self.pages

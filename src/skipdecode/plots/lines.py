@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode.plots.output import COLORS, INK, new_figure, styled, tip
 
-__all__ = ["Point", "Series", "bar_figure", "line_figure"]
+__all__ = ["Chart", "Point", "Series", "bar_figure", "line_figure", "panel_figure"]
 
 _MARKERS = "os^DvPX*"
 
@@ -63,6 +63,20 @@ class Series:
     faint: bool = False
 
 
+@dataclass(frozen=True)
+class Chart:
+    """What `line_figure` draws: its parameters."""
+
+    series: Sequence[Series]
+    xlabel: str
+    ylabel: str
+    level: tuple[float, float, float, str] | None = None
+    diagonal: str = ""
+    from_zero: bool = False
+    log: bool = False
+    ticks: Sequence[str] = ()
+
+
 def line_figure(
     series: Sequence[Series],
     xlabel: str,
@@ -96,24 +110,43 @@ def line_figure(
     figure = new_figure()
     with styled():
         axes = figure.subplots()
-        axes.grid(axis="y")
-        if level is not None:
-            value, low, high, name = level
-            axes.axhspan(low, high, color=INK, alpha=0.08, linewidth=0)
-            axes.axhline(value, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
-        for i, one in enumerate(series):
-            _draw(axes, one, i)
-        if diagonal:
-            far = max(p.x for s in series for p in s.points)
-            axes.plot([1, far], [1, far], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label=diagonal)
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.margins(x=0.08, y=0.1)
-        _scale(axes, from_zero=from_zero, log=log)
-        if ticks:
-            axes.set_xticks(range(len(ticks)), ticks)
+        _draw_chart(axes, Chart(series, xlabel, ylabel, level, diagonal, from_zero, log, ticks))
         if any(text for text in axes.get_legend_handles_labels()[1] if not text.startswith("_")):
             figure.legend(loc="outside upper left", ncols=2)
     return figure
+
+
+def panel_figure(charts: Sequence[Chart]) -> Any:
+    """Charts in one figure, two a row; each names its own lines."""
+    height = -(-len(charts) // 2)
+    figure = new_figure(11.0, 4.2 * height)
+    with styled():
+        places = figure.subplots(height, 2, squeeze=False).flatten()
+        for axes, chart in zip(places, charts, strict=False):
+            _draw_chart(axes, chart)
+            if chart.series or chart.diagonal:
+                axes.legend(fontsize=6.5)
+        for axes in places[len(charts) :]:
+            axes.remove()
+    return figure
+
+
+def _draw_chart(axes: Any, chart: Chart) -> None:
+    axes.grid(axis="y")
+    if chart.level is not None:
+        value, low, high, name = chart.level
+        axes.axhspan(low, high, color=INK, alpha=0.08, linewidth=0)
+        axes.axhline(value, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
+    for i, one in enumerate(chart.series):
+        _draw(axes, one, i)
+    if chart.diagonal:
+        far = max((p.x for s in chart.series for p in s.points), default=1)
+        axes.plot([1, far], [1, far], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label=chart.diagonal)
+    axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel)
+    axes.margins(x=0.08, y=0.1)
+    _scale(axes, from_zero=chart.from_zero, log=chart.log)
+    if chart.ticks:
+        axes.set_xticks(range(len(chart.ticks)), chart.ticks)
 
 
 def _draw(axes: Any, series: Series, place: int) -> None:

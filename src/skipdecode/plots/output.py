@@ -20,7 +20,7 @@ _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "skipdecode",
     "font.family": "sans-serif",
-    "font.size": 9.5,
+    "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": INK,

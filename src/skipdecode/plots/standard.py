@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from skipdecode.plots.lines import Point, Series, line_figure
+from skipdecode.plots.lines import Chart, Point, Series, line_figure, panel_figure
 from skipdecode.plots.output import png
 
 __all__ = ["loss_figure", "share_figure", "speed_figure", "speed_png"]
@@ -17,6 +17,37 @@ _Rows = Sequence[Mapping[str, Any]]
 
 def speed_figure(rows: _Rows) -> Any:
     """Decode speed-up against nominal, a line an engine and batch, over what the bytes allow (dotted)."""
+    return line_figure(_speed_series(rows), "nominal speed-up", "decode speed-up", diagonal="nominal")
+
+
+def share_figure(rows: _Rows) -> Any:
+    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
+    return line_figure(_share_series(rows), "nominal speed-up", "% of the read bandwidth", from_zero=True)
+
+
+def speed_png(rows: _Rows) -> bytes:
+    """A `skipdecode bench` document's rows in one PNG.
+
+    Speed-up and share of the bandwidth against nominal speed-up; where they vary, the time of a full-depth step against
+    batch and against prompt.
+    """
+    skipping = {r["engine"] for r in rows if r["nominal_speedup"] > 1}
+    charts = [
+        Chart(
+            _speed_series([r for r in rows if r["engine"] in skipping]),
+            "nominal speed-up",
+            "decode speed-up (faint: byte bound)",
+            diagonal="nominal",
+        ),
+        Chart(_share_series(rows), "nominal speed-up", "% of the read bandwidth", from_zero=True),
+    ]
+    for axis, other, label in (("batch", "prompt", "rows of a batch"), ("prompt", "batch", "prompt tokens of a row")):
+        if len({r[axis] for r in rows}) > 1:
+            charts.append(Chart(_cost_series(rows, axis, other), label, "ms a step at full depth", from_zero=True))
+    return png(panel_figure(charts))
+
+
+def _speed_series(rows: _Rows) -> list[Series]:
     series = []
     for color, (name, mine) in enumerate(_engines(rows).items()):
         points = tuple(
@@ -32,21 +63,25 @@ def speed_figure(rows: _Rows) -> Any:
         bounds = tuple(Point(r["nominal_speedup"], r["amdahl_bound"]) for r in mine if "amdahl_bound" in r)
         if bounds:
             series.append(Series("", bounds, ":", markers=False, color=color, faint=True))
-    return line_figure(series, "nominal speed-up", "decode speed-up", diagonal="nominal")
+    return series
 
 
-def share_figure(rows: _Rows) -> Any:
-    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
-    series = [
+def _share_series(rows: _Rows) -> list[Series]:
+    return [
         Series(name, tuple(Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine))
         for name, mine in _engines(rows).items()
     ]
-    return line_figure(series, "nominal speed-up", "share of the read bandwidth, %", from_zero=True)
 
 
-def speed_png(rows: _Rows) -> bytes:
-    """`speed_figure` of the rows of a `skipdecode bench` document, as a PNG."""
-    return png(speed_figure(rows))
+def _cost_series(rows: _Rows, axis: str, other: str) -> list[Series]:
+    """Milliseconds of a full-depth step along `axis`, a line for each engine and each value of the other axis."""
+    several = len({r[other] for r in rows}) > 1
+    lines: dict[str, list[Point]] = {}
+    for r in rows:
+        if r["nominal_speedup"] == 1:
+            name = r["engine"] + (f", {other} {r[other]}" if several else "")
+            lines.setdefault(name, []).append(Point(r[axis], r["ms_per_step"]))
+    return [Series(name, tuple(points)) for name, points in lines.items() if len(points) > 1]
 
 
 def loss_figure(rows: _Rows) -> Any:

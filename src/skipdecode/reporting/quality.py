@@ -114,7 +114,8 @@ def quality_tile(sources: Sequence[Source]) -> list[Tile]:
     if not found:
         return []
     speed, share, outcome = max(found, key=lambda entry: entry[0])
-    return [Tile(f"{speed:.2f}x", f"measured with {outcome.name}, which keeps {share:.1%} of full depth or more")]
+    metrics = ", ".join(METRIC_NAMES[m] for m in HEADLINE if m in outcome.scores)
+    return [Tile(f"{speed:.2f}x", f"measured with {outcome.name}, at {share:.1%} or more of full depth's {metrics}")]
 
 
 def _shares(outcome: Outcome, full: Outcome | None) -> list[float]:

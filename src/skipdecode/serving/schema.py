@@ -178,10 +178,14 @@ class HealthResponse(_Exact):
     status: Literal["ok", "unavailable"]
 
 
+# Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+
+
 def _answers(model: type[BaseModel], *failures: int, stream: bool = False) -> dict[int | str, dict[str, Any]]:
     found: dict[int | str, dict[str, Any]] = {200: {"model": model}}
     if stream:
-        found[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        found[200]["content"] = {"text/event-stream": {"schema": _EVENT}}
     return found | {status: {"model": ErrorResponse} for status in failures}
 
 
