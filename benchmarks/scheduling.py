@@ -6,7 +6,7 @@ process, from forwards on made-up tokens; the simulator gets that and the length
 waves       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
             prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of
             the depth of the token's position. Share of the ideal = its seconds / the real ones.
-stream      Requests one by one. *Capacity*: requests/s when all wait at once. Then Poisson arrivals at a share of full
+stream      Requests one by one. *Capacity*: requests/s when all wait at once, median of alternating rounds. Then Poisson arrivals at a share of full
             depth's capacity, and for the flat schedule also at that share of its own. Output lengths are those of full
             depth for both, so that both do the same work.
 
@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -251,8 +252,11 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         _tell(name, found[name])
         return float(found[name]["real"]["requests_per_s"])
 
-    most = measure("full, all at once", full, None)
-    flat_most = measure("flat, all at once", flat, None)
+    finished: dict[str, list[float]] = {"full": [], "flat": []}
+    for turn in range(options.rounds):
+        for name, schedule in (("full", full), ("flat", flat)):
+            finished[name].append(measure(f"{name}, all at once, round {turn + 1}", schedule, None))
+    most, flat_most = (statistics.median(finished[name]) for name in ("full", "flat"))
     measure(f"full, {options.load:.0%} load", full, options.load * most)
     measure(f"flat, {options.load:.0%} of full depth's load", flat, options.load * most)
     measure(f"flat, {options.load:.0%} of its own load", flat, options.load * flat_most)
@@ -288,6 +292,7 @@ def main() -> None:
         "--join-below", type=float, default=0.0, help="waves: share of rows left when the next one joins"
     )
     parser.add_argument("--prompt-tokens", type=int, default=512, help="stream: most prompt tokens of one forward")
+    parser.add_argument("--rounds", type=int, default=3, help="stream: runs of each schedule that measure capacity")
     parser.add_argument("--nominal", type=float, default=2.0)
     parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
     parser.add_argument("--load", type=float, default=0.8)
