@@ -6,9 +6,9 @@ process, from forwards on made-up tokens; the simulator gets that and the length
 waves       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
             prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of
             the depth of the token's position. Share of the ideal = its seconds / the real ones.
-stream      Requests one by one. *Capacity*: requests/s when all wait at once, median of alternating rounds. Then Poisson arrivals at a share of full
-            depth's capacity, and for the flat schedule also at that share of its own. Output lengths are those of full
-            depth for both, so that both do the same work.
+stream      Requests one by one. *Capacity*: requests/s when all wait at once, median of alternating rounds. Then Poisson
+            arrivals at a share of full depth's capacity, and for the flat schedule also at that share of its own. Output
+            lengths are those of full depth for both, so that both do the same work.
 
     python benchmarks/scheduling.py waves --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
     python benchmarks/scheduling.py stream --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
@@ -304,8 +304,10 @@ def main() -> None:
     job = load(options)
     document = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
-    part = {"config": config, "runs": {"waves": waves, "stream": stream}[options.part](job, options)}
-    document |= {"environment": environment(), options.part: part}
+    found = {"waves": waves, "stream": stream}[options.part](job, options)
+    here = environment()
+    part = {"environment": here, "config": config, "runs": found}
+    document |= {"environment": here, options.part: part}
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
