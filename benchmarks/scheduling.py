@@ -6,9 +6,9 @@ process, from forwards on made-up tokens; the simulator gets that and the length
 waves       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
             prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of
             the depth of the token's position. Share of the ideal = its seconds / the real ones.
-stream      Requests one by one. *Capacity*: requests/s when all wait at once, median of alternating rounds. Then Poisson
-            arrivals at a share of full depth's capacity, and for the flat schedule also at that share of its own. Output
-            lengths are those of full depth for both, so that both do the same work.
+stream      Requests one by one. *Capacity*: requests/s when all wait at once, median of alternating rounds. Then
+            Poisson arrivals at a share of full depth's capacity, and for the flat schedule also at that share of its
+            own. Output lengths are those of full depth for both, so that both do the same work.
 
     python benchmarks/scheduling.py waves --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
     python benchmarks/scheduling.py stream --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
