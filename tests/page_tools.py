@@ -10,9 +10,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
@@ -45,14 +46,14 @@ def serving(model: str, *arguments: str, key: str | None = None) -> Iterator[tup
     process = subprocess.Popen(command("serve", model, "--port", str(port), *arguments), env=environment)
     try:
         for _ in range(600):
-            try:
+            if process.poll() is not None:
+                pytest.fail("the server has stopped", pytrace=False)
+            with suppress(urllib.error.URLError, ConnectionError):
                 urllib.request.urlopen(f"{address}/health/ready", timeout=5).close()
                 break
-            except (urllib.error.URLError, ConnectionError):
-                assert process.poll() is None, "the server has stopped"
-                time.sleep(0.2)
+            time.sleep(0.2)
         else:
-            raise AssertionError("the server is not ready after two minutes")
+            pytest.fail("the server is not ready after two minutes", pytrace=False)
         yield address, process
     finally:
         process.terminate()
@@ -82,15 +83,18 @@ def opened(browser: Browser, address: str, size: tuple[int, int] = DESKTOP, **op
 
 
 def answers(page: Page) -> dict[str, dict[str, Any]]:
-    """Of the page's generations so far, by schedule and in their order: the path, and the chunks of the stream."""
-    found = {}
+    """The page's generations so far, by schedule in their order: path, chunks of the stream, figures of all runs."""
+    found: dict[str, dict[str, Any]] = {}
     for path, body, text in page.evaluate("Promise.all(window.answers)"):
-        data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-        assert data[-1] == "[DONE]"
-        found[json.loads(body)["skipdecode"]["schedule"]] = {
-            "path": path,
-            "chunks": [json.loads(line) for line in data[:-1]],
-        }
+        request = json.loads(body)
+        entry = found.setdefault(request["skipdecode"]["schedule"], {"path": path, "figures": []})
+        if request.get("stream"):
+            data = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+            assert data[-1] == "[DONE]"
+            entry["chunks"] = [json.loads(line) for line in data[:-1]]
+            entry["figures"].append(entry["chunks"][-1]["skipdecode"])
+        else:
+            entry["figures"].append(json.loads(text)["skipdecode"])
     return found
 
 

@@ -29,6 +29,11 @@ ARGUMENTS = (
     "--disable-component-update --disable-sync"
 )
 ADAPTER = Path(skipdecode.__file__).parent / "adapters" / "e2e-smollm2-135m"
+STOP_AT_THE_FIRST_TOKEN = """new Promise((done) => {
+  const stop = (_, observer) => { observer.disconnect(); document.getElementById("stop").click(); done(); };
+  new MutationObserver(stop).observe(document.querySelector("#full .tokens"), { childList: true });
+  document.getElementById("run").click();
+})"""
 KEY = "a-key-of-the-tests"
 TWO = Schedule.from_speedup(LAYERS, 2, 12, name="two")
 
@@ -58,8 +63,9 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-def check_column(page: Page, column: str, chunks: list[Any], num_layers: int, drop_order: list[int]) -> None:
-    tokens, figures = traced(chunks), chunks[-1]["skipdecode"]
+def check_column(page: Page, column: str, answer: dict[str, Any], num_layers: int, drop_order: list[int]) -> None:
+    tokens, figures = traced(answer["chunks"]), answer["figures"][0]
+    fastest = max(answer["figures"], key=lambda run: run["tokens_per_s"])
     part = page.locator(f"#{column}")
     assert [t["position"] for t in tokens] == list(range(figures["completion_tokens"]))
     assert part.locator(".tokens").evaluate("e => e.textContent") == "".join(t["text"] for t in tokens)
@@ -73,9 +79,9 @@ def check_column(page: Page, column: str, chunks: list[Any], num_layers: int, dr
     assert depths == pytest.approx([t["layers"] / num_layers for t in tokens])
 
     shown = {name: part.locator(f"[data-figure={name}]").inner_text() for name in ("rate", "time", "tokens", "layers")}
-    assert float(shown["rate"].replace(",", "")) == pytest.approx(figures["tokens_per_s"], rel=0.01)
+    assert float(shown["rate"].replace(",", "")) == pytest.approx(fastest["tokens_per_s"], rel=0.01)
     assert float(shown["time"].removesuffix(" s")) == pytest.approx(
-        figures["first_token_s"] + figures["decode_s"], abs=0.06
+        fastest["first_token_s"] + fastest["decode_s"], abs=0.06
     )
     assert shown["tokens"] == str(len(tokens))
     assert sum(t["layers"] for t in tokens) == figures["layers_run"]
@@ -86,28 +92,34 @@ def percent(text: str) -> float:
     return float(text.removesuffix("%"))
 
 
-def run_to_the_end(page: Page, timeout_s: float = 60) -> None:
+def run_to_the_end(page: Page, timeout_s: float = 60, *, again: bool = False) -> None:
+    page.get_by_label("Measure the speeds three times").set_checked(again)
     page.get_by_role("button", name="Run both").click()
     expect(page.locator("#tiles")).to_be_visible(timeout=1000 * timeout_s)
+    expect(page.get_by_role("button", name="Run both")).to_be_enabled(timeout=1000 * timeout_s)
 
 
-@pytest.mark.parametrize("kind", ["Completion", "Chat"])
+@pytest.mark.parametrize(("kind", "again"), [("Completion", True), ("Chat", False)], ids=["completion", "chat"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_both_columns_show_what_the_api_says(browser: Browser, address: str, size: tuple[int, int], kind: str):
+def test_both_columns_show_what_the_api_says(
+    browser: Browser, address: str, size: tuple[int, int], kind: str, again: bool
+):
     with opened(browser, address, size) as page:
         page.get_by_text(kind, exact=True).click()
         page.get_by_label("Prompt", exact=True).fill("The quick brown fox")
-        run_to_the_end(page)
+        run_to_the_end(page, again=again)
         found = answers(page)
+        assert [len(answer["figures"]) for answer in found.values()] == [1 + 2 * again] * 2
         assert list(found) == ["full", "two"]  # one after the other, full depth first
         assert all(("chat" in answer["path"]) == (kind == "Chat") for answer in found.values())
-        check_column(page, "full", found["full"]["chunks"], LAYERS, [])
-        check_column(page, "reduced", found["two"]["chunks"], LAYERS, list(TWO.drop_order))
+        check_column(page, "full", found["full"], LAYERS, [])
+        check_column(page, "reduced", found["two"], LAYERS, list(TWO.drop_order))
 
-        figures = {name: answer["chunks"][-1]["skipdecode"] for name, answer in found.items()}
+        figures = {name: max(a["figures"], key=lambda run: run["tokens_per_s"]) for name, a in found.items()}
         speedup = figures["two"]["tokens_per_s"] / figures["full"]["tokens_per_s"]
         assert float(page.locator("#speedup").inner_text().rstrip("×")) == pytest.approx(speedup, abs=0.006)
-        assert "nominal 2×" in page.locator("#speedup-note").inner_text()
+        remark = "fastest of 3 runs each" if again else "one run each"
+        expect(page.locator("#speedup-note")).to_have_text(f"nominal 2×; {remark}")
         held, saved = figures["two"]["kv_bytes"], figures["two"]["kv_bytes_saved"]
         assert percent(page.locator("#kv").inner_text()) == pytest.approx(100 * saved / (held + saved), abs=0.51)
         assert page.get_by_role("status").filter(has_text="Measured speed-up").count() == 1
@@ -148,10 +160,10 @@ def test_by_keyboard_alone(browser: Browser, address: str):
         slider = page.get_by_role("slider", name="Schedule")
         expect(slider).to_be_enabled()
         order = []
-        for _ in range(12):
+        for _ in range(13):
             page.keyboard.press("Tab")
             order.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.trim()"))
-        wanted = ["Skip to the results", "key-open", "prompt", "schedule", "max-tokens", "together", "run"]
+        wanted = ["Skip to the results", "key-open", "prompt", "schedule", "max-tokens", "together", "again", "run"]
         assert [name for name in order if name in wanted] == wanted
         slider.focus()
         page.keyboard.press("ArrowLeft")
@@ -173,8 +185,8 @@ def test_by_keyboard_alone(browser: Browser, address: str):
 def test_stop_ends_both(browser: Browser, address: str):
     with opened(browser, address) as page:
         page.get_by_label("Max tokens").fill("256")
-        page.get_by_role("button", name="Run both").click()
-        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_role("button", name="Run both")).to_be_enabled()
+        page.evaluate(STOP_AT_THE_FIRST_TOKEN)
         expect(page.locator("#full .state")).to_have_text("Stopped")
         expect(page.locator("#reduced .state")).to_have_text("Ready")
         expect(page.get_by_role("button", name="Run both")).to_be_enabled()
@@ -184,7 +196,7 @@ def test_stop_ends_both(browser: Browser, address: str):
 
 def test_together(browser: Browser, address: str):
     with opened(browser, address) as page:
-        page.get_by_label("Run both at the same time").check()
+        page.get_by_label("Run both together").check()
         run_to_the_end(page)
         assert set(answers(page)) == {"full", "two"}
         assert "sharing the machine" in page.locator("#speedup-note").inner_text()
@@ -216,7 +228,7 @@ def test_server_without_room_and_server_that_goes(browser: Browser, model: list[
         opened(browser, address) as page,
     ):
         page.get_by_label("Max tokens").fill("256")
-        page.get_by_label("Run both at the same time").check()
+        page.get_by_label("Run both together").check()
         page.get_by_role("button", name="Run both").click()
         expect(page.get_by_text("The server is busy: its queue is full. Try again in")).to_be_visible(timeout=30_000)
         expect(page.get_by_role("button", name="Run both")).to_be_enabled(timeout=60_000)
@@ -235,10 +247,10 @@ def test_real_model_and_the_pictures_of_the_docs(browser: Browser, tmp_path: Pat
         for size, scheme in ((DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")):
             phone = size == PHONE
             with opened(browser, address, size, color_scheme=scheme, device_scale_factor=1 + phone) as page:
-                run_to_the_end(page, 120)
+                run_to_the_end(page, 120, again=True)
                 found = answers(page)
-                check_column(page, "full", found["full"]["chunks"], 30, [])
-                check_column(page, "reduced", found["skipdecode-2x"]["chunks"], 30, list(range(1, 29)))
+                check_column(page, "full", found["full"], 30, [])
+                check_column(page, "reduced", found["skipdecode-2x"], 30, list(range(1, 29)))
                 for column in ("full", "reduced"):
                     assert "Blue Heron" in page.locator(f"#{column} .tokens").inner_text()
                 page.locator("#reduced .token").nth(5 if phone else 9).hover()

@@ -25,25 +25,12 @@ export async function fetchModel() {
  * `request`: { model, kind: "completion" | "chat", prompt, maxTokens, schedule }.
  */
 export async function* stream(request, signal) {
-  const chat = request.kind === "chat";
-  const body = {
-    model: request.model,
-    ...(chat ? { messages: [{ role: "user", content: request.prompt }] } : { prompt: request.prompt }),
-    max_tokens: request.maxTokens,
-    temperature: 0,
-    stream: true,
-    stream_options: { include_usage: true },
-    skipdecode: { schedule: request.schedule, trace: true },
-  };
-  const answer = await send(chat ? "v1/chat/completions" : "v1/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const options = { stream: true, stream_options: { include_usage: true } };
+  const answer = await generate(request, { ...options, skipdecode: { schedule: request.schedule, trace: true } }, signal);
   let whole = false;
   try {
     for await (const data of events(answer.body)) {
+      signal.throwIfAborted(); // what has come already would go on otherwise
       if (data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(500, chunk.error.message);
@@ -58,6 +45,23 @@ export async function* stream(request, signal) {
     throw asApiError(error, "The connection broke off while the text was coming.");
   }
   if (!whole) throw new ApiError(0, "The answer broke off before its end. The server may have been stopped.");
+}
+
+/** The figures of the same answer once more, not streamed: this page then takes no time from the model. */
+export async function repeat(request, signal) {
+  const answer = await generate(request, { skipdecode: { schedule: request.schedule } }, signal);
+  return (await answer.json()).skipdecode;
+}
+
+function generate({ model, kind, prompt, maxTokens }, options, signal) {
+  const chat = kind === "chat";
+  const input = chat ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+  return send(chat ? "v1/chat/completions" : "v1/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ model, ...input, max_tokens: maxTokens, temperature: 0, ...options }),
+    signal,
+  });
 }
 
 async function send(path, options) {

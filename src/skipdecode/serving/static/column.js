@@ -7,6 +7,7 @@ const STATES = {
   waiting: "Next",
   reading: "Reading the prompt",
   writing: "Writing",
+  measuring: "Measuring",
   done: "Done",
   stopped: "Stopped",
   failed: "Failed",
@@ -93,6 +94,12 @@ export class Column {
   finish(figures) {
     this.figures = figures;
     this.end("done");
+  }
+
+  /** Takes the figures of a repetition if it was faster. */
+  improve(figures) {
+    if (figures.tokens_per_s > this.figures.tokens_per_s) this.figures = figures;
+    this.show();
   }
 
   /** Ends without the server's figures: "stopped", or "failed" with a message. */

@@ -10,18 +10,11 @@ export function hideSummary() {
 }
 
 /** Fills the tiles and marks the differences. Returns one sentence for screen readers. */
-export function showSummary(full, reduced, together) {
-  const { figures, schedule } = reduced;
-  // A text of one token has no rate.
-  const speedup = figures.tokens_per_s && full.figures.tokens_per_s && figures.tokens_per_s / full.figures.tokens_per_s;
-  const measured = speedup ? format.times(speedup) : "not known";
-  const shared = together ? ", sharing the machine" : "";
+export function showSummary(full, reduced, remark) {
+  const { figures } = reduced;
   const words = compare(full.text, reduced.text);
   const kvFull = figures.kv_bytes + figures.kv_bytes_saved;
-
-  at("speedup").textContent = speedup ? measured : "–";
-  at("speedup-note").textContent = `nominal ${format.times(schedule.nominal_speedup)}${shared}`;
-  drawBullet(speedup ?? 0, schedule.nominal_speedup);
+  const speed = showSpeed(full, reduced, remark);
   at("layers").textContent = format.percent(figures.layers_run / figures.layers_full);
   at("layers-note").textContent = `${format.number(figures.layers_run)} of ${format.number(figures.layers_full)} at full depth`;
   at("kv").textContent = format.percent(kvFull ? figures.kv_bytes_saved / kvFull : 0);
@@ -33,10 +26,19 @@ export function showSummary(full, reduced, together) {
   full.mark(words.left);
   reduced.mark(words.right);
   showDifferences(words.hunks, reduced.title.textContent);
-  return (
-    `Both are done. Measured speed-up ${measured}, nominal ${format.times(schedule.nominal_speedup)}. ` +
-    `${words.same} of ${words.total} words are the same.`
-  );
+  return `${speed} ${words.same} of ${words.total} words are the same.`;
+}
+
+/** The measured speed-up, with a remark on how it was measured. A text of one token has none. */
+function showSpeed(full, reduced, remark) {
+  const [fast, slow] = [reduced.figures.tokens_per_s, full.figures.tokens_per_s];
+  const speedup = fast && slow ? fast / slow : null;
+  const measured = speedup ? `${format.number(speedup, 2)}×` : "–";
+  const nominal = format.times(reduced.schedule.nominal_speedup);
+  at("speedup").textContent = measured;
+  at("speedup-note").textContent = `nominal ${nominal}; ${remark}`;
+  drawBullet(speedup ?? 0, reduced.schedule.nominal_speedup);
+  return `Measured speed-up ${measured}, nominal ${nominal}.`;
 }
 
 function drawBullet(measured, nominal) {
