@@ -65,11 +65,11 @@ def at_full_depth(run: Run) -> bool:
 
 
 def same_work(run: Run) -> str:
-    """What decides the time of a method: its settings less the schedule's name."""
-    method = run.data["config"]["method"]
+    """What decides the time of a method: its settings less the schedule's name, and the weights' form."""
+    method, weights = run.data["config"]["method"], run.data["config"].get("weights", "model")
     schedule = method.get("schedule")
     work = method if schedule is None else {k: v for k, v in schedule.items() if k != "name"}
-    return json.dumps(work, sort_keys=True)
+    return json.dumps([work, weights], sort_keys=True)
 
 
 def speeds(runs: Sequence[Run], measured: Sequence[Run] | None) -> list[Run]:
@@ -95,6 +95,7 @@ def speed_columns(run: Run, source: Run) -> dict[str, Any]:
             "engine": source.data.get("engine", "transformers"),
             "batch_size": config["settings"]["batch_size"],
             "dtype": config["dtype"],
+            "weights": config.get("weights", "model"),
             "device": config["device"],
             "records": source.data["n"],
             "date": source.data["environment"]["date"],

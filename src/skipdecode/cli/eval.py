@@ -219,6 +219,7 @@ def _runs(
         "recipe": recipe,
         "data": None if config.data is None else Path(config.data).name,
         "limit": config.limit,
+        "weights": config.weights,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
     }
