@@ -62,6 +62,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "results").mkdir()
     assert table.main([str(path / "runs"), "--out", str(path / "results" / "table.json"), "--resamples", "50"]) == 0
     (path / "results" / "calibration.json").write_text(json.dumps(CALIBRATION))
+    other = {"ratios": {"overhead": 0.015625}, "rows": [{"x": 3}], "environment": {"packages": {}}}
+    (path / "results" / "other.json").write_text(json.dumps(other))
     (path / "results" / "serve.json").write_text(json.dumps(LOAD))
     hostile = Schedule(8, (3, 2, 1), (7, 6, 5), name='</script><b>"x" & y')
     (path / "hostile.json").write_text(hostile.to_json())
@@ -93,11 +95,12 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "Calibration:",
         "Loss while tuning",
         "By reference length",
+        "Other results: other",
         "Environment",
     ):
         assert heading in page.text, heading
     # A score, a bench row, a calibration's loss, a dev loss: numbers of each source are on the page.
-    for number in ("6.53x", "1.8750", "1.3846", "3.73x", "1250 ms"):
+    for number in ("6.53x", "1.8750", "1.3846", "3.73x", "1250 ms", "0.015625"):
         assert number in page.text, number
     assert all(text in page.text for text in REFERENCES)
     assert '</script><b>"x" & y' in page.text
@@ -120,7 +123,7 @@ def test_words_that_full_depth_did_not_write_are_marked(place: Path, tmp_path: P
     assert re.search(r"<mark>\s?strange &lt;i&gt;\s?</mark>", html)
 
 
-def test_a_directory_stands_for_its_results(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_directory_stands_for_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     report(tmp_path / "r.html", ROOT / "results")
     number = len([p for p in (ROOT / "results").iterdir() if p.suffix in (".json", ".jsonl")])
     assert f"{number} results" in capsys.readouterr().out

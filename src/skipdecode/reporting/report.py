@@ -9,6 +9,7 @@ from skipdecode.evaluation.results import Run
 from skipdecode.reporting.depth import calibration_sections, depth_section
 from skipdecode.reporting.load import load_sections
 from skipdecode.reporting.machines import machines_section
+from skipdecode.reporting.other import other_sections
 from skipdecode.reporting.outputs import length_sections, sample_sections, settings_section
 from skipdecode.reporting.page import render
 from skipdecode.reporting.quality import pairs_section, quality_sections, quality_tile
@@ -45,6 +46,7 @@ def html_report(sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title:
         *calibration_sections(sources),
         training_section(sources),
         *length_sections(runs),
+        *other_sections(sources),
         machines_section(sources),
         settings_section(runs),
     ]

@@ -17,7 +17,8 @@ __all__ = ["Source", "find_files", "of_kind", "read_source"]
 
 _KINDS = (
     "runs of `skipdecode eval`, quality tables, results of `skipdecode bench`, benchmarks/decode_speed.py and "
-    "benchmarks/serve_load.py, calibration.json and schedules, logs of `skipdecode tune`"
+    "benchmarks/serve_load.py, calibration.json and schedules, logs of `skipdecode tune`, "
+    "and JSON with an environment record"
 )
 _NUMBER = (int, float)
 _BENCH = {"engine": str, "batch": int, "nominal_speedup": _NUMBER, "mean_layers": _NUMBER,
@@ -40,7 +41,8 @@ class Source:
     name : str
         For readers; the file's name, or its directory's where all files are called the same.
     kind : str
-        ``eval``, ``quality``, ``bench``, ``decode``, ``load``, ``calibration``, ``schedule`` or ``tuning``.
+        ``eval``, ``quality``, ``bench``, ``decode``, ``load``, ``calibration``, ``schedule``,
+        ``tuning``, or ``other`` for a result of this package that is none of these.
     data : Any
         A `Run` of kind eval, a `Schedule` of kind schedule, a list of rows of kind tuning, else the document.
     """
@@ -158,6 +160,11 @@ _READERS: dict[str, _Reader] = {
     "load": (lambda d: isinstance(d.get("schedules"), dict) and "streams_unlike_offline" in d, _load),
     "calibration": (_has("schedule", "verdicts"), _calibration),
     "schedule": (_has("drop_order", "budgets"), _schedule),
+    # Whatever says in which environment it was measured, as every result of this package does.
+    "other": (
+        lambda d: isinstance(d.get("environment"), dict) and "packages" in d["environment"],
+        lambda _, data: data,
+    ),
 }
 
 
