@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Stream:
     """One completion as a client saw it."""
 
     prompt: str
+    new: int
     parts: list[tuple[float, bytes]] = field(default_factory=list)
     text: str = ""
     arrivals: list[float] = field(default_factory=list)
@@ -103,7 +104,7 @@ def server(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, psuti
 
 async def one_stream(port: int, prompt: str, schedule: str, new: int) -> Stream:
     """Ask, and take what comes to the end; the bytes are read when the phase is over."""
-    stream = Stream(prompt, asked=time.perf_counter())
+    stream = Stream(prompt, new, asked=time.perf_counter())
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True, "skipdecode": {"schedule": schedule}}
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
@@ -147,7 +148,9 @@ async def one_phase(port: int, schedule: str, options: argparse.Namespace) -> Ph
 
     async def ask(number: int) -> None:
         while time.perf_counter() < end:
-            streams.append(await one_stream(port, PROMPTS[number % len(PROMPTS)], schedule, options.new))
+            # Of different lengths, as in life: streams that begin together do not end together.
+            new = options.new // 2 + number * 37 % options.new
+            streams.append(await one_stream(port, PROMPTS[number % len(PROMPTS)], schedule, new))
             number += options.streams
 
     await asyncio.gather(*(ask(number) for number in range(options.streams)))
@@ -191,15 +194,16 @@ def rate(phase: Phase, warm_up: float) -> float:
     return tokens / (phase.end - first)
 
 
-def offline_texts(options: argparse.Namespace) -> dict[tuple[str, str], str]:
-    """For each schedule and prompt the text that the engine gives, in batches of another size than the server's."""
+def offline_texts(options: argparse.Namespace) -> Callable[[str, Stream], str]:
+    """What the engine gives for a schedule and a stream's request, in batches of another size than the server's."""
     loaded = load_model(options.model)
     tokenizer: Any = loaded.tokenizer
     layers = len(decoder_layers(loaded.model))
     flat = Schedule.from_speedup(layers, options.nominal, 128).flattened()
     ends = frozenset(end_tokens(loaded.model, tokenizer))
-    requests = [Request(tuple(tokenizer(p).input_ids), options.new, stop_ids=ends) for p in PROMPTS]
-    found = {}
+    longest = options.new * 3 // 2
+    requests = [Request(tuple(tokenizer(p).input_ids), longest, stop_ids=ends) for p in PROMPTS]
+    found: dict[tuple[str, str], list[int]] = {}
     fast = None
     for schedule in (Schedule.full(layers), flat):
         engine = Engine(fast or loaded.model, schedule, max_rows=7)
@@ -208,8 +212,12 @@ def offline_texts(options: argparse.Namespace) -> dict[tuple[str, str], str]:
         for out in engine.run(requests):
             tokens[out.request].append(out.token)
         for prompt, row in zip(PROMPTS, tokens, strict=True):
-            found[schedule.name, prompt] = tokenizer.decode(row, skip_special_tokens=True)
-    return found
+            found[schedule.name, prompt] = row
+
+    def text(schedule: str, stream: Stream) -> str:
+        return str(tokenizer.decode(found[schedule, stream.prompt][: stream.new], skip_special_tokens=True))
+
+    return text
 
 
 def summary(phases: list[Phase], memory: list[list[float]], options: argparse.Namespace) -> dict[str, Any]:
@@ -249,14 +257,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     more = ["--nominal-speedup", str(options.nominal), "--flat", "--max-rows", str(options.streams), "--log-level"]
     more += ["warning", *(["--threads", str(options.threads)] if options.threads else [])]
     with server(options, *more) as (url, process):
-        # The clients share the cores of the server, which would have its own.
-        psutil.Process().nice(10)
         phases, memory = asyncio.run(load(url, process, options))
         metrics = httpx.get(f"{url}/metrics").text
-    texts = offline_texts(options)
+    text = offline_texts(options)
     streams = [(phase.schedule, stream) for phase in phases for stream in phase.streams]
     errors = [stream.error for _, stream in streams if stream.error]
-    wrong = [s.prompt for name, s in streams if not s.error and s.text != texts[name, s.prompt]]
+    wrong = [s.prompt for name, s in streams if not s.error and s.text != text(name, s)]
     document = summary(phases, memory, options)
     rates = [found["tokens_per_s"] for found in document["schedules"].values()]
     config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
@@ -285,7 +291,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of load; the last phases are completed")
     parser.add_argument("--phase", type=float, default=15.0, help="seconds of a phase")
     parser.add_argument("--warm-up", type=float, default=3.0, help="first seconds of a phase that do not count")
-    parser.add_argument("--new", type=int, default=192, help="new tokens of a stream")
+    parser.add_argument(
+        "--new", type=int, default=192, help="mean new tokens of a stream; from half to one and a half of it"
+    )
     parser.add_argument("--nominal", type=float, default=2.0, help="nominal speed-up of the flat schedule")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of the server")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
