@@ -119,16 +119,21 @@ def test_prompts_of_different_depth_share_nothing(checkpoint: Any, one_engine: A
         assert generate(one_engine, texts, [30], [name]) == reference(checkpoint[1], SCHEDULES[name], texts, [30])
 
 
-def test_a_preempted_text_does_not_take_its_own_words_from_another_prompt(checkpoint: Any, little_memory: Any):
-    """The answer of one text is the prompt of another, which publishes it at full depth."""
-    first = prompts((40,), seed=9)
-    answer = reference(checkpoint[1], SCHEDULES["paper"], first, [70])[0]
-    texts = [*prompts([30] * 5), first[0], first[0] + answer[:60]]
-    new = [*[70] * 5, 90, 60]
-    preempted = count_preemptions(little_memory)
-    found = generate(little_memory, texts, new)
-    assert preempted
-    assert found == reference(checkpoint[1], SCHEDULES["paper"], texts, new)
+def test_a_text_looks_up_no_further_than_its_prompt(checkpoint: Any, one_engine: Any):
+    """Another's prompt holds this one's answer at full depth: a preempted text may not take its words from there."""
+    from vllm import SamplingParams
+
+    prompt = prompts((40,), seed=9)[0]
+    answer = reference(checkpoint[1], SCHEDULES["paper"], [prompt], [70])[0]
+    generate(one_engine, [prompt + answer], [1])
+    scheduler, core = scheduler_of(one_engine), one_engine.llm_engine
+    core.add_request("again", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=99, detokenize=False))
+    request = next(iter(scheduler.requests.values()))
+    request.append_output_token_ids(answer)
+    found = scheduler.kv_cache_manager.coordinator
+    assert type(found).find_longest_cache_hit(found, request.block_hashes, request.num_tokens - 1)[1] == 96
+    assert scheduler.kv_cache_manager.get_computed_blocks(request)[1] == 32
+    core.abort_request([request.request_id], internal=True)
 
 
 def test_aborted_requests_leave_the_others_alone(checkpoint: Any, running: Any):
@@ -157,21 +162,6 @@ def test_an_unknown_schedule_is_refused_at_admission(running: Any):
     with pytest.raises(VLLMValidationError, match=r"^unknown schedule 'fast': this server has 'paper', 'even', "):
         generate(running, prompts((5,)), [3], ["fast"])
     assert not running.llm_engine.has_unfinished_requests()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_drafts_from_the_prompt(checkpoint: Any, drafting: Any, mode: str):
-    texts = [p * 3 for p in prompts((7, 5, 9), seed=3)]
-    set_mode(drafting, mode)
-    found = generate(drafting, texts, [40] * 3)
-    assert found == reference(checkpoint[1], SCHEDULES["paper"], texts, [40] * 3)
-
-
-@pytest.fixture(scope="module")
-def drafting(checkpoint: Any) -> Any:
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with engine(checkpoint[0], **options(speculative_config=drafts)) as llm:
-        yield llm
 
 
 def test_waves_admit_together(checkpoint: Any):
