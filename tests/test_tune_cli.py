@@ -36,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def arguments(files: Files, out: Path, *more: str, steps: int = 6) -> list[str]:
     options = f"--train {files['train']} --dev {files['dev']} --out {out} --steps {steps} --batch-size 4"
     fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
-    pace = "--eval-every 3 --checkpoint-every 2 --compare-batches 1 --lora-rank 2"
+    pace = "--eval-every 3 --checkpoint-every 2 --compare-batches 1 --lora-rank 2 --precision fp32"
     return ["tune", files["model"], *options.split(), *fields, *pace.split(), *more]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import parse_flag_from_env
 
 from skipdecode.schedule import Schedule
@@ -41,6 +42,8 @@ def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
     """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`."""
     # Layers that not even the prompt runs get no gradient, which several devices must be told.
     unused = DistributedDataParallelKwargs(find_unused_parameters=schedule.prompt == "max_exit")
+    # It is one for the process and keeps the first run's precision; a later run may want another.
+    AcceleratorState._reset_state()
     accelerator = Accelerator(
         mixed_precision=choose_precision(config.precision, process_state().device),
         gradient_accumulation_steps=config.accumulation,
