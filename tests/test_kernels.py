@@ -10,6 +10,7 @@ import torch
 
 from skipdecode.errors import UsageError
 from skipdecode.kernels import backend_for, build
+from skipdecode.kernels.greedy import greedy
 from skipdecode.kernels.reference import TorchBackend
 from skipdecode.kernels.spec import AttentionSpec, LinearSpec
 
@@ -123,6 +124,20 @@ def test_attention_of_a_row_does_not_depend_on_its_batch_bit_for_bit(heads, kv_h
         out = torch.zeros(rows, heads * dim)
         call(qkv[:rows].clone(), out, pages.clone(), table, slots, positions, rows)
         assert torch.equal(out, together[:rows])
+
+
+@pytest.mark.parametrize("vocabulary", [7, 64, 1003])
+def test_likeliest_tokens_match_torch_and_ties_go_to_the_first(vocabulary):
+    native()
+    torch.manual_seed(0)
+    logits = torch.randn(5, vocabulary) * 10
+    logits[1, [3, 5]] = 100.0
+    logits[2] = -torch.inf
+    logits[2, 6] = 1.0
+    tokens, logprobs = greedy(logits)
+    assert tokens == logits.argmax(-1).tolist()
+    assert tokens[1] == 3
+    torch.testing.assert_close(torch.tensor(logprobs), logits.log_softmax(-1).max(-1).values, rtol=1e-5, atol=1e-5)
 
 
 def test_operator_compiles_and_matches():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.decoding.requests import Sampling
+from skipdecode.kernels.greedy import greedy
 
 __all__ = ["RowSampler", "choose", "likeliest"]
 
@@ -87,8 +88,7 @@ def choose(logits: Tensor, rows: list[RowSampler]) -> tuple[list[int], list[floa
         One for each row.
     """
     if all(row.is_plain_greedy for row in rows):
-        best, index = logits.max(dim=-1)
-        return index.tolist(), (best - logits.logsumexp(-1)).tolist()
+        return greedy(logits)
     local = logits.cpu()
     tokens = [row.pick(values) for row, values in zip(rows, local, strict=True)]
     chosen = local[torch.arange(len(rows)), torch.tensor(tokens)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-__all__ = ["AttentionArgs", "LayerArgs", "LinearArgs", "StackArgs"]
+__all__ = ["AttentionArgs", "GreedyArgs", "LayerArgs", "LinearArgs", "StackArgs"]
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -51,3 +51,9 @@ class StackArgs(ctypes.Structure):
         (_INT64, "count page_tokens table_width table_layer"),
         (_INT32, "page_dtype padding"),
     )
+
+
+class GreedyArgs(ctypes.Structure):
+    """The choice of the likeliest tokens; see greedy.cpp."""
+
+    _fields_ = _fields((_POINTER, "logits tokens logprobs"), (_INT64, "rows vocabulary"))

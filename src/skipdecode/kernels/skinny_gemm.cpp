@@ -1,12 +1,12 @@
 // y[m, n] = epilogue(prologue(x)[m, k] * w[n, k]^T): a few rows of activations against a weight matrix, at memory speed.
 //
-// Weights are row-major and read once for up to kPanel rows; sums are fp32. A block of weight rows meets a block of activation
+// Weights are row-major and read once for up to kMostRows rows; sums are fp32. A block of weight rows meets a block of activation
 // rows in registers. Every output is one chain of vector sums in the order of k, whatever the other rows are, so a row's result
 // does not depend on its batch, bit for bit.
 #include <algorithm>
 #include <vector>
 
-#include "weights.h"
+#include "prologue.h"
 
 namespace {
 
@@ -17,84 +17,28 @@ constexpr int kRows = 2, kCols = 8, kThinRows = 4, kThinCols = 4;
 #else
 constexpr int kRows = 2, kCols = 4, kThinRows = 4, kThinCols = 3;
 #endif
-constexpr int64_t kPanel = 2 * kCols;       // activation rows that meet a strip of weights in L1
+constexpr int64_t kPanel = 2 * kCols;       // activation rows that meet a strip of weights in L1, if that holds them
 constexpr int64_t kMostRows = 128;          // activation rows packed at a time
 constexpr int64_t kStrip = LANES;           // weight rows whose sums are held
 constexpr int64_t kSlabBytes = 128 * 1024;  // weights that stay in L2 while the panels pass
 constexpr int64_t kChunkBytes = 24 * 1024;  // a panel's columns that stay in L1 beside the weights that stream past them
-constexpr int64_t kAhead = 8192;            // bytes from what is read to what is fetched
+constexpr int64_t kAhead = 8192;            // bytes from what is read to what is fetched, all streams together
 
-INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_fast(2.0f * x) + 1.0f); }
-INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
-INLINE vf silu(vf x) { return x / (1.0f + exp_fast(-x)); }
-
-struct Stats { float mean, scale; };
-
-Stats row_stats(const LinearArgs& a, const float* x) {
-  if (a.prologue != kRmsNorm && a.prologue != kLayerNorm) return {0.0f, 1.0f};
-  vf s{}, q{};
-  float tail = 0, tail_q = 0, mean = 0;
-  const int64_t whole = a.k - a.k % LANES;
-  if (a.prologue == kLayerNorm) {
-    for (int64_t i = 0; i < whole; i += LANES) s += load(x + i);
-    for (int64_t i = whole; i < a.k; i++) tail += x[i];
-    mean = (sum(s) + tail) / a.k;
-  }
-  for (int64_t i = 0; i < whole; i += LANES) {
-    const vf d = load(x + i) - mean;
-    q += d * d;
-  }
-  for (int64_t i = whole; i < a.k; i++) tail_q += (x[i] - mean) * (x[i] - mean);
-  return {mean, 1.0f / std::sqrt((sum(q) + tail_q) / a.k + a.eps)};
-}
-
-INLINE vf prologue(const LinearArgs& a, const float* x, int64_t i, Stats s) {
-  vf v = load(x + i);
-  switch (a.prologue) {
-    case kRmsNorm: return load(a.gamma + i) * (v * s.scale);
-    case kLayerNorm: v = (v - s.mean) * s.scale * load(a.gamma + i); return a.beta ? v + load(a.beta + i) : v;
-    case kSwiGlu: return silu(v) * load(x + a.k + i);
-    case kGeGluTanh: return gelu_tanh(v) * load(x + a.k + i);
-    default: return v;
-  }
-}
-
-// Columns [begin, end) of a row through the prologue into `out`, parts `apart` floats apart, in the order of the weights.
-template <class F>
-void pack(const LinearArgs& a, const float* x, float* out, int64_t apart, int64_t begin, int64_t end, Stats s) {
-  for (int64_t i = begin; i < end; i += kPair, out += F::kPutParts * apart)
-    F::put(out, apart, prologue(a, x, i, s), prologue(a, x, i + LANES, s));
-}
-
-// The last step's columns where they are fewer than a step, and zeros.
-template <class F>
-void pack_tail(const LinearArgs& a, const float* x, float* out, int64_t apart, Stats s) {
-  const int64_t whole = a.k - a.k % kStep, count = a.k - whole;
-  LinearArgs one = a;
-  float xs[2 * kStep] = {}, gamma[kStep] = {}, beta[kStep] = {};
-  memcpy(xs, x + whole, count * sizeof(float));
-  if (a.prologue >= kSwiGlu) memcpy(xs + kStep, x + a.k + whole, count * sizeof(float));
-  if (a.gamma) memcpy(gamma, a.gamma + whole, count * sizeof(float));
-  if (a.beta) memcpy(beta, a.beta + whole, count * sizeof(float));
-  one.k = kStep, one.gamma = gamma, one.beta = a.beta ? beta : nullptr;
-  pack<F>(one, xs, out, apart, 0, kStep, s);
-}
-
-// sums[c * kStrip + r] += the products of R weight rows and M activation rows over k columns. x holds the activations' parts
-// side by side: [step, part, row].
-template <class F, int R, int M>
+// sums[c * kStrip + r * Apart] += the products of R weight rows and M activation rows over k columns. x holds the activations'
+// parts side by side: [step, part, row].
+template <class F, int R, int M, int Apart>
 __attribute__((noinline)) void block(const typename F::Row* w, const float* x, vf* sums, int64_t k, bool first,
-                                     const char* ahead, int64_t ldw) {
+                                     const char* ahead, int64_t apart) {
   vf acc[R][M];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < M; c++) acc[r][c] = first ? vf{} : sums[c * kStrip + r];
+    for (int c = 0; c < M; c++) acc[r][c] = first ? vf{} : sums[c * kStrip + r * Apart];
   for (int64_t i = 0; i < k; i += kStep, x += F::kParts * M * LANES, ahead += F::kStepBytes) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int64_t b = 0; b < F::kStepBytes; b += 64) __builtin_prefetch(ahead + r * ldw + b);
+      for (int64_t b = 0; b < F::kStepBytes; b += 64) __builtin_prefetch(ahead + r * apart + b);
 #pragma GCC unroll 16
     for (int p = 0; p < F::kParts; p++) {
       vf part[R];
@@ -111,17 +55,17 @@ __attribute__((noinline)) void block(const typename F::Row* w, const float* x, v
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int c = 0; c < M; c++) sums[c * kStrip + r] = acc[r][c];
+    for (int c = 0; c < M; c++) sums[c * kStrip + r * Apart] = acc[r][c];
 }
 
 // The block for `cols` activation rows, Least to M.
-template <class F, int R, int Least, int M>
+template <class F, int R, int Least, int M, int Apart>
 INLINE void block_of(int64_t cols, const typename F::Row* w, const float* x, vf* sums, int64_t k, bool first, const char* ahead,
-                     int64_t ldw) {
+                     int64_t apart) {
   if constexpr (M > Least) {
-    if (cols < M) return block_of<F, R, Least, M - 1>(cols, w, x, sums, k, first, ahead, ldw);
+    if (cols < M) return block_of<F, R, Least, M - 1, Apart>(cols, w, x, sums, k, first, ahead, apart);
   }
-  block<F, R, M>(w, x, sums, k, first, ahead, ldw);
+  block<F, R, M, Apart>(w, x, sums, k, first, ahead, apart);
 }
 
 INLINE vf load_some(const float* p, int64_t count) {
@@ -152,60 +96,85 @@ struct Panel {
   int64_t columns, padded, depth;  // in whole steps, with the last step's padding, of a chunk
 };
 
-// Where `block` fetches ahead: kAhead bytes on in the order of reading, a strip's chunk after chunk.
+// How blocks take R weight rows from a thread's, begin to end. Of few activation rows, memory sets the pace: the rows lie far
+// apart, each in a stream of its own that the CPU's prefetchers know. Of more, they are neighbours.
 template <class F>
-INLINE const char* place_ahead(const LinearArgs& a, const Panel& p, int64_t n0, int64_t b, int64_t k0, int64_t k) {
-  int64_t row = b + kAhead / (k * F::kStepBytes / kStep) + 1, column = k0;
-  if (row >= kStrip) {
-    const bool last = k0 + k >= p.columns;
-    column = last ? 0 : k0 + k;
-    row -= last ? 0 : kStrip;
-  }
-  return (const char*)F::row(a, n0 + row, column).w;
+struct Thin {
+  using Format = F;
+  static constexpr int R = kThinRows, Least = 1, M = kThinCols, Apart = kPanel * kStrip;
+  int64_t begin, end;
+  int64_t lines() const { return (end - begin + R - 1) / R; }
+  int64_t apart() const { return lines(); }
+};
+
+template <class F>
+struct Wide {
+  using Format = F;
+  static constexpr int R = kRows, Least = kThinCols, M = kCols, Apart = 1;
+  int64_t begin, end;
+  int64_t lines() const { return end - begin; }
+  int64_t apart() const { return 1; }
+};
+
+// Where the block at row `n` fetches ahead: on in its rows' streams, or, of a row that is read in chunks, in the next rows.
+template <class T>
+INLINE const char* place_ahead(const LinearArgs& a, const T& t, int64_t n, int64_t k0, int64_t k) {
+  const char* at = (const char*)T::Format::row(a, n, k0).w;
+  if (T::Apart > 1) return at + (k * T::Format::kStepBytes / kStep < a.ldw ? a.ldw : kAhead / T::R);
+  return at + (kAhead / (T::R * k * T::Format::kStepBytes / kStep) + 1) * T::R * a.ldw;
 }
 
 // R weight rows against the panel's rows, k columns from k0.
-template <class F, int R, int Least, int M>
-INLINE void blocks(const LinearArgs& a, const Panel& p, const typename F::Row* w, vf* sums, int64_t k0, int64_t k,
-                   const char* ahead) {
-  constexpr int64_t kWidth = F::kParts * LANES;  // floats of a packed step
+template <class T>
+INLINE void blocks(const LinearArgs& a, const Panel& p, const T& t, const typename T::Format::Row* w, vf* sums, int64_t k0,
+                   int64_t k, const char* ahead) {
+  constexpr int64_t kWidth = T::Format::kParts * LANES;  // floats of a packed step
+  int64_t apart = t.apart() * a.ldw;
   for (int64_t c = 0; c < p.m; c += p.group) {
     const int64_t cols = std::min(p.group, p.m - c);
     const float* x = p.x + (p.padded * c + k0 * cols) / kStep * kWidth;
-    block_of<F, R, Least, M>(cols, w, x, sums + c * kStrip, k, k0 == 0, ahead, a.ldw);
-    ahead = (const char*)x;  // once is enough
+    block_of<typename T::Format, T::R, T::Least, T::M, T::Apart>(cols, w, x, sums + c * kStrip, k, k0 == 0, ahead, apart);
+    ahead = (const char*)x, apart = 0;  // once is enough
   }
 }
 
-// The columns behind the last whole step, from rows copied to where zeros follow them.
-template <class F, int R, int Least, int M>
-void strip_tail(const LinearArgs& a, const Panel& p, int64_t n0, vf* sums) {
-  const int64_t bytes = (a.k - p.columns) * F::kStepBytes / kStep;
-  for (int64_t b = 0; b < kStrip; b += R) {
-    alignas(64) char rows[R][F::kStepBytes] = {};
-    typename F::Row w[R];
-    for (int64_t r = 0; r < R; r++) {
-      memcpy(rows[r], F::row(a, std::min(n0 + b + r, a.n - 1), p.columns).w, bytes);
-      w[r].w = (decltype(w[r].w))rows[r];
-    }
-    blocks<F, R, Least, M>(a, p, w, sums + b, p.columns, kStep, rows[0]);
+// The columns behind the last whole step, of a block's rows copied to where zeros follow them.
+template <class T>
+void tail_blocks(const LinearArgs& a, const Panel& p, const T& t, const typename T::Format::Row* from, vf* sums) {
+  using F = typename T::Format;
+  alignas(64) char rows[T::R][F::kStepBytes] = {};
+  typename F::Row w[T::R];
+  for (int64_t r = 0; r < T::R; r++) {
+    memcpy(rows[r], from[r].w, (a.k - p.columns) * F::kStepBytes / kStep);
+    w[r].w = (decltype(w[r].w))rows[r];
   }
+  blocks(a, p, t, w, sums, p.columns, kStep, (const char*)p.x);
 }
 
-// Outputs n0 to n0 + kStrip, as far as `end`.
-template <class F, int R, int Least, int M>
-void strip(const LinearArgs& a, const Panel& p, float* y, int64_t n0, int64_t end, vf* sums) {
-  for (int64_t k0 = 0; k0 < p.columns; k0 += p.depth) {
-    const int64_t k = std::min(p.depth, p.columns - k0);
-    for (int64_t b = 0; b < kStrip; b += R) {
-      typename F::Row w[R];
+// Outputs of kStrip lines from `line` on, as far as there are.
+template <class T>
+void strip(const LinearArgs& a, const Panel& p, float* y, const T& t, int64_t line, vf* sums) {
+  using F = typename T::Format;
+  constexpr int64_t step = T::Apart > 1 ? 1 : T::R;
+  const int64_t count = std::min(kStrip, t.lines() - line);
+  for (int64_t k0 = 0, k; k0 < p.padded; k0 += k) {
+    // What is behind the whole steps of rows that are not padded comes last, as a chunk of its own.
+    const bool tail = k0 == p.columns;
+    k = tail ? kStep : std::min(p.depth, p.columns - k0);
+    for (int64_t b = 0; b < count; b += step) {
+      typename F::Row w[T::R];
+      const int64_t n = t.begin + line + b;
       // Past the last row, again the last one: its sums are not used.
-      for (int64_t r = 0; r < R; r++) w[r] = F::row(a, std::min(n0 + b + r, a.n - 1), k0);
-      blocks<F, R, Least, M>(a, p, w, sums + b, k0, k, place_ahead<F>(a, p, n0, b, k0, k));
+      for (int64_t r = 0; r < T::R; r++) w[r] = F::row(a, std::min(n + r * t.apart(), a.n - 1), k0);
+      if (tail) tail_blocks(a, p, t, w, sums + b);
+      else blocks(a, p, t, w, sums + b, k0, k, place_ahead(a, t, n, k0, k));
     }
   }
-  if (!F::kPadded && a.k % kStep) strip_tail<F, R, Least, M>(a, p, n0, sums);
-  for (int64_t c = 0; c < p.m; c++) write_out(a, y + c * a.ldy + n0, n0, std::min(kStrip, end - n0), sums + c * kStrip);
+  for (int64_t r = 0; r < (T::Apart > 1 ? T::R : 1); r++) {
+    const int64_t n = t.begin + line + r * t.apart(), outputs = std::min(count, t.end - n);
+    for (int64_t c = 0; c < p.m && outputs > 0; c++)
+      write_out(a, y + c * a.ldy + n, n, outputs, sums + r * T::Apart + c * kStrip);
+  }
 }
 
 // Rows x through the prologue: all threads do so, which is cheaper than a barrier and than fetching another core's lines.
@@ -223,11 +192,16 @@ void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out)
   }
 }
 
-// A class's kernel for a panel: thin ones for few rows.
-template <class F>
-void panel_strip(const LinearArgs& a, const Panel& p, float* y, int64_t n0, int64_t end, vf* sums) {
-  if (p.group <= kThinCols) strip<F, kThinRows, 1, kThinCols>(a, p, y, n0, end, sums);
-  else strip<F, kRows, kThinCols, kCols>(a, p, y, n0, end, sums);
+// Panels pass the weights slab by slab; a single one needs no slabs.
+template <class T>
+void pass(const LinearArgs& a, const Panel* panels, int64_t count, float* y, int64_t begin, int64_t end, vf* sums) {
+  const int64_t slab = count == 1 ? a.n : std::max<int64_t>(1, kSlabBytes / (a.ldw * kStrip)) * kStrip;
+  for (int64_t n0 = begin; n0 < end; n0 += slab) {
+    const T rows{n0, std::min(end, n0 + slab)};
+    float* to = y;
+    for (int64_t i = 0; i < count; to += panels[i++].m * a.ldy)
+      for (int64_t line = 0; line < rows.lines(); line += kStrip) strip(a, panels[i], to, rows, line, sums);
+  }
 }
 
 int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
@@ -237,13 +211,15 @@ template <class F>
 void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
   constexpr int64_t kWidth = F::kParts * LANES;
   const int64_t padded = parts_of(a.k, kStep) * kStep, columns = F::kPadded ? padded : a.k / kStep * kStep;
-  const int64_t panels = parts_of(m, kPanel), most = parts_of(m, panels);
+  const int64_t fit = padded / kStep * kWidth * 4 * kPanel <= kChunkBytes ? kPanel : kCols;
+  const int64_t panels = parts_of(m, fit), most = parts_of(m, panels);
   const int64_t steps = columns / kStep, chunks = parts_of(steps * kWidth * 4 * most, kChunkBytes);
   const int64_t depth = std::max<int64_t>(1, parts_of(steps, std::max<int64_t>(1, chunks))) * kStep;
   static thread_local std::vector<vf> memory;
-  memory.resize(kPanel * kStrip + m * padded / kStep * F::kParts);
-  float* packed = (float*)(memory.data() + kPanel * kStrip);
-  Panel made[kMostRows / kPanel];
+  const int64_t room = kPanel * kStrip * kThinRows;
+  memory.resize(room + m * padded / kStep * F::kParts);
+  float* packed = (float*)(memory.data() + room);
+  Panel made[kMostRows / kCols];
   for (int64_t i = 0; i < panels; i++) {
     const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, kCols));
     float* out = packed + i * most * padded / kStep * kWidth;
@@ -252,11 +228,8 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
   }
   const int64_t share = parts_of(parts_of(a.n, team.size), kThinRows) * kThinRows;
   const int64_t begin = std::min(a.n, team.id * share), end = std::min(a.n, begin + share);
-  const int64_t slab = std::max<int64_t>(1, kSlabBytes / (a.ldw * kStrip)) * kStrip;
-  for (int64_t n0 = begin; n0 < end; n0 += slab)
-    for (int64_t i = 0; i < panels; i++)
-      for (int64_t n = n0; n < std::min(end, n0 + slab); n += kStrip)
-        panel_strip<F>(a, made[i], y + i * most * a.ldy, n, end, memory.data());
+  if (made[0].group <= kThinCols) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
+  else pass<Wide<F>>(a, made, panels, y, begin, end, memory.data());
 }
 
 template <DType D, bool Dot>

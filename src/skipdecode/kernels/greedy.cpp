@@ -1,0 +1,44 @@
+// The likeliest token of each row of logits, and its log-probability.
+#include <algorithm>
+
+#include <omp.h>
+
+#include "vectors.h"
+
+extern "C" {
+// Mirrored field by field in native_args.py.
+struct GreedyArgs {
+  const float* logits;  // [rows, vocabulary]
+  int64_t* tokens;      // [rows]: the first of equals
+  float* logprobs;      // [rows]
+  int64_t rows, vocabulary;
+};
+}
+
+namespace {
+
+void pick(const float* logits, int64_t count, int64_t* token, float* logprob) {
+  const int64_t whole = count - count % LANES;
+  vf most = splat(-INFINITY);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const vf v = load(logits + i);
+    most = v > most ? v : most;
+  }
+  float peak = -INFINITY;
+  for (int l = 0; l < LANES; l++) peak = std::max(peak, most[l]);
+  for (int64_t i = whole; i < count; i++) peak = std::max(peak, logits[i]);
+  vf sums{};
+  for (int64_t i = 0; i < whole; i += LANES) sums += exp_fast(load(logits + i) - peak);
+  float total = sum(sums);
+  for (int64_t i = whole; i < count; i++) total += std::exp(logits[i] - peak);
+  *token = std::min<int64_t>(count - 1, std::find(logits, logits + count, peak) - logits);
+  *logprob = -std::log(total);
+}
+
+}  // namespace
+
+extern "C" void skipdecode_greedy(const GreedyArgs* a) {
+#pragma omp parallel for
+  for (int64_t row = 0; row < a->rows; row++)
+    pick(a->logits + row * a->vocabulary, a->vocabulary, a->tokens + row, a->logprobs + row);
+}

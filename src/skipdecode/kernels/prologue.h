@@ -1,0 +1,62 @@
+// Rows of activations on their way to the weights: a norm or a gate, then the order in which the weights come.
+#pragma once
+
+#include <algorithm>
+
+#include "weights.h"
+
+INLINE vf tanh_of(vf x) { return 1.0f - 2.0f / (exp_fast(2.0f * x) + 1.0f); }
+INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
+INLINE vf silu(vf x) { return x / (1.0f + exp_fast(-x)); }
+
+struct Stats { float mean, scale; };
+
+static Stats row_stats(const LinearArgs& a, const float* x) {
+  if (a.prologue != kRmsNorm && a.prologue != kLayerNorm) return {0.0f, 1.0f};
+  vf s{}, q{};
+  float tail = 0, tail_q = 0, mean = 0;
+  const int64_t whole = a.k - a.k % LANES;
+  if (a.prologue == kLayerNorm) {
+    for (int64_t i = 0; i < whole; i += LANES) s += load(x + i);
+    for (int64_t i = whole; i < a.k; i++) tail += x[i];
+    mean = (sum(s) + tail) / a.k;
+  }
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const vf d = load(x + i) - mean;
+    q += d * d;
+  }
+  for (int64_t i = whole; i < a.k; i++) tail_q += (x[i] - mean) * (x[i] - mean);
+  return {mean, 1.0f / std::sqrt((sum(q) + tail_q) / a.k + a.eps)};
+}
+
+INLINE vf prologue(const LinearArgs& a, const float* x, int64_t i, Stats s) {
+  vf v = load(x + i);
+  switch (a.prologue) {
+    case kRmsNorm: return load(a.gamma + i) * (v * s.scale);
+    case kLayerNorm: v = (v - s.mean) * s.scale * load(a.gamma + i); return a.beta ? v + load(a.beta + i) : v;
+    case kSwiGlu: return silu(v) * load(x + a.k + i);
+    case kGeGluTanh: return gelu_tanh(v) * load(x + a.k + i);
+    default: return v;
+  }
+}
+
+// Columns [begin, end) of a row through the prologue into `out`, parts `apart` floats apart, in the order of the weights.
+template <class F>
+void pack(const LinearArgs& a, const float* x, float* out, int64_t apart, int64_t begin, int64_t end, Stats s) {
+  for (int64_t i = begin; i < end; i += kPair, out += F::kPutParts * apart)
+    F::put(out, apart, prologue(a, x, i, s), prologue(a, x, i + LANES, s));
+}
+
+// The last step's columns where they are fewer than a step, and zeros.
+template <class F>
+void pack_tail(const LinearArgs& a, const float* x, float* out, int64_t apart, Stats s) {
+  const int64_t whole = a.k - a.k % kStep, count = a.k - whole;
+  LinearArgs one = a;
+  float xs[2 * kStep] = {}, gamma[kStep] = {}, beta[kStep] = {};
+  memcpy(xs, x + whole, count * sizeof(float));
+  if (a.prologue >= kSwiGlu) memcpy(xs + kStep, x + a.k + whole, count * sizeof(float));
+  if (a.gamma) memcpy(gamma, a.gamma + whole, count * sizeof(float));
+  if (a.beta) memcpy(beta, a.beta + whole, count * sizeof(float));
+  one.k = kStep, one.gamma = gamma, one.beta = a.beta ? beta : nullptr;
+  pack<F>(one, xs, out, apart, 0, kStep, s);
+}
