@@ -119,13 +119,13 @@ def line_figure(
 def panel_figure(charts: Sequence[Chart]) -> Any:
     """Charts in one figure, two a row; each names its own lines."""
     height = -(-len(charts) // 2)
-    figure = new_figure(11.0, 4.2 * height)
+    figure = new_figure(13.0, 4.2 * height)
     with styled():
         places = figure.subplots(height, 2, squeeze=False).flatten()
         for axes, chart in zip(places, charts, strict=False):
             _draw_chart(axes, chart)
             if chart.series or chart.diagonal:
-                axes.legend(fontsize=6.5)
+                axes.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
         for axes in places[len(charts) :]:
             axes.remove()
     return figure

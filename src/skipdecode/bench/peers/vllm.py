@@ -1,4 +1,4 @@
-"""vLLM as a peer, at full depth, where it is installed. Written from its documentation and not run here yet."""
+"""vLLM as a peer, at full depth, where it is installed; its processor and thread settings are the user's."""
 
 from __future__ import annotations
 
