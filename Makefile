@@ -10,7 +10,7 @@ demo: .venv/ready
 test: .venv/ready lint
 	$(BIN)/python -m pytest -n auto
 
-test-slow: .venv/ready browser
+test-slow: .venv/conformance browser
 	$(BIN)/python -m pytest -m "slow or model" -rs
 
 # The playground's tests drive a real browser. Without one, and without the right to install it, they are skipped.
