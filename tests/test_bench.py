@@ -43,6 +43,7 @@ FIELDS = [
     "bytes_per_step",
     "roofline_share",
     "seconds",
+    "bandwidth_gb_s",
 ]
 
 
@@ -56,6 +57,10 @@ def _bandwidth_measured_once(monkeypatch: Any) -> None:
 
 def bench(*arguments: str) -> int:
     return main(["bench", "--dtype", "float32", "--prompt", "6", "--new", "9", *arguments])
+
+
+def ratio(over: dict[str, Any], under: dict[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(over["seconds"], under["seconds"], strict=True))
 
 
 def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_path: Path, capsys: Any):
@@ -79,13 +84,12 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
         median = statistics.median(row["seconds"])
         assert len(row["seconds"]) == 2
         assert row["decode_tokens_per_s"] == pytest.approx(batch * 8 / median)
-        full = statistics.median(found[batch, engine, 1]["seconds"])
-        assert row["decode_speedup"] == pytest.approx(full / median)
-        peer = statistics.median(found[batch, "transformers", 1]["seconds"])
-        assert row["speedup_over_transformers"] == pytest.approx(peer / median)
+        assert row["decode_speedup"] == pytest.approx(ratio(found[batch, engine, 1], row))
+        assert row["speedup_over_transformers"] == pytest.approx(ratio(found[batch, "transformers", 1], row))
         assert row["mean_layers"] == pytest.approx(LAYERS if nominal == 1 else schedule.mean_budget(8))
-        wall = row["bytes_per_step"] / document["bandwidth_gb_s"] / 1e9
-        assert row["roofline_share"] == pytest.approx(wall / (median / 8))
+        walls = [row["bytes_per_step"] / b / 1e9 for b in row["bandwidth_gb_s"]]
+        shares = [wall / (s / 8) for wall, s in zip(walls, row["seconds"], strict=True)]
+        assert row["roofline_share"] == pytest.approx(statistics.median(shares))
         assert row["amdahl_bound"] == 1 if nominal == 1 else 1 < row["amdahl_bound"] < LAYERS / row["mean_layers"]
 
 
@@ -138,6 +142,20 @@ def test_rounds_alternate_between_engines_and_schedules():
 def test_wrong_options_are_one_line(capsys: Any, arguments: list[str], message: str):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_quantized_weights_are_read_as_such():
+    model = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    peers = [make_peer(name, model) for name in ("fast", "fast-int8", "fast-int4")]
+    rows = measure(peers, Workload((1,), (6,), 5, (), 1), LAYERS, CPU)["rows"]
+    assert [(r["engine"], r["weights"]) for r in rows] == [
+        ("fast", "float32"),
+        ("fast-int8", "int8"),
+        ("fast-int4", "int4"),
+    ]
+    whole, eight, four = (r["bytes_per_step"] for r in rows)
+    assert 1 / 4 < eight / whole < 0.35
+    assert 1 / 8 < four / whole < 0.25
 
 
 def test_a_longer_prompt_than_a_forward_of_the_engine_keeps_rows_in_step():

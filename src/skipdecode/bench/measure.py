@@ -1,7 +1,8 @@
 """Alternating measurement of engines and schedules on one model, in one process; every figure next to its limit.
 
 Limits come from bytes: what the steps must read (weights of the layers that run, head, cache), and the bandwidth of a
-large read in the same process, on the same threads, between the rounds.
+large read in the same process, on the same threads, before and after each run. Memory that is shared with other users
+of a machine gives by turns more and less, so shares and ratios are formed within a round; medians over rounds count.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class _Cell(NamedTuple):
     prompt: int
     new: int
     seconds: dict[_Run, list[float]]
+    bandwidth: dict[_Run, list[float]]
     bytes: dict[_Run, float]
     layers: dict[_Run, float]
 
@@ -61,31 +63,33 @@ def measure(
     Returns
     -------
     dict
-        ``bandwidth_gb_s``, the median of the run; ``rows``, one for each batch, prompt length, engine and nominal
+        ``bandwidth_gb_s``, the median of all reads; ``rows``, one for each batch, prompt length, engine and nominal
         speed-up; ``notes``, lines on what could not be measured.
     """
     schedules = workload.schedules(num_layers)
-    reads: list[float] = []
     cells = []
     total = sum(len(_runs(peers, schedules, batch)) for batch, _ in workload.sizes) * workload.rounds
     with tqdm(total=total, unit="run", disable=None if progress else True) as bar:
         for batch, prompt in workload.sizes:
             runs = _runs(peers, schedules, batch)
-            cell = _Cell(batch, prompt, workload.new, {run: [] for run in runs}, {}, {})
+            cell = _Cell(batch, prompt, workload.new, {run: [] for run in runs}, {run: [] for run in runs}, {}, {})
             for peer in dict.fromkeys(run.peer for run in runs):
                 peer.prepare(batch, prompt, workload.new)
             for _ in range(workload.rounds):
-                reads.append(measure_bandwidth(device))
+                before = measure_bandwidth(device)
                 for run in runs:
                     schedule = schedules[run.nominal]
                     cell.seconds[run].append(run.peer.decode_seconds(schedule))
+                    after = measure_bandwidth(device)
+                    cell.bandwidth[run].append((before + after) / 2)
+                    before = after
                     cell.bytes[run] = run.peer.step_bytes(schedule, batch, prompt, workload.new)
                     cell.layers[run] = run.peer.mean_layers(schedule, workload.steps)
                     bar.update()
             cells.append(cell)
-    bandwidth = statistics.median(reads)
-    rows = [_row(cell, run, schedules[run.nominal], bandwidth) for cell in cells for run in cell.seconds]
-    return {"bandwidth_gb_s": bandwidth / 1e9, "rows": rows, "notes": _notes(peers, workload)}
+    rows = [_row(cell, run, schedules[run.nominal]) for cell in cells for run in cell.seconds]
+    bandwidth = statistics.median(b for row in rows for b in row["bandwidth_gb_s"])
+    return {"bandwidth_gb_s": bandwidth, "rows": rows, "notes": _notes(peers, workload)}
 
 
 def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -> list[_Run]:
@@ -103,27 +107,34 @@ def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
     return notes
 
 
-def _row(cell: _Cell, run: _Run, schedule: Schedule, bandwidth: float) -> dict[str, Any]:
+def _row(cell: _Cell, run: _Run, schedule: Schedule) -> dict[str, Any]:
     batch, prompt, new = cell.batch, cell.prompt, cell.new
     steps = new - 1
-    medians = {(r.peer.name, r.nominal): statistics.median(values) for r, values in cell.seconds.items()}
-    peer, nominal = run
-    median = medians[peer.name, nominal]
-    reference = next((medians[name, 1.0] for name in _REFERENCES if (name, 1.0) in medians), None)
+    by_name = {(r.peer.name, r.nominal): values for r, values in cell.seconds.items()}
+    seconds, bandwidth = cell.seconds[run], cell.bandwidth[run]
+    median = statistics.median(seconds)
+    reference = next((by_name[name, 1.0] for name in _REFERENCES if (name, 1.0) in by_name), None)
+    shares = [cell.bytes[run] / b / (s / steps) for s, b in zip(seconds, bandwidth, strict=True)]
     return {
-        "engine": peer.name,
-        "weights": peer.weights,
+        "engine": run.peer.name,
+        "weights": run.peer.weights,
         "batch": batch,
         "prompt": prompt,
         "new": new,
-        "nominal_speedup": nominal,
+        "nominal_speedup": run.nominal,
         "mean_layers": cell.layers[run],
         "decode_tokens_per_s": batch * steps / median,
         "ms_per_step": median / steps * 1e3,
-        "decode_speedup": medians[peer.name, 1.0] / median,
-        "speedup_over_transformers": None if reference is None else reference / median,
-        "amdahl_bound": peer.reads(batch).speedup(schedule, prompt, new),
+        "decode_speedup": _ratio(by_name[run.peer.name, 1.0], seconds),
+        "speedup_over_transformers": None if reference is None else _ratio(reference, seconds),
+        "amdahl_bound": run.peer.reads(batch).speedup(schedule, prompt, new),
         "bytes_per_step": cell.bytes[run],
-        "roofline_share": cell.bytes[run] / bandwidth / (median / steps),
-        "seconds": cell.seconds[run],
+        "roofline_share": statistics.median(shares),
+        "seconds": seconds,
+        "bandwidth_gb_s": [b / 1e9 for b in bandwidth],
     }
+
+
+def _ratio(over: list[float], under: list[float]) -> float:
+    """The median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))

@@ -112,7 +112,9 @@ def cost_key(model: Any, batch: int, fast: FastModel | None = None) -> dict[str,
         "attention": str(config._attn_implementation),
         "dtype": str(model.dtype),
         "batch": batch,
-        "engine": "transformers" if fast is None else f"fast, {fast.kernel} kernels {_kernel_version()}",
+        "engine": "transformers"
+        if fast is None
+        else f"fast, {fast.kernel} kernels {_kernel_version()}, {fast.quantization or 'own'} weights",
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "cpu": cpu_model(),
         "cores": usable_cores(),

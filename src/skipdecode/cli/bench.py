@@ -42,10 +42,11 @@ class Config:
     new: int = option("new tokens of a row", default=128)
     nominal: tuple[float, ...] = option("nominal speed-ups; 1, full depth, is always run", default=(1.0, 2.0, 3.0, 5.0))
     engines: tuple[str, ...] = option(
-        "fast: the package's own; transformers, transformers-static: its generate, untouched, with its dynamic or a "
-        "static cache; gated: transformers under the schedules; early-exit, prompt-lookup: transformers' drafting, one "
-        "row, on a real text; llama.cpp-TYPE: llama.cpp with the same weights in that type; vllm: where installed. "
-        "All but fast and gated run full depth only",
+        "fast, fast-int8, fast-int4: the package's own, with the model's weights or quantized ones; transformers, "
+        "transformers-static: its generate, untouched, with its dynamic or a static cache; gated: transformers under "
+        "the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; llama.cpp-TYPE: "
+        "llama.cpp with the same weights in that type; vllm: where installed. Only fast ones and gated run schedules, "
+        "the others full depth",
         default=("fast", "transformers"),
         choices=PEERS,
     )

@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DRAFTING", "PEERS", "make_peer"]
 
+_QUANTIZED = ("fast-int8", "fast-int4")
 DRAFTING = ("early-exit", "prompt-lookup")
 PEERS = (
     "fast",
+    *_QUANTIZED,
     "transformers",
     "transformers-static",
     "gated",
@@ -57,10 +59,11 @@ def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_laye
 
 def _maker(name: str, text: list[int], exit_layer: int | None) -> Callable[[Any], Peer]:
     # Each engine's libraries are imported only when it is asked for.
-    if name == "fast":
+    if name == "fast" or name in _QUANTIZED:
         from skipdecode.bench.peers.fast import EnginePeer
 
-        return EnginePeer
+        kind: Any = name.partition("-")[2] or None
+        return lambda model: EnginePeer(model, quantization=kind)
     if name in DRAFTING:
         from skipdecode.bench.peers.drafting import EarlyExitPeer, PromptLookupPeer
 

@@ -18,6 +18,7 @@ from skipdecode.decoding.engine import Engine
 from skipdecode.decoding.fast_model import FastModel, TokenRows
 from skipdecode.decoding.requests import Request
 from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.kernels.quantize import Quantization
 from skipdecode.kernels.spec import LinearSpec
 from skipdecode.schedule import Schedule
 
@@ -54,6 +55,8 @@ class EnginePeer(Peer):
     model : transformers causal LM
     fast : FastModel, optional
         Its fast path, where it is open already.
+    quantization : {"int8", "int4"}, optional
+        Type of the weights that the fast path is to read. Default: the model's own.
 
     Raises
     ------
@@ -61,15 +64,18 @@ class EnginePeer(Peer):
         If the model has no fast path.
     """
 
-    name = "fast"
     skips = True
 
-    def __init__(self, model: Any, fast: FastModel | None = None) -> None:
+    def __init__(self, model: Any, fast: FastModel | None = None, quantization: Quantization | None = None) -> None:
         super().__init__(model)
+        self.name = "fast" if quantization is None else f"fast-{quantization}"
+        self.weights = quantization or self.weights
         try:
-            self.fast = FastModel(model) if fast is None else fast
+            self.fast = FastModel(model, quantization=quantization) if fast is None else fast
         except UnfitModelError as e:
-            raise UsageError(f"the engine 'fast' does not cover this model: {e}; leave it out of --engines") from None
+            raise UsageError(
+                f"the engine {self.name!r} does not cover this model: {e}; leave it out of --engines"
+            ) from None
         self._policy = _Shifted(_bottom_up(self.fast.num_layers))
 
     def reads(self, batch: int) -> CostModel:
