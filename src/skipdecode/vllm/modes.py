@@ -20,7 +20,7 @@ from skipdecode.vllm.step_rows import NONE, StepRows
 __all__ = ["ModeChoice"]
 
 _BUILD_SECONDS = 1.5e-4
-"""One cut and build of metadata in Python; measured on two cores, see docs/LOG.md."""
+"""One cut and build of metadata in Python: an estimate, not measured."""
 
 
 class ModeChoice:
