@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from skipdecode.decoding.compaction import compact
 from skipdecode.decoding.kv import PagedKV
-from skipdecode.decoding.model_spec import ModelSpec, read_model
+from skipdecode.decoding.model_spec import ModelSpec, read_model, weights_of
 from skipdecode.decoding.quantized import QuantizedWeights
 from skipdecode.errors import UsageError
 from skipdecode.kernels import KernelChoice, backend_for
@@ -21,8 +22,6 @@ from skipdecode.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.kernels.spec import StackInput
 
 __all__ = ["FastModel", "TokenRows"]
-
-_LINEARS = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 class TokenRows(NamedTuple):
@@ -51,8 +50,8 @@ class FastModel:
     Parameters
     ----------
     model : PreTrainedModel
-        A causal LM of an architecture in `skipdecode.decoding.model_spec.READERS`. Its projection weights are fused in
-        place; it stays usable.
+        A causal LM of an architecture in `skipdecode.decoding.model_spec.READERS`. Its projection weights are fused
+        and moved in place; it stays usable.
     kernel : {"auto", "native", "torch"}
         The C++ kernels where possible, only those, or torch.
     quantization : {"int8", "int4"}, optional
@@ -80,11 +79,14 @@ class FastModel:
         self._model = model
         self.quantization = quantization
         self._quantized = None if quantization is None else QuantizedWeights(quantization)
-        self._spec = self._read(2048)
-        weight = self._spec.embedding
+        read_model(model, positions=1)  # refuses what does not fit before anything is moved
+        weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         self._backend, self.hint = backend_for(self.device, self.dtype, kernel)
         self.kernel = self._backend.name
+        if self.kernel == "native" and quantization is None:
+            compact(model)
+        self._spec = self._read(2048)
         self.num_layers = len(self._spec.layers)
         self.vocab_size = self._spec.head.weight.shape[0]
         self._positions = 2048
@@ -133,8 +135,7 @@ class FastModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the layers' projections and the output embedding, as they are read."""
-        linears = [getattr(layer, name) for layer in self._spec.layers for name in _LINEARS]
-        return sum(linear.weight.nbytes for linear in (*linears, self._spec.head))
+        return sum(weight.nbytes for weight in weights_of(self._spec))
 
     def _read(self, positions: int) -> ModelSpec:
         spec = read_model(self._model, positions)

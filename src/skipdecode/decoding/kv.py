@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from skipdecode.kernels.memory import huge_pages
+
 __all__ = ["PAGE_TOKENS", "PagedKV"]
 
 PAGE_TOKENS = 16
@@ -95,7 +97,7 @@ class PagedKV:
         if pages > count:
             # Half as much again at least: rows that come one by one would copy everything each time.
             pages = max(pages, count + count // 2)
-            grown = torch.empty((pages, *self._shape), dtype=self.pages.dtype, device=self.pages.device)
+            grown = huge_pages(torch.empty((pages, *self._shape), dtype=self.pages.dtype, device=self.pages.device))
             if self.pages_held:
                 grown[:count] = self.pages
             self.pages = grown

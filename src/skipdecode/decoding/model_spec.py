@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skipdecode.errors import UnfitModelError
 from skipdecode.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, Prologue
 
-__all__ = ["READERS", "ModelSpec", "read_model"]
+__all__ = ["READERS", "ModelSpec", "read_model", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ def read_model(model: Any, positions: int) -> ModelSpec:
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnfitModelError("its parameters are on several devices or of several types")
     return READERS[kind](model, positions)
+
+
+def weights_of(spec: ModelSpec) -> list[Any]:
+    """The matrices of all layers and the output embedding, in the order in which a step reads them."""
+    layers = [(layer.qkv, layer.out, layer.mlp_in, layer.mlp_out) for layer in spec.layers]
+    return [linear.weight for layer in layers for linear in layer] + [spec.head.weight]
 
 
 # ---------------------------------------------------------------------- Llama and its like

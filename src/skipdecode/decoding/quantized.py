@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from skipdecode.decoding.model_spec import ModelSpec
+from skipdecode.decoding.model_spec import ModelSpec, weights_of
+from skipdecode.kernels.memory import Arena
 from skipdecode.kernels.quantize import Quantization, QuantizedWeight, quantize
 from skipdecode.kernels.spec import LayerSpec, LinearSpec
 
@@ -32,23 +31,27 @@ class QuantizedWeights:
 
     def apply(self, spec: ModelSpec) -> ModelSpec:
         """The spec with quantised weights; the model keeps its own."""
+        if not self._made:
+            self._quantize(spec)
         layers = [
             LayerSpec(
-                self._linear(layer.qkv, self._kind),
+                self._linear(layer.qkv),
                 layer.attention,
-                self._linear(layer.out, self._kind),
-                self._linear(layer.mlp_in, self._kind),
-                self._linear(layer.mlp_out, self._kind),
+                self._linear(layer.out),
+                self._linear(layer.mlp_in),
+                self._linear(layer.mlp_out),
             )
             for layer in spec.layers
         ]
-        return replace(spec, layers=layers, head=self._linear(spec.head, "int8"))
+        return replace(spec, layers=layers, head=self._linear(spec.head))
 
-    def _linear(self, spec: LinearSpec, kind: Quantization) -> LinearSpec:
+    def _quantize(self, spec: ModelSpec) -> None:
+        *layers, head = weights_of(spec)
+        made = [quantize(weight, self._kind) for weight in layers] + [quantize(head, "int8")]
+        arena = Arena([size for one in made for size in (one.codes.nbytes, one.scales.nbytes)], head.device)
+        for weight, one in zip((*layers, head), made, strict=True):
+            self._made[weight.data_ptr()] = replace(one, codes=arena.put(one.codes), scales=arena.put(one.scales))
+
+    def _linear(self, spec: LinearSpec) -> LinearSpec:
         weight = spec.weight
-        if not isinstance(weight, torch.Tensor):
-            return spec
-        address = weight.data_ptr()
-        if address not in self._made:
-            self._made[address] = quantize(weight, kind)
-        return replace(spec, weight=self._made[address])
+        return spec if isinstance(weight, QuantizedWeight) else replace(spec, weight=self._made[weight.data_ptr()])
