@@ -1,7 +1,7 @@
 """Memory for what is read again and again: in huge pages where the system has them.
 
-A CPU looks up fewer addresses for them, and its prefetchers stop at a page's end. Linux gives them to programs that ask,
-before the memory is first written.
+A CPU looks up fewer addresses for them, and its prefetchers stop at a page's end. Linux gives them to programs that
+ask before the memory is first written.
 """
 
 from __future__ import annotations
