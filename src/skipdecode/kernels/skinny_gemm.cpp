@@ -110,7 +110,8 @@ struct Thin {
 template <class F>
 struct Wide {
   using Format = F;
-  static constexpr int R = kRows, Least = kThinCols, M = kCols, Apart = 1;
+  // A last panel may have any number of rows.
+  static constexpr int R = kRows, Least = 1, M = kCols, Apart = 1;
   int64_t begin, end;
   int64_t lines() const { return end - begin; }
   int64_t apart() const { return 1; }
@@ -215,20 +216,25 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
   const int64_t panels = parts_of(m, fit), most = parts_of(m, panels);
   const int64_t steps = columns / kStep, chunks = parts_of(steps * kWidth * 4 * most, kChunkBytes);
   const int64_t depth = std::max<int64_t>(1, parts_of(steps, std::max<int64_t>(1, chunks))) * kStep;
+  // Memory still sets the pace of some more rows than thin blocks take: those meet their weights twice, unless that means to
+  // unpack them twice.
+  const int64_t cols = !F::kPadded && m <= 2 * kThinCols ? kThinCols : kCols;
   static thread_local std::vector<vf> memory;
   const int64_t room = kPanel * kStrip * kThinRows;
   memory.resize(room + m * padded / kStep * F::kParts);
   float* packed = (float*)(memory.data() + room);
   Panel made[kMostRows / kCols];
+  int64_t widest = 0;
   for (int64_t i = 0; i < panels; i++) {
-    const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, kCols));
+    const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, cols));
     float* out = packed + i * most * padded / kStep * kWidth;
     made[i] = {out, rows, group, columns, padded, depth};
+    widest = std::max(widest, group);
     pack_panel<F>(a, made[i], x + i * most * a.ldx, out);
   }
   const int64_t share = parts_of(parts_of(a.n, team.size), kThinRows) * kThinRows;
   const int64_t begin = std::min(a.n, team.id * share), end = std::min(a.n, begin + share);
-  if (made[0].group <= kThinCols) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
+  if (widest <= kThinCols) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
   else pass<Wide<F>>(a, made, panels, y, begin, end, memory.data());
 }
 
