@@ -6,7 +6,6 @@ They come with the extra `conformance`, which `make test-slow` installs. Nothing
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import os
 
 # Before litellm is imported: it would fetch a price list.
@@ -195,7 +194,6 @@ def test_schemathesis(url):
     schemathesis = pytest.importorskip("schemathesis", reason="pip install 'skipdecode[conformance]'")
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
-    from hypothesis.errors import Unsatisfiable
     from schemathesis import checks
 
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
@@ -226,8 +224,6 @@ def test_schemathesis(url):
                 case.call_and_validate(checks=wanted, timeout=30)
 
             # An operation that takes nothing cannot be given something wrong.
-            with contextlib.suppress(Unsatisfiable):
-                # Of a path that takes nothing, nothing can be wrong.
             with contextlib.suppress(Unsatisfiable):
                 check()
     assert seen > 300
