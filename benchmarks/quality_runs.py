@@ -4,8 +4,9 @@
     python benchmarks/quality_runs.py ablations --data path/to/e2e --runs runs --dry-run
 
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. Finished steps are left alone, so a killed call goes on where it
-was: tuning at its last checkpoint, evaluation after its last batch. On two cores with bf16 products `e2e` takes about five
-hours; `ablations`, another two, starts from its first checkpoint. Nothing else should run while the timing step does.
+was: tuning at its last checkpoint, evaluation after its last batch. On two cores with bf16 products `e2e` takes about
+five hours; `ablations`, another two, starts from its first checkpoint. Nothing else should run while the timing step
+does.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Steps:
         self.call(*head, "--dev-records", "128", "--out", self.runs / name, "--resume", *common, *options)
 
     def calibrate(self) -> None:
-        """Drop order and curves, on the start's weights in bf16: a curve for each speed-up, all from one measurement."""
+        """Drop order and a curve for each speed-up, all from one measurement on the start's weights in bf16."""
         rounded = self.runs / f"{START}-bf16"
         if not self.dry_run and not rounded.exists():
             AutoTokenizer.from_pretrained(self.runs / START).save_pretrained(rounded)
