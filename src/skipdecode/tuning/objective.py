@@ -51,7 +51,9 @@ def response_logits(model: Any, batch: Batch, *, attached: bool = True) -> Tenso
     if "position_ids" in accepted:
         extra["position_ids"] = batch.position_ids[:, :-1]
     if "logits_to_keep" in accepted:
-        extra["logits_to_keep"] = columns
+        # Indices, because a slice would not be contiguous, and a head without gradients is then five times as slow.
+        length = batch.input_ids.shape[1] - 1
+        extra["logits_to_keep"] = torch.arange(length - columns, length, device=batch.input_ids.device)
     mask = batch.attention_mask[:, :-1]
     out = model(input_ids=batch.input_ids[:, :-1], attention_mask=mask, use_cache=False, **extra)
     logits: Tensor = out.logits
@@ -112,19 +114,17 @@ class Objective:
         targets = batch.targets
         counted = targets != IGNORE
         student = response_logits(model, batch)[counted].float()
-        cross_entropy = functional.cross_entropy(student, targets[counted], reduction="sum")
+        log_probabilities = functional.log_softmax(student, dim=-1)
+        cross_entropy = functional.nll_loss(log_probabilities, targets[counted], reduction="sum")
         tokens = int(counted.sum())
         if self._teacher is None:
             return Losses(cross_entropy, cross_entropy.detach(), cross_entropy.new_zeros(()), tokens)
-        kl = self._divergence(self._teacher.logits(batch)[counted].float(), student)
+        warmth = self._temperature
+        teacher = functional.log_softmax(self._teacher.logits(batch)[counted].float() / warmth, dim=-1)
+        guess = log_probabilities if warmth == 1 else functional.log_softmax(student / warmth, dim=-1)
+        kl = functional.kl_div(guess, teacher, reduction="sum", log_target=True) * warmth**2
         total = (1 - self._weight) * cross_entropy + self._weight * kl
         return Losses(total, cross_entropy.detach(), kl.detach(), tokens)
-
-    def _divergence(self, teacher: Tensor, student: Tensor) -> Tensor:
-        warmth = self._temperature
-        target = functional.log_softmax(teacher / warmth, dim=-1)
-        guess = functional.log_softmax(student / warmth, dim=-1)
-        return functional.kl_div(guess, target, reduction="sum", log_target=True) * warmth**2
 
 
 @contextlib.contextmanager
