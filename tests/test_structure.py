@@ -16,6 +16,7 @@ LAYERS = [
     {"errors", "checks", "registry", "paths", "files", "environment", "jsonl", "allocator"},
     {"budgets", "layer_order"},
     {"schedule"},
+    {"levels"},
     {"text_plot", "plots"},
     {"config_sizes", "geometry", "cost", "cost_solve"},
     {"kernels"},
