@@ -15,6 +15,7 @@ import torch
 from skipdecode import Schedule
 from skipdecode.bench import machine
 from skipdecode.bench import measure as measure_module
+from skipdecode.bench.geometries import build
 from skipdecode.bench.measure import measure
 from skipdecode.bench.peers import make_peer
 from skipdecode.bench.peers.base import Peer
@@ -142,6 +143,13 @@ def test_rounds_alternate_between_engines_and_schedules():
 def test_wrong_options_are_one_line(capsys: Any, arguments: list[str], message: str):
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("geometry", "billions"), [("opt-1.3b", 1.316), ("opt-6.7b", 6.658), ("smollm2-135m", 0.1345)])
+def test_geometries_are_those_of_the_models(geometry: str, billions: float):
+    model = build(geometry, torch.bfloat16, "meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.001)
 
 
 def test_quantized_weights_are_read_as_such():

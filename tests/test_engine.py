@@ -45,7 +45,7 @@ def tokens(outputs):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("kernel", ["auto", "torch", "dense"])
 @pytest.mark.parametrize("family", sorted(READERS))
 def test_greedy_output_is_the_oracles(family, kernel, schedule):
     model = tiny_model(family)

@@ -16,6 +16,15 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "vocab_size": 50272,
         "word_embed_proj_dim": 2048,
     },
+    "opt-6.7b": {
+        "model_type": "opt",
+        "hidden_size": 4096,
+        "ffn_dim": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 4096,
+    },
     "opt-125m": {"model_type": "opt"},
     "smollm2-135m": {
         "model_type": "llama",
@@ -30,12 +39,13 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(geometry: str, dtype: Any) -> Any:
-    """A causal LM of a geometry of the table with random weights, in eval mode."""
+def build(geometry: str, dtype: Any, device: Any = "cpu") -> Any:
+    """A causal LM of a geometry of the table with random weights, made on its device, in eval mode."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = dict(GEOMETRIES[geometry])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -35,7 +35,7 @@ def measure_bandwidth(device: torch.device | str = "cpu") -> float:
     """Bytes a second of a large read on all threads: the best of a few over half a GiB (on a GPU 2 GiB).
 
     Reads are sums and, on a CPU with a compiler, a C++ loop that does nothing else: sums alone fall short of what the
-    memory gives.
+    memory gives. On a GPU also a copy of one half to the other, which counts for the bytes read and those written.
     """
     device = torch.device(device)
     block = torch.ones(_READ_BYTES.get(device.type, 2**29) // 4, device=device)
@@ -43,6 +43,9 @@ def measure_bandwidth(device: torch.device | str = "cpu") -> float:
     if device.type == "cpu":
         with contextlib.suppress(KernelBuildError):
             reads.append(partial(load_library().skipdecode_read, _pointer(block.data_ptr()), _size(block.nbytes)))
+    else:
+        target, source = block.chunk(2)
+        reads.append(partial(target.copy_, source))
     return block.nbytes / min(_best_seconds(read, device) for read in reads)
 
 

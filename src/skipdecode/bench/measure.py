@@ -78,7 +78,7 @@ def measure(
             for _ in range(workload.rounds):
                 before = measure_bandwidth(device)
                 for run in runs:
-                    schedule = schedules[run.nominal]
+                    schedule = run.peer.suited(schedules[run.nominal])
                     cell.seconds[run].append(run.peer.decode_seconds(schedule))
                     after = measure_bandwidth(device)
                     cell.bandwidth[run].append((before + after) / 2)
@@ -87,7 +87,7 @@ def measure(
                     cell.layers[run] = run.peer.mean_layers(schedule, workload.steps)
                     bar.update()
             cells.append(cell)
-    rows = [_row(cell, run, schedules[run.nominal]) for cell in cells for run in cell.seconds]
+    rows = [_row(cell, run, run.peer.suited(schedules[run.nominal])) for cell in cells for run in cell.seconds]
     bandwidth = statistics.median(b for row in rows for b in row["bandwidth_gb_s"])
     return {"bandwidth_gb_s": bandwidth, "rows": rows, "notes": _notes(peers, workload)}
 

@@ -15,6 +15,7 @@ from skipdecode.bench.peers.fast import EnginePeer
 from skipdecode.bench.peers.generate import TransformersPeer
 from skipdecode.bench.recorder import Part, Recorder
 from skipdecode.bench.workload import Workload
+from skipdecode.decoding.dense_model import DenseModel
 from skipdecode.decoding.fast_model import FastModel
 from skipdecode.geometry import ModelGeometry
 from skipdecode.kernels.spec import LayerSpec, StackInput
@@ -103,14 +104,22 @@ def _look(peer: Peer) -> Callable[[Schedule, float], Recorder] | None:
 
 
 def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
-    engine, fast = peer.start(schedule), peer.fast
+    fast = peer.fast
+    schedule = peer.suited(schedule)
+    if fast.records:
+        peer.step_seconds(schedule)
+    engine = peer.start(schedule)
     recorder = Recorder(fast.device)
-    calls: list[tuple[Any, str, Callable[..., Any]]] = [
-        (fast, "_embed", recorder.timed("embedding", fast._embed)),
-        (fast, "_stack", _noted_stack(fast, recorder, tokens * engine.kv.token_bytes)),
-        (fast, "_head", recorder.timed("head", fast._head, num_bytes=fast._spec.head.weight.nbytes)),
-        (engine, "_emit", recorder.timed("sampling", engine._emit)),
-    ]
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [(engine, "_emit", recorder.timed("sampling", engine._emit))]
+    if isinstance(fast, DenseModel):
+        # A recorded step is one call: nothing inside it can be timed.
+        calls.append((fast, "_decode", recorder.timed("layer", fast._decode)))
+    else:
+        calls += [
+            (fast, "_embed", recorder.timed("embedding", fast._embed)),
+            (fast, "_stack", _noted_stack(fast, recorder, tokens * engine.kv.token_bytes)),
+            (fast, "_head", recorder.timed("head", fast._head, num_bytes=fast._spec.head.weight.nbytes)),
+        ]
     calls += [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
     times = [time.perf_counter()]
     with recorder.replaced(calls):

@@ -37,6 +37,7 @@ class Config:
         "instead of a model: these sizes with random weights", default=None, choices=tuple(GEOMETRIES)
     )
     dtype: str = option("of the weights", default="bfloat16", choices=("bfloat16", "float32"))
+    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
     batches: tuple[int, ...] = option("rows decoded together, one or more values", default=(1, 8))
     prompt: tuple[int, ...] = option("prompt tokens of a row, one or more values", default=(64,))
     new: int = option("new tokens of a row", default=128)
@@ -45,8 +46,8 @@ class Config:
         "fast, fast-int8, fast-int4: the package's own, with the model's weights or quantized ones; transformers, "
         "transformers-static: its generate, untouched, with its dynamic or a static cache; gated: transformers under "
         "the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; llama.cpp-TYPE: "
-        "llama.cpp with the same weights in that type; vllm: where installed. Only fast ones and gated run schedules, "
-        "the others full depth",
+        "llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast ones and gated run "
+        "schedules, the others full depth",
         default=("fast", "transformers"),
         choices=PEERS,
     )
@@ -120,13 +121,13 @@ def _peers(config: Config, workload: Workload) -> tuple[Any, list[Peer]]:
     from skipdecode.bench.geometries import build
     from skipdecode.bench.peers import make_peer
     from skipdecode.models.families import unwrap
-    from skipdecode.models.hub import load_model
+    from skipdecode.models.hub import choose_device, load_model
 
     tokenizer = None
     if config.geometry is not None:
-        model = build(config.geometry, getattr(torch, config.dtype))
+        model = build(config.geometry, getattr(torch, config.dtype), choose_device(config.device))
     else:
-        loaded = load_model(str(config.model), dtype=config.dtype, require_tokenizer=False)
+        loaded = load_model(str(config.model), dtype=config.dtype, device=config.device, require_tokenizer=False)
         model, tokenizer = unwrap(loaded.model), loaded.tokenizer
     context, longest = getattr(model.config, "max_position_embeddings", None), max(workload.prompts)
     if context is not None and longest + workload.new > context:

@@ -15,13 +15,14 @@ class EngineOptions:
     """Base of a verb's `Config`."""
 
     engine: str = option(
-        "what runs the model; fast: the package's own engine and kernels (CPU; Llama, Mistral, OPT, Qwen2, Qwen3); "
+        "what runs the model; fast: the package's own engine (CPUs, CUDA GPUs; Llama, Mistral, OPT, Qwen2, Qwen3); "
         "auto: fast where it covers the model, else transformers",
         default="auto",
         choices=ENGINES,
     )
     weights: str = option(
-        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster",
+        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster "
+        "(CPUs only)",
         default="model",
         choices=WEIGHTS,
     )

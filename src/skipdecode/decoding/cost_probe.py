@@ -71,7 +71,7 @@ class CostProbe:
         pages = max(kind.rows * self._kv.pages_for(kind.cached + kind.tokens) for kind in self._seconds)
         most = max(kind.rows for kind in self._seconds)
         self._kv.reserve(most, _LONG + prompt_len, pages * model.num_layers)
-        self._kv.pages.zero_()
+        self._kv.fill()
 
     @torch.inference_mode()
     def run(self, rounds: int = 3) -> None:

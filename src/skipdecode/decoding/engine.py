@@ -12,6 +12,8 @@ import torch
 
 from skipdecode.decoding.budget_policy import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
 from skipdecode.decoding.fast_model import FastModel, TokenRows
+from skipdecode.decoding.kv import KV
+from skipdecode.decoding.open_model import open_model
 from skipdecode.decoding.requests import Request, StepOutput, finish_reason
 from skipdecode.decoding.sampling import RowSampler, choose, likeliest
 from skipdecode.decoding.stats import EngineStats
@@ -56,8 +58,9 @@ class Engine:
         Admit in order of submission instead of by length.
     kv_bytes : int, optional
         Most bytes of keys and values; requests wait for room. Default: what `max_rows` of the largest requests need.
-    kernel : {"auto", "native", "torch"}
-        See `FastModel`.
+        Not on GPUs.
+    kernel : {"auto", "native", "torch", "dense"}
+        See `open_model`.
     prompt_tokens : int
         Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.
 
@@ -67,6 +70,8 @@ class Engine:
         If the model has no fast path.
     ScheduleError
         If the schedule is for another number of layers.
+    UsageError
+        If the kernels cannot serve here, or `kv_bytes` cannot be kept to.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class Engine:
         kernel: KernelChoice = "auto",
         prompt_tokens: int = 512,
     ) -> None:
-        self.model = model if isinstance(model, FastModel) else FastModel(model, kernel)
+        self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
         self._policy = _policy(schedule)
@@ -89,7 +94,9 @@ class Engine:
         self._order = DepthOrder(self._policy.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
-        self.kv = self.model.new_kv()
+        if kv_bytes is not None and self.model.kernel == "dense":
+            raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
+        self.kv: KV = self.model.new_kv()
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
         self.stats = EngineStats()
         self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
@@ -223,6 +230,7 @@ class Engine:
                 wanted.append(len(tokens) - 1)
         counts = self._order.counts(budgets)
         logits = self.model.forward(TokenRows(tokens, slots, positions, counts, wanted or [len(tokens) - 1]), self.kv)
+        self.model.wait()
         self._note_kv()
         self.stats.prompt_tokens += len(tokens)
         self.stats.prompt_seconds += time.perf_counter() - start

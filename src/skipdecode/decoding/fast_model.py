@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from skipdecode.decoding.compaction import compact
-from skipdecode.decoding.kv import PagedKV
+from skipdecode.decoding.kv import KV, PagedKV
 from skipdecode.decoding.model_spec import ModelSpec, read_model, weights_of
 from skipdecode.decoding.quantized import QuantizedWeights
 from skipdecode.errors import UsageError
 from skipdecode.kernels import KernelChoice, backend_for
 from skipdecode.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.kernels.spec import StackInput
+from skipdecode.schedule import Schedule
 
 __all__ = ["FastModel", "TokenRows"]
 
@@ -95,10 +96,14 @@ class FastModel:
         self._logits = torch.empty(0, self.vocab_size, dtype=self._kind, device=self.device)
         self._bind()
 
-    def new_kv(self) -> PagedKV:
-        """An empty KV store of this model's geometry."""
+    def new_kv(self) -> KV:
+        """An empty KV store of this model's geometry, for its forwards."""
         attention = self._spec.layers[0].attention
         return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
+
+    def suited(self, schedule: Schedule) -> Schedule:
+        """The schedule that a job is best run under here: as it is, unless distinct budgets cost something."""
+        return schedule
 
     def ensure_positions(self, count: int) -> None:
         """Make ready for texts of `count` tokens; raises UsageError beyond what the model has learned positions for."""
@@ -110,8 +115,8 @@ class FastModel:
             self._spec = self._read(self._positions)
             self._bind()
 
-    def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
-        """Logits (wanted rows, vocabulary), fp32; valid until the next forward."""
+    def forward(self, rows: TokenRows, kv: Any) -> Tensor:
+        """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`."""
         count = len(rows.tokens)
         if count > self._rows:
             self._allocate(count)
@@ -126,6 +131,16 @@ class FastModel:
             self._logits = torch.empty(wanted, self.vocab_size, dtype=self._kind, device=self.device)
         self._head(hidden, self._logits, wanted, False)
         return self._logits[:wanted].float()
+
+    def wait(self) -> None:
+        """Until the device has done its forwards, so that their time can be told."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    @property
+    def records(self) -> bool:
+        """Whether the first run of a step takes longer than those after it."""
+        return False
 
     @property
     def name(self) -> str:

@@ -8,14 +8,35 @@ therefore at most the exact sum of active tokens x layers plus less than one pag
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from skipdecode.kernels.memory import huge_pages
 
-__all__ = ["PAGE_TOKENS", "PagedKV"]
+__all__ = ["KV", "PAGE_TOKENS", "PagedKV"]
 
 PAGE_TOKENS = 16
+
+
+class KV(Protocol):
+    """What the engine needs of a store of keys and values; `PagedKV` says what each part means."""
+
+    page_tokens: int
+
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def bytes_held(self) -> int: ...
+    def pages_for(self, tokens: int) -> int: ...
+    def reserve(self, slots: int, tokens: int, pages: int) -> None: ...
+    def fill(self) -> None: ...
+    def open(self) -> int: ...
+    def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None: ...
+    def drop(self, slot: int, layers: Iterable[int]) -> None: ...
+    def close(self, slot: int) -> None: ...
 
 
 class PagedKV:
@@ -103,6 +124,10 @@ class PagedKV:
             self.pages = grown
             # Lowest numbers are handed out first, so that pages never needed are never touched.
             self._free = list(range(pages - 1, count - 1, -1)) + self._free
+
+    def fill(self) -> None:
+        """Write zeros everywhere, for measurements: memory that was never written is no memory yet."""
+        self.pages.zero_()
 
     # ------------------------------------------------------------------ rows
 

@@ -194,7 +194,7 @@ def _linear(
         return LinearSpec(weight, bias, prologue, activation=activation)
     eps = getattr(norm, "variance_epsilon", None) or norm.eps
     beta = getattr(norm, "bias", None)
-    gamma = torch.ones(weight.shape[1], dtype=weight.dtype) if norm.weight is None else norm.weight.detach()
+    gamma = weight.new_ones(weight.shape[1]) if norm.weight is None else norm.weight.detach()
     return LinearSpec(weight, bias, prologue, gamma, None if beta is None else beta.detach(), eps, activation)
 
 

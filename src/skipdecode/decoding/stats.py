@@ -16,7 +16,8 @@ class EngineStats:
     steps, prompt_tokens, new_tokens : int
         Decode steps, tokens of prompts run, tokens put out.
     prompt_seconds, decode_seconds, sampling_seconds : float
-        Time in prompts' forwards, decode steps' forwards, and the choice of tokens.
+        Time in prompts' forwards, decode steps' forwards, and the choice of tokens. On a GPU a step's forward is only
+        launched, and its time is in that of the choice, which waits for it.
     token_layers : int
         Sum over decoded (fed back) tokens of the layers run.
     layer_reads : int

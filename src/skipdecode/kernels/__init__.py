@@ -1,6 +1,7 @@
-"""CPU kernels that decode at memory speed, built on first use, and their torch counterparts.
+"""CPU kernels that decode at memory speed, built on first use, and their torch counterparts; CUDA graphs for GPUs.
 
-`backend_for(device, dtype)` picks: the C++ kernels on CPUs with a compiler, torch elsewhere (with the reason).
+`backend_for(device, dtype)` picks: the C++ kernels on CPUs with a compiler, torch elsewhere (with the reason). Decoding
+on a GPU takes neither: steps of fixed shape over slabs (dense.py, slabs.py), recorded as graphs (graphs.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelChoice", "backend_for"]
 
-KernelChoice = Literal["auto", "native", "torch"]
+KernelChoice = Literal["auto", "native", "torch", "dense"]
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> tuple[Backend, str]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.kernels.quantize import QuantizedWeight
 from skipdecode.kernels.spec import (
     AttentionCall,
     AttentionSpec,
@@ -16,6 +15,7 @@ from skipdecode.kernels.spec import (
     StackCall,
     StackInput,
 )
+from skipdecode.kernels.torch_ops import apply_linear, heads_of, plain_weight, rotation_at
 
 __all__ = ["TorchBackend"]
 
@@ -40,13 +40,10 @@ class TorchBackend:
 
     def linear(self, spec: LinearSpec) -> LinearCall:
         """See `Backend`; quantised weights are kept dequantised."""
-        given = spec.weight
-        weight = given.dequantize(self._dtype) if isinstance(given, QuantizedWeight) else given
+        weight = plain_weight(spec, self._dtype)
 
         def call(x: Tensor, out: Tensor, rows: int, accumulate: bool) -> None:
-            y = functional.linear(_prologue(spec, x[:rows]), weight, spec.bias)
-            if spec.activation != "none":
-                y = functional.relu(y) if spec.activation == "relu" else functional.gelu(y, approximate="tanh")
+            y = apply_linear(spec, x[:rows], weight)
             if accumulate:
                 out[:rows] += y
             else:
@@ -62,9 +59,7 @@ class TorchBackend:
         ) -> None:
             device = qkv.device
             where, at = slots[:rows].to(device, torch.long), positions[:rows].to(device, torch.long)
-            heads = qkv[:rows].view(rows, -1, spec.head_dim)
-            q, k, v = torch.split(heads, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-            q, k = _rotate(spec, q, spec.q_gamma, at), _rotate(spec, k, spec.k_gamma, at)
+            q, k, v = heads_of(spec, qkv[:rows], rotation_at(spec, at, qkv.dtype))
             size = pages.shape[3]
             ids = table.to(device, torch.long)
             pages[ids[where, at // size], 0, :, at % size] = k.to(pages.dtype)
@@ -104,32 +99,6 @@ class TorchBackend:
                     mlp_out(wide, x, n, True)
 
         return call
-
-
-def _prologue(spec: LinearSpec, x: Tensor) -> Tensor:
-    width = spec.weight.shape[1]
-    if spec.prologue == "rms_norm" and spec.gamma is not None:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)
-        return spec.gamma * normed.to(x.dtype)
-    if spec.prologue == "layer_norm":
-        return functional.layer_norm(x, (width,), spec.gamma, spec.beta, spec.eps)
-    if spec.prologue == "swiglu":
-        return functional.silu(x[:, :width]) * x[:, width:]
-    if spec.prologue == "geglu_tanh":
-        return functional.gelu(x[:, :width], approximate="tanh") * x[:, width:]
-    return x
-
-
-def _rotate(spec: AttentionSpec, x: Tensor, gamma: Tensor | None, positions: Tensor) -> Tensor:
-    if gamma is not None:
-        wide = x.float()
-        x = gamma * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.eps)).to(x.dtype)
-    if spec.cos is None or spec.sin is None:
-        return x
-    cos, sin = (t[positions].unsqueeze(1).to(x.dtype) for t in (spec.cos, spec.sin))
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _groups(slots: list[int]) -> list[list[int]]:

@@ -35,9 +35,9 @@ class Engined(Method):
         self._method = method
         self._fast = fast
         self.engine = fast.name
-        self._runs = Schedule.full(fast.num_layers) if method.schedule is None else method.schedule
+        self.schedule = None if method.schedule is None else fast.suited(method.schedule)
+        self._runs = self.schedule or Schedule.full(fast.num_layers)
         self.name = method.name
-        self.schedule = method.schedule
         self.lossless = method.lossless
         self.full_depth = method.full_depth
 

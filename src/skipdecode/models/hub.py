@@ -19,7 +19,16 @@ from skipdecode.models.locate import Place, adapter_dir, base_name, locate
 from skipdecode.models.store import CachedModel, cached_models
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "SCHEDULE_FILE", "CachedModel", "LoadedModel", "cached_models", "load_config", "load_model"]
+__all__ = [
+    "DTYPES",
+    "SCHEDULE_FILE",
+    "CachedModel",
+    "LoadedModel",
+    "cached_models",
+    "choose_device",
+    "load_config",
+    "load_model",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SCHEDULE_FILE = "skipdecode.json"
@@ -95,7 +104,7 @@ def load_model(
 
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
-    target = _device(device)
+    target = choose_device(device)
     adapter = adapter_dir(name)
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise MissingExtraError(f"the adapter {name}", "peft")
@@ -176,7 +185,8 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _device(device: str | None) -> Any:
+def choose_device(device: str | None) -> Any:
+    """The torch device of that name, by default the first GPU or else the CPU; raises UsageError."""
     import torch
 
     if device is None:

@@ -29,12 +29,18 @@ class EngineBackend:
         None: full depth.
     end_tokens : sequence of int
         A row ends after any of them.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        What runs: on some devices one of fewer budgets, see `FastModel.suited`.
     """
 
     def __init__(self, model: FastModel, schedule: Schedule | None, *, end_tokens: Sequence[int]) -> None:
         self._model = model
-        self._schedule = Schedule.full(model.num_layers) if schedule is None else schedule
-        self._schedule.check_fits(model.num_layers)
+        asked = Schedule.full(model.num_layers) if schedule is None else schedule
+        asked.check_fits(model.num_layers)
+        self.schedule = model.suited(asked)
         self.end_tokens = tuple(end_tokens)
         self.num_layers = model.num_layers
 
@@ -46,7 +52,7 @@ class EngineBackend:
         should_stop: StopCheck | None = None,
     ) -> BatchResult:
         """See `Backend.generate`."""
-        engine = Engine(self._model, self._schedule, max_rows=len(prompts), in_order=True)
+        engine = Engine(self._model, self.schedule, max_rows=len(prompts), in_order=True)
         ends = frozenset() if settings.ignore_eos else frozenset(self.end_tokens)
         requests = [
             Request(tuple(prompt), settings.max_new_tokens, _sampling(settings, key), ends)
@@ -84,7 +90,8 @@ class EngineBackend:
         for prompt, new in zip(prompts, tokens, strict=True):
             for step in range(len(new)):
                 pages[step] += kv.pages_for(len(prompt) + step)
-        return max(pages) * self.num_layers * kv.page_bytes
+        # Where whole rows are kept at full depth, that is what is held.
+        return max(max(pages) * self.num_layers * kv.page_bytes, engine.stats.kv_bytes_peak)
 
 
 def _sampling(settings: GenerationSettings, key: int) -> Sampling:

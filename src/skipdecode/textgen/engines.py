@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skipdecode.decoding.fast_model import FastModel
+from skipdecode.decoding.open_model import open_model
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.schedule import Schedule
@@ -30,12 +31,15 @@ class BackendSource:
     tokenizer : transformers tokenizer
     fast : FastModel or None
         None: through transformers.
+    note : callable
+        Told one line where a schedule runs otherwise than it says.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, fast: FastModel | None) -> None:
+    def __init__(self, model: Any, tokenizer: Any, fast: FastModel | None, note: Callable[[str], None]) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._fast = fast
+        self._note = note
 
     @property
     def engine(self) -> str:
@@ -46,6 +50,12 @@ class BackendSource:
         """A backend under a schedule; None is full depth."""
         if self._fast is None:
             return TransformersBackend.of(self._model, self._tokenizer, schedule)
+        if schedule is not None and (suited := self._fast.suited(schedule)) != schedule:
+            before, after = (len(set(s.budgets)) for s in (schedule, suited))
+            self._note(
+                f"{before} different depths are rounded up to {after}, since each is recorded apart on this device: "
+                f"{schedule.mean_budget():.2f} layers on average become {suited.mean_budget():.2f}"
+            )
         return EngineBackend(self._fast, schedule, end_tokens=end_tokens(self._model, self._tokenizer))
 
 
@@ -53,7 +63,7 @@ def open_backends(
     model: Any, tokenizer: Any, engine: str, note: Callable[[str], None], weights: str = "model"
 ) -> BackendSource:
     """The engine for a model, as a source of backends; see `open_fast`."""
-    return BackendSource(model, tokenizer, open_fast(model, engine, note, weights))
+    return BackendSource(model, tokenizer, open_fast(model, engine, note, weights), note)
 
 
 def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> FastModel | None:
@@ -64,7 +74,8 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
     model : PreTrainedModel or PeftModel
         Its projection weights may be fused in place; it stays usable.
     engine : {"auto", "fast", "transformers"}
-        auto: fast where it covers the model and the C++ kernels run, else transformers, with a note why.
+        auto: fast where it covers the model and the C++ kernels run or the device is a GPU, else transformers, with a
+        note why.
     note : callable
         Told one line where the choice needs a word.
     weights : {"model", "int8", "int4"}
@@ -86,7 +97,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
         return None
     merged = hasattr(model, "get_base_model")
     try:
-        fast = FastModel(_merged_copy(model) if merged else unwrap(model), quantization=kind)
+        fast = open_model(_merged_copy(model) if merged else unwrap(model), quantization=kind)
     except UnfitModelError as e:
         if engine == "fast":
             raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None

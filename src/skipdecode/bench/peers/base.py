@@ -45,6 +45,10 @@ class Peer(ABC):
         self.weights = str(model.dtype).removeprefix("torch.")
         self._geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
 
+    def suited(self, schedule: Schedule) -> Schedule:
+        """The schedule that it runs where it is asked for `schedule`."""
+        return schedule
+
     @abstractmethod
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         """Make ready for runs of these sizes; not timed."""

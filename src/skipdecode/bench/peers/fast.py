@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from skipdecode.bench.machine import synchronize
 from skipdecode.bench.peers.base import Peer
 from skipdecode.cost import CostModel
 from skipdecode.decoding.budget_policy import RowView
 from skipdecode.decoding.engine import Engine
 from skipdecode.decoding.fast_model import FastModel, TokenRows
+from skipdecode.decoding.open_model import open_model
 from skipdecode.decoding.requests import Request
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.kernels.quantize import Quantization
@@ -71,12 +73,17 @@ class EnginePeer(Peer):
         self.name = "fast" if quantization is None else f"fast-{quantization}"
         self.weights = quantization or self.weights
         try:
-            self.fast = FastModel(model, quantization=quantization) if fast is None else fast
+            self.fast = open_model(model, quantization=quantization) if fast is None else fast
         except UnfitModelError as e:
             raise UsageError(
                 f"the engine {self.name!r} does not cover this model: {e}; leave it out of --engines"
             ) from None
         self._policy = _Shifted(_bottom_up(self.fast.num_layers))
+        self._recorded: set[Schedule] = set()
+
+    def suited(self, schedule: Schedule) -> Schedule:
+        """See `Peer`."""
+        return self.fast.suited(schedule)
 
     def reads(self, batch: int) -> CostModel:
         """See `Peer`; of the weights as the engine holds them."""
@@ -95,6 +102,8 @@ class EnginePeer(Peer):
         )
 
     def prepare(self, batch: int, prompt: int, new: int) -> None:
+        self.__dict__.pop("_engine", None)  # the one before, with its memory, which the new one may take over
+        self._recorded.clear()
         self._policy.now = Schedule.full(self.fast.num_layers)
         # All prompts in one forward: rows that begin together stay together.
         engine = Engine(self.fast, self._policy, max_rows=batch, prompt_tokens=batch * prompt)
@@ -103,9 +112,8 @@ class EnginePeer(Peer):
         with _not_computing(self.fast):
             while engine.stats.steps == 0:
                 engine.step()
-        # Memory that was never written is no memory yet: reading it would cost nothing.
         with torch.inference_mode():
-            engine.kv.pages.zero_()
+            engine.kv.fill()
         self._engine = engine
 
     def start(self, schedule: Schedule) -> Engine:
@@ -116,7 +124,12 @@ class EnginePeer(Peer):
 
     def step_seconds(self, schedule: Schedule) -> list[float]:
         """Seconds of each step; see `decode_seconds`."""
+        if self.fast.records and schedule not in self._recorded:
+            # A step's first run is recorded, which is not to be timed.
+            self._recorded.add(schedule)
+            self.step_seconds(schedule)
         engine = self.start(schedule)
+        synchronize(self.fast.device)
         times = [time.perf_counter()]
         while engine.has_work:
             engine.step()

@@ -18,7 +18,7 @@ import torch
 from skipdecode.bench.gguf_file import write_gguf
 from skipdecode.bench.peers.base import Peer
 from skipdecode.cost import CostModel
-from skipdecode.errors import MissingExtraError, SkipDecodeError
+from skipdecode.errors import MissingExtraError, SkipDecodeError, UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["LlamaCppPeer"]
@@ -41,12 +41,14 @@ class LlamaCppPeer(Peer):
     MissingExtraError
         If llama-cpp-python is absent.
     UsageError
-        If the model has no GGUF form.
+        If the model has no GGUF form, or is not on the CPU.
     """
 
     def __init__(self, model: Any, kind: str) -> None:
         if importlib.util.find_spec("llama_cpp") is None:
             raise MissingExtraError("the engine 'llama.cpp'", "llama-cpp")
+        if model.device.type != "cpu":
+            raise UsageError("llama.cpp is measured on CPUs only: give --device cpu, or leave it out of --engines")
         import llama_cpp
 
         super().__init__(model)

@@ -7,11 +7,15 @@ import tempfile
 import time
 from typing import Any
 
+import torch
+
 from skipdecode.bench.peers.base import Peer
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["VllmPeer"]
+
+_SHARE_OF_FREE = 0.6  # of a GPU's memory
 
 
 class VllmPeer(Peer):
@@ -34,9 +38,12 @@ class VllmPeer(Peer):
         super().__init__(model)
         self._folder = tempfile.TemporaryDirectory()
         model.save_pretrained(self._folder.name)
-        self._llm = LLM(
-            self._folder.name, skip_tokenizer_init=True, dtype=self.weights, enable_prefix_caching=False, seed=0
-        )
+        options: dict[str, Any] = {"dtype": self.weights, "enable_prefix_caching": False, "seed": 0}
+        if model.device.type == "cuda":
+            # Its share is of all memory, and must be free: the other engines have their weights there already.
+            free, total = torch.cuda.mem_get_info(model.device)
+            options["gpu_memory_utilization"] = _SHARE_OF_FREE * free / total
+        self._llm = LLM(self._folder.name, skip_tokenizer_init=True, **options)
 
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         self._prompts = [{"prompt_token_ids": [5] * prompt} for _ in range(batch)]
