@@ -1,0 +1,151 @@
+"""Greedy fp32 tokens of the vLLM plugin next to those of transformers under the same schedule, on E2E test prompts.
+
+The model is tuned (the bundled adapter, merged), so that its schedule is one that a user would run and its outputs end
+by themselves. Rows of transformers' batches are left-padded and start together; in vLLM they come and go, in both ways
+to skip. A first difference is given with the gap between transformers' two best logits there: rounding decides what is
+closer than about 1e-4. `metadata_build_s` is the median time of one cut and build of attention metadata (modes.py).
+
+    VLLM_ENV=~/.cache/skipdecode/vllm-env
+    $VLLM_ENV/bin/python benchmarks/vllm_exact.py --data test.jsonl --out results/vllm-exact-smollm2-135m.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import torch
+
+from skipdecode import Schedule, attach
+from skipdecode.environment import environment
+from skipdecode.evaluation.generate import batches
+from skipdecode.evaluation.prompts import encode_prompt
+from skipdecode.evaluation.records import load_records
+from skipdecode.evaluation.tasks import load_task
+from skipdecode.models.hub import load_model
+from skipdecode.textgen.backend import GenerationSettings
+from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
+
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
+MODES = ("nested", "where")
+Tokens = list[list[int]]
+
+
+def reference(model: Any, schedule: Schedule, texts: Tokens, ends: list[int], options: Any) -> Tokens:
+    """What transformers says."""
+    backend = TransformersBackend(model, schedule, end_tokens=ends, pad_token=min(ends))
+    settings = GenerationSettings(options.new_tokens)
+    found: Tokens = [[] for _ in texts]
+    for indices in batches([len(t) for t in texts], options.batch):
+        out = backend.generate([texts[i] for i in indices], settings, indices).tokens
+        for i, tokens in zip(indices, out, strict=True):
+            found[i] = list(tokens)
+    return found
+
+
+def by_vllm(folder: str, texts: Tokens, ends: list[int], options: Any) -> tuple[dict[str, Tokens], float]:
+    """What vLLM says in each mode, and seconds of one build of metadata."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder, dtype="float32", max_model_len=512, max_num_seqs=options.batch, block_size=32, skip_tokenizer_init=True
+    )
+    skipping = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.skipping
+    seconds, fill = [], skipping._metadata.fill
+
+    def timed(step: Any, *args: Any) -> None:
+        began = time.perf_counter()
+        fill(step, *args)
+        if step.parts:
+            seconds.append((time.perf_counter() - began) / (len(step.parts) * skipping._metadata.num_builders))
+
+    skipping._metadata.fill = timed
+    sampling = SamplingParams(temperature=0, max_tokens=options.new_tokens, stop_token_ids=ends, detokenize=False)
+    found = {}
+    for mode in MODES:
+        skipping.mode = mode
+        outputs = llm.generate([{"prompt_token_ids": t} for t in texts], sampling, use_tqdm=False)
+        found[mode] = [list(o.outputs[0].token_ids) for o in outputs]
+    return found, statistics.median(seconds)
+
+
+@torch.inference_mode()
+def differences(model: Any, schedule: Schedule, texts: Tokens, expected: Tokens, found: Tokens) -> list[dict[str, Any]]:
+    """Prompts whose tokens differ: where first, and how close transformers' two best tokens are there."""
+    rows = []
+    for number, (text, one, two) in enumerate(zip(texts, expected, found, strict=True)):
+        if one == two:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+        with attach(model, schedule):
+            ids = torch.tensor([text + one[:at]])
+            logits = model(input_ids=ids, use_cache=False, prompt_length=len(text)).logits[0, -1]
+        best = logits.topk(2).values
+        rows.append({"prompt": number, "position": at, "gap": float(best[0] - best[1])})
+    return rows
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The result document."""
+    loaded = load_model(options.model, dtype="float32")
+    model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else loaded.model
+    schedule = Schedule.from_speedup(model.config.num_hidden_layers, options.nominal, options.seq_len)
+    task, ends = load_task("e2e"), sorted(end_tokens(model, loaded.tokenizer))
+    records = load_records(task, str(options.data)).limited(options.records).items
+    texts = [list(encode_prompt(task, record, loaded.tokenizer)) for record in records]
+    # First, because vLLM changes transformers' own classes where it runs a model through them.
+    expected = reference(model, schedule, texts, ends, options)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.skipdecode = schedule.to_dict()
+        model.save_pretrained(folder)
+        found, build = by_vllm(folder, texts, ends, options)
+    modes = {
+        mode: {
+            "equal_prompts": sum(a == b for a, b in zip(expected, tokens, strict=True)),
+            "differences": differences(model, schedule, texts, expected, tokens),
+        }
+        for mode, tokens in found.items()
+    }
+    config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
+    figures = {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
+    return {"environment": environment(), "config": config} | figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(ADAPTER), help="a tuned model or adapter")
+    parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
+    parser.add_argument("--records", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--nominal", type=float, default=2.0)
+    parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    document = run(options)
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    same = {mode: row["equal_prompts"] for mode, row in document["modes"].items()}
+    print(f"of {document['prompts']} prompts, {document['tokens']} tokens, equal: {same}")
+    # Rounding may decide a tie; anything else is an error.
+    wrong = [d for row in document["modes"].values() for d in row["differences"] if d["gap"] > 1e-4]
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
