@@ -101,7 +101,24 @@ def kept(share: dict[str, float] | None) -> str:
     return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {"bench": bench, "decode": decode, "quality": quality}
+def vllm(document: dict[str, Any]) -> list[list[str]]:
+    """The vLLM plugin against stock vLLM in the same run."""
+    ratios = document["ratios"]
+    gains = {
+        "lockstep_8_nominal_2x": "8 rows that start together, linear schedule, nominal 2x: tokens/s of decoding",
+        "mixed_32_linear_2x": "96 requests at once, 32 slots, the same schedule: tokens/s with prompts",
+        "poisson_flat_2x": "Poisson arrivals, 32 slots, flat schedule at 2x: requests/s at stock's p99 between tokens",
+    }
+    overhead = ["the plugin at full depth: time a token", f"{ratios['full_depth_overhead']:+.1%}"]
+    return [["what", "against stock"], overhead, *([text, f"{ratios[key]:.2f}x"] for key, text in gains.items())]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
+    "bench": bench,
+    "decode": decode,
+    "quality": quality,
+    "vllm": vllm,
+}
 
 
 def markdown(rows: list[list[str]]) -> str:

@@ -449,6 +449,26 @@ def test_command_compares_full_depth_with_the_schedule(cost_files, capsys):
     assert "x the requests/s that full depth can serve (nominal 2.00x)" in text
 
 
+def test_command_chooses_when_the_next_requests_join(tmp_path, capsys):
+    config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"vocab_size": 99}))
+    arguments = ["simulate", "--model", str(path), "--bandwidth", "10", "--flops", "100000", "--max-rows", "16"]
+    arguments += ["--nominal-speedup", "3", "--requests", "300", "--prompt-len", "1", "--new-tokens", "uniform:32:96"]
+    arguments += ["--policy", "cohort", "--json"]
+    seconds = {}
+    for share in ("auto", "0", "0.125", "0.25", "0.5", "0.75", "1"):
+        assert main([*arguments, "--join-below", share]) == 0
+        runs = json.loads(capsys.readouterr().out)["runs"]
+        seconds[share] = [r["seconds"] for r in runs]
+        if share == "auto":
+            full, falling = [r["join_below"] for r in runs]
+    # At full depth a free row is a row lost; under a falling schedule company of one's own age is worth waiting for.
+    assert falling < full
+    for column, found in enumerate(seconds["auto"]):
+        assert found == min(s[column] for s in seconds.values())
+
+
 def test_command_predicts_from_a_config(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
     path = tmp_path / "config.json"
@@ -468,6 +488,9 @@ def test_command_predicts_from_a_config(tmp_path, capsys):
         (["--cost", "COST", "--rate", "1", "--load", "1"], "give one of them"),
         (["--cost", "COST", "--load", "0"], "--load 0"),
         (["--cost", "COST", "--burst", "4"], "--burst needs"),
+        (["--cost", "COST", "--join-below", "auto"], "--join-below goes with --policy"),
+        (["--cost", "COST", "--policy", "cohort", "--join-below", "2"], "join_below=2.0 is not accepted"),
+        (["--cost", "COST", "--policy", "cohort", "--join-below", "few"], "--join-below few is not accepted"),
         (["--cost", "COST", "--max-rows", "99"], "known for 1 to 8 rows"),
         (["--cost", "COST", "--new-tokens", "many"], "is no length"),
     ],

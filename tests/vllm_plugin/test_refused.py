@@ -65,6 +65,11 @@ def test_a_schedule_by_hf_overrides(plain: Path):
     assert config.parallel_config.worker_cls == WORKER
 
 
+def test_without_its_schedule_a_checkpoint_is_stocks(tuned: Path):
+    config = config_of(tuned, hf_overrides={"skipdecode": None})
+    assert config.scheduler_config.scheduler_cls is None
+
+
 def test_a_full_schedule_alone_changes_nothing(plain: Path):
     config = config_of(plain, hf_overrides={"skipdecode": Schedule.full(LAYERS).to_dict()})
     assert config.scheduler_config.scheduler_cls is None

@@ -139,6 +139,24 @@ def test_the_openai_client(checkpoint: Any, server: str):
     assert sum(1 for _ in stream) >= 2
 
 
+def test_vllms_own_load_generator(checkpoint: Any, server: str, tmp_path: Path):
+    """What `vllm bench serve` runs; the command itself wants a distribution named vllm."""
+    code = (
+        "from vllm.benchmarks.serve import add_cli_args, main\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = FlexibleArgumentParser()\nadd_cli_args(parser)\nmain(parser.parse_args())"
+    )
+    command = [sys.executable, "-c", code, "--backend", "openai"]
+    command += ["--base-url", server, "--model", "tiny", "--tokenizer", str(checkpoint[0]), "--dataset-name", "random"]
+    command += ["--random-input-len", "24", "--random-output-len", "16", "--num-prompts", "24", "--ignore-eos"]
+    command += ["--extra-body", json.dumps({"vllm_xargs": {"skipdecode": "skipdecode"}})]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "load.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "load.json").read_text())
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (24, 0, 24 * 16)
+
+
 def test_cancelled_streams_leave_nothing_running(server: str):
     def cancel(number: int) -> None:
         with ask(server, prompts((8,), seed=number)[0], 200, stream=True) as stream:

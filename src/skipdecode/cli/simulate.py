@@ -19,7 +19,7 @@ from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.cost import CostModel, Machine
 from skipdecode.decoding.batch_cost import BatchCost
-from skipdecode.decoding.simulator import POLICIES, Simulation, capacity, simulate
+from skipdecode.decoding.simulator import POLICIES, Simulation, best_join_below, capacity, simulate
 from skipdecode.decoding.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.errors import DataError, UsageError
 from skipdecode.schedule import Schedule
@@ -67,6 +67,11 @@ class Config(ScheduleOptions):
         default="continuous",
         choices=tuple(POLICIES),
     )
+    join_below: str | None = option(
+        "with waves or cohort: share of the rows below which the next requests join (default: 0 and 0.25); auto: the "
+        "share with which a schedule finishes the most requests",
+        default=None,
+    )
     max_rows: int | None = option(
         "most rows of a worker (default: the largest batch of --cost; 8 with --model)", default=None
     )
@@ -101,6 +106,7 @@ class _Run:
     schedule: Schedule
     rate: float | None
     capacity: float | None
+    join_below: float | None
     result: Simulation
 
 
@@ -115,7 +121,8 @@ def run(config: Config) -> int:
     if not chosen.is_full:
         schedules.append(chosen)
     started = time.perf_counter()
-    finished = _capacities(config, cost, schedules)
+    shares = _join_shares(config, cost, schedules)
+    finished = _capacities(config, cost, schedules, shares)
     rates = _rates(config, finished)
     runs = [
         _Run(
@@ -123,16 +130,18 @@ def run(config: Config) -> int:
             schedule,
             rate,
             most,
+            share,
             simulate(
                 _trace(config, rate),
                 cost,
                 schedule,
                 max_rows=cost.max_rows,
                 policy=cast("Admission", config.policy),
+                join_below=share,
                 workers=config.workers,
             ),
         )
-        for schedule, rate, most in zip(schedules, rates, finished, strict=True)
+        for schedule, rate, most, share in zip(schedules, rates, finished, shares, strict=True)
     ]
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
@@ -211,15 +220,35 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _capacities(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
+def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
+    """`join_below` for each schedule; None: the policy's own."""
+    asked = config.join_below
+    if asked is None:
+        return [None] * len(schedules)
+    if config.policy == "continuous":
+        raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
+    if asked == "auto":
+        arrivals = list(_trace(config, None))
+        policy = cast("Admission", config.policy)
+        return [best_join_below(arrivals, cost, s, max_rows=cost.max_rows, policy=policy) for s in schedules]
+    try:
+        return [float(asked)] * len(schedules)
+    except ValueError:
+        raise UsageError(f"--join-below {asked} is not accepted: give a number from 0 to 1, or auto") from None
+
+
+def _capacities(
+    config: Config, cost: BatchCost, schedules: list[Schedule], shares: list[float | None]
+) -> list[float | None]:
     """Requests a second that all workers can finish, for each schedule; None where all requests come at once."""
     if config.load is None and config.rate is None:
         return [None] * len(schedules)
     policy = cast("Admission", config.policy)
     endless = 1_000_000_000
     return [
-        config.workers * capacity(_trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=policy)
-        for s in schedules
+        config.workers
+        * capacity(_trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=policy, join_below=share)
+        for s, share in zip(schedules, shares, strict=True)
     ]
 
 
@@ -241,6 +270,7 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
         "seed": config.seed,
         "runs": [
             {"name": r.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
+            | ({} if r.join_below is None else {"join_below": r.join_below})
             | r.result.to_dict()
             for r in runs
         ],
@@ -253,6 +283,8 @@ def _table(runs: list[_Run]) -> list[str]:
     lines.append(["requests/s offered", *("all at once" if r.rate is None else f"{r.rate:.2f}" for r in runs)])
     if runs[0].capacity is not None:
         lines.append(["requests/s at most", *(f"{r.capacity:.2f}" for r in runs)])
+    if runs[0].join_below is not None:
+        lines.append(["next rows join below", *(f"{r.join_below:.1%} of rows" for r in runs)])
     figures = {
         "requests/s finished": lambda s: f"{s.requests_per_second:.2f}",
         "tokens/s": lambda s: f"{s.tokens_per_second:.1f}",

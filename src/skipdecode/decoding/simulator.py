@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from skipdecode.decoding.waves import Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["POLICIES", "Admission", "Simulation", "capacity", "new_scheduler", "simulate"]
+__all__ = ["POLICIES", "Admission", "Simulation", "best_join_below", "capacity", "new_scheduler", "simulate"]
 
 Admission = Literal["waves", "continuous", "cohort"]
 POLICIES: dict[Admission, tuple[float, bool]] = {
@@ -36,6 +36,7 @@ POLICIES: dict[Admission, tuple[float, bool]] = {
 """By name: `join_below` and `in_order` of `Scheduler`. A cohort joins when a quarter of the rows is left."""
 
 _SATURATING = 64  # requests a row with which `capacity` is found
+_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)  # of the rows, tried by `best_join_below`; the last is continuous batching
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ def capacity(
     *,
     max_rows: int = 8,
     policy: Admission = "continuous",
+    join_below: float | None = None,
 ) -> float:
     """Requests a second that one worker finishes when it never waits for any.
 
@@ -195,7 +197,19 @@ def capacity(
     """
     needed = _SATURATING * max_rows
     trace = (arrival._replace(seconds=0.0) for arrival, _ in zip(arrivals, range(needed), strict=False))
-    return simulate(trace, cost, budgets, max_rows=max_rows, policy=policy).requests_per_second
+    run = simulate(trace, cost, budgets, max_rows=max_rows, policy=policy, join_below=join_below)
+    return run.requests_per_second
+
+
+def best_join_below(
+    arrivals: Sequence[Arrival], cost: StepCost, schedule: Schedule, *, max_rows: int = 8, policy: Admission = "cohort"
+) -> float:
+    """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest."""
+
+    def finished(share: float) -> tuple[float, float]:
+        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, join_below=share), share
+
+    return max(_SHARES, key=finished)
 
 
 def _run(trace: Iterable[Arrival], fleet: list[Worker]) -> float:
