@@ -289,8 +289,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=64, help="clients at a time")
     parser.add_argument("--seconds", type=float, default=120.0, help="of load; the last phases are completed")
-    parser.add_argument("--phase", type=float, default=15.0, help="seconds of a phase")
-    parser.add_argument("--warm-up", type=float, default=3.0, help="first seconds of a phase that do not count")
+    parser.add_argument("--phase", type=float, default=30.0, help="seconds of a phase")
+    parser.add_argument(
+        "--warm-up", type=float, default=10.0, help="first seconds of a phase that do not count: streams are of one age"
+    )
     parser.add_argument(
         "--new", type=int, default=192, help="mean new tokens of a stream; from half to one and a half of it"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import httpx
 import pytest
 
+from checkpoints import save_checkpoint
 from serve_tools import greedy, until
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -114,14 +116,36 @@ def test_flags_given_twice_are_gathered():
     assert config.nominal_speedup == (2.0, 3.0)
 
 
-def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch):
+def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path = str(tmp_path)
     schedules = [Schedule.constant(LAYERS, 4)]
     options = {"name": "m", "host": "127.0.0.1", "port": 8000, "dtype": "auto", "schedules": schedules}
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"skipdecode\[vllm\]"):
-        vllm_server.vllm_command("path", **options)
+        vllm_server.vllm_command(path, **options)
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
-    made = vllm_server.vllm_command("path", **options)
-    assert made[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "path"]
+    made = vllm_server.vllm_command(path, **options)
+    assert made[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
     settings = json.loads(made[made.index("--additional-config") + 1])
     assert settings == {"skipdecode": {"schedules": [schedules[0].to_dict()]}}
+
+
+def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedule(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    for name, carried in (("plain", None), ("tuned", Schedule.constant(LAYERS, 4, name="own").to_dict())):
+        save_checkpoint(tmp_path / name, carried)
+        main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
+    settings = [json.loads(c[c.index("--additional-config") + 1])["skipdecode"]["schedules"] for c in started]
+    assert [[s["name"] for s in schedules] for schedules in settings] == [
+        ["full", "skipdecode-2x-flat"],
+        ["skipdecode-2x-flat"],
+    ]
+
+
+def test_vllm_takes_no_adapter(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
+    assert "merge it first" in capsys.readouterr().err

@@ -185,20 +185,28 @@ def _service(config: Config) -> Service:
 
 def _run_vllm(config: Config) -> int:
     from skipdecode.models.hub import load_config
+    from skipdecode.models.locate import adapter_dir
     from skipdecode.serving.vllm_server import vllm_command
 
     if config.weights != "model":
         raise UsageError("--weights is not for --engine vllm, which reads the checkpoint's own")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
-    layers = load_config(config.model).get_text_config(decoder=True).num_hidden_layers if config.nominal_speedup else 0
+    if adapter_dir(config.model) is not None:
+        raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
+    model_config = load_config(config.model)
+    layers = model_config.get_text_config(decoder=True).num_hidden_layers
+    schedules = _schedules(config, layers)
+    if schedules and getattr(model_config, "skipdecode", None) is None:
+        # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.
+        schedules.insert(0, Schedule.full(layers))
     command = vllm_command(
         config.model,
         name=_name(config),
         host=config.host,
         port=config.port,
         dtype=config.dtype,
-        schedules=_schedules(config, layers),
+        schedules=schedules,
     )
     sys.stdout.flush()
     # In this process's place, so that signals reach vLLM itself.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ __all__ = ["Binding", "is_loopback", "make_server", "open_socket", "run_server"]
 
 _UNREAD_SECONDS = 60
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
+# Between its kernels the model's thread needs the interpreter's lock. While the event loop writes to its streams, the
+# thread would wait for it for 5 ms, Python's default, a tenth of a step.
+_SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class _DrainingServer(uvicorn.Server):
 
 def run_server(service: Service, binding: Binding, listening: socket.socket, keys: KeyRing | None = None) -> None:
     """Serve on a socket until SIGINT or SIGTERM."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
     server = make_server(service, binding, keys)
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises the signal that stopped it again; a drained server has ended well.

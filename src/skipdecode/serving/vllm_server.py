@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from skipdecode.errors import MissingExtraError
+from skipdecode.models.locate import locate
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.settings import KEY
 
@@ -22,7 +23,7 @@ def vllm_command(
     Parameters
     ----------
     model : str
-        A directory or hub id.
+        By name, as `skipdecode.models.hub.load_model` takes it; no adapter.
     name : str
         As clients see the model.
     host, port
@@ -36,10 +37,12 @@ def vllm_command(
     ------
     MissingExtraError
         vLLM is not installed.
+    ModelLoadError
+        There is no such model.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("--engine vllm", "vllm")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", locate(model).where]
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     if schedules:
         settings = {KEY: {"schedules": [schedule.to_dict() for schedule in schedules]}}
