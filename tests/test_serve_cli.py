@@ -134,10 +134,16 @@ def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch, tmp_path):
 def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedule(monkeypatch, tmp_path):
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
     started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+
+    def execv(program: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit  # as execv, which does not come back
+
+    monkeypatch.setattr(os, "execv", execv)
     for name, carried in (("plain", None), ("tuned", Schedule.constant(LAYERS, 4, name="own").to_dict())):
         save_checkpoint(tmp_path / name, carried)
-        main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
+        with pytest.raises(SystemExit):
+            main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
     settings = [json.loads(c[c.index("--additional-config") + 1])["skipdecode"]["schedules"] for c in started]
     assert [[s["name"] for s in schedules] for schedules in settings] == [
         ["full", "skipdecode-2x-flat"],

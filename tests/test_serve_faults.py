@@ -47,10 +47,11 @@ def outcomes(service, outcome):
 
 def test_api_keys(tmp_path, monkeypatch):
     file = tmp_path / "keys"
-    file.write_text(f"# ours\n{hashlib.sha256(b'from-the-file').hexdigest()}  # laptop\n\n")
+    hashes = [hashlib.sha256(key).hexdigest() for key in (b"from-the-file", b"from-sha256sum")]
+    file.write_text(f"# ours\n{hashes[0]}  # laptop\n\n{hashes[1]}  -\n")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "from-the-environment, second")
     with running(tiny_service(), KeyRing.read(str(file))) as client:
-        for key in ("from-the-file", "from-the-environment", "second"):
+        for key in ("from-the-file", "from-sha256sum", "from-the-environment", "second"):
             for path in ("/v1/models", "/metrics"):
                 assert client.get(path, headers={"authorization": f"Bearer {key}"}).status_code == 200
         for header in ("", "Bearer", "Bearer wrong", "Bearer from-the-fil", "Basic from-the-file", "from-the-file"):

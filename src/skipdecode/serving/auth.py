@@ -43,7 +43,8 @@ class KeyRing:
             except (OSError, UnicodeDecodeError) as e:
                 raise UsageError(f"cannot read the API keys in {path}: {e}") from None
             for number, line in enumerate(lines, 1):
-                value = line.partition("#")[0].strip()
+                # sha256sum writes a dash, for standard input, behind the hash.
+                value = line.partition("#")[0].strip().removesuffix("-").rstrip()
                 if value and not re.fullmatch(r"[0-9a-fA-F]{64}", value):
                     raise UsageError(
                         f"{path}, line {number}: not the SHA-256 of a key; make one with: printf %s KEY | sha256sum"
