@@ -11,11 +11,12 @@
 namespace {
 
 // A block's weight rows and most activation rows: as many sums as registers hold, of which there are 32 vectors on AVX-512 and
-// Arm and 16 elsewhere. Of few activation rows, more weight rows.
+// Arm and 16 elsewhere. Up to kThinMost activation rows memory sets the pace; less so for weights that are unpacked, of which
+// more rows hide the work.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kRows = 2, kCols = 8, kThinRows = 4, kThinCols = 4;
+constexpr int kRows = 2, kCols = 8, kThinRows = 2, kThinCols = 8, kThinMost = 12, kUnpackedRows = 4, kUnpackedCols = 4;
 #else
-constexpr int kRows = 2, kCols = 4, kThinRows = 4, kThinCols = 3;
+constexpr int kRows = 2, kCols = 4, kThinRows = 4, kThinCols = 3, kThinMost = 6, kUnpackedRows = 4, kUnpackedCols = 3;
 #endif
 constexpr int64_t kPanel = 2 * kCols;       // activation rows that meet a strip of weights in L1, if that holds them
 constexpr int64_t kMostRows = 128;          // activation rows packed at a time
@@ -101,7 +102,8 @@ struct Panel {
 template <class F>
 struct Thin {
   using Format = F;
-  static constexpr int R = kThinRows, Least = 1, M = kThinCols, Apart = kPanel * kStrip;
+  static constexpr int R = F::kPadded ? kUnpackedRows : kThinRows, Least = 1, M = F::kPadded ? kUnpackedCols : kThinCols;
+  static constexpr int Apart = kPanel * kStrip;
   int64_t begin, end;
   int64_t lines() const { return (end - begin + R - 1) / R; }
   int64_t apart() const { return lines(); }
@@ -216,25 +218,23 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
   const int64_t panels = parts_of(m, fit), most = parts_of(m, panels);
   const int64_t steps = columns / kStep, chunks = parts_of(steps * kWidth * 4 * most, kChunkBytes);
   const int64_t depth = std::max<int64_t>(1, parts_of(steps, std::max<int64_t>(1, chunks))) * kStep;
-  // Memory still sets the pace of some more rows than thin blocks take: those meet their weights twice, unless that means to
-  // unpack them twice.
-  const int64_t cols = !F::kPadded && m <= 2 * kThinCols ? kThinCols : kCols;
+  // More rows than a thin block takes meet their weights twice, unless that means to unpack them twice.
+  const bool thin = m <= (F::kPadded ? kUnpackedCols : kThinMost);
+  const int64_t cols = thin ? Thin<F>::M : kCols;
   static thread_local std::vector<vf> memory;
-  const int64_t room = kPanel * kStrip * kThinRows;
+  const int64_t room = kPanel * kStrip * Thin<F>::R;
   memory.resize(room + m * padded / kStep * F::kParts);
   float* packed = (float*)(memory.data() + room);
   Panel made[kMostRows / kCols];
-  int64_t widest = 0;
   for (int64_t i = 0; i < panels; i++) {
     const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, cols));
     float* out = packed + i * most * padded / kStep * kWidth;
     made[i] = {out, rows, group, columns, padded, depth};
-    widest = std::max(widest, group);
     pack_panel<F>(a, made[i], x + i * most * a.ldx, out);
   }
-  const int64_t share = parts_of(parts_of(a.n, team.size), kThinRows) * kThinRows;
+  const int64_t share = parts_of(parts_of(a.n, team.size), Thin<F>::R) * Thin<F>::R;
   const int64_t begin = std::min(a.n, team.id * share), end = std::min(a.n, begin + share);
-  if (widest <= kThinCols) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
+  if (thin) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
   else pass<Wide<F>>(a, made, panels, y, begin, end, memory.data());
 }
 
