@@ -71,6 +71,28 @@ def bench(document: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def speeds(document: dict[str, Any]) -> list[list[str]]:
+    """`skipdecode bench` in short: tokens/s by engine, with the measured gain over the same engine at full depth."""
+    cells = {(row["batch"], row["engine"], row["nominal_speedup"]): row for row in document["rows"]}
+    nominal = sorted({speedup for _, _, speedup in cells})
+    head = ["batch", "engine", "full depth", *(f"nominal {speedup:g}x" for speedup in nominal if speedup > 1)]
+    return [
+        head,
+        *(
+            [str(batch), engine, *(rate(cells.get((batch, engine, speedup))) for speedup in nominal)]
+            for batch, engine in dict.fromkeys((batch, engine) for batch, engine, _ in cells)
+        ),
+    ]
+
+
+def rate(row: dict[str, Any] | None) -> str:
+    """Tokens per second, and under a schedule the measured speed-up."""
+    if row is None:
+        return ""
+    gain = f" ({row['decode_speedup']:.2f}x)" if row["nominal_speedup"] > 1 else ""
+    return f"{row['decode_tokens_per_s']:.0f}{gain}"
+
+
 def quality(document: dict[str, Any]) -> list[list[str]]:
     """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
     metrics = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
@@ -117,6 +139,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "bench": bench,
     "decode": decode,
     "quality": quality,
+    "speeds": speeds,
     "vllm": vllm,
 }
 

@@ -75,9 +75,11 @@ def measure(
             cell = _Cell(batch, prompt, workload.new, {run: [] for run in runs}, {run: [] for run in runs}, {}, {})
             for peer in dict.fromkeys(run.peer for run in runs):
                 peer.prepare(batch, prompt, workload.new)
-            for _ in range(workload.rounds):
+            # An engine's schedules in a row, and every other round backwards: memory's speed may change within a round.
+            order = sorted(runs, key=lambda run: peers.index(run.peer))
+            for number in range(workload.rounds):
                 before = measure_bandwidth(device)
-                for run in runs:
+                for run in order[:: -1 if number % 2 else 1]:
                     schedule = run.peer.suited(schedules[run.nominal])
                     cell.seconds[run].append(run.peer.decode_seconds(schedule))
                     after = measure_bandwidth(device)
