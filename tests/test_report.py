@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from html_page import read_page
 from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.plots import Point, Series, line_figure
 
 ROOT = Path(__file__).parents[1]
 CALIBRATION: dict[str, Any] = {
@@ -85,7 +87,6 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     assert not re.search(r"<script|@import|url\((?!#)", html)
     for heading in (
         "Quality against measured speed-up: mine, 8 records",
-        "published table",
         "Outputs side by side",
         "Speed-up against nominal",
         "Decoding through transformers: opt-1.3b",
@@ -99,6 +100,9 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "Environment",
     ):
         assert heading in page.text, heading
+    # The table was built from these runs: they are shown once.
+    assert html.count("Quality against measured speed-up: mine, 8 records</h2>") == 1
+    assert html.count("Quality against measured speed-up") == 2  # with the list of sections
     # A score, a bench row, a calibration's loss, a dev loss: numbers of each source are on the page.
     bench = json.loads((ROOT / "results" / "bench-smollm2-135m-cpu.json").read_text())
     speedup = max(row["decode_speedup"] for row in bench["rows"])
@@ -173,3 +177,13 @@ def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ):
         assert main(["report", *arguments, "--out", str(tmp_path / "r.html")]) == 1
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_notes_of_points_that_lie_together_are_all_legible():
+    curves = [Series(name, (Point(1.5 + 0.02 * i, 64 - 0.3 * i, note="2x"),)) for i, name in enumerate("abcd")]
+    far = Series("far", (Point(3.0, 50.0, note="5x"),))
+    figure = line_figure([*curves, far], "speed-up", "BLEU")
+    figure.draw_without_rendering()
+    boxes = [note.get_window_extent() for note in figure.axes[0].texts]
+    assert len(boxes) == 5
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))

@@ -20,6 +20,7 @@ from skipdecode.bench.peers import DRAFTING, PEERS
 from skipdecode.bench.workload import Workload
 from skipdecode.cli.bench_report import report
 from skipdecode.cli.options import option
+from skipdecode.cli.thread_options import ThreadOptions
 from skipdecode.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ThreadOptions):
     """Options of `skipdecode bench`."""
 
     model: str | None = option("a local directory, a hub id, or smollm2-135m", positional=True, default=None)
@@ -53,7 +54,6 @@ class Config:
     )
     exit_layer: int | None = option("layers that draft in early-exit (default: a quarter)", default=None)
     rounds: int = option("times that everything runs, in turn", default=3)
-    threads: int | None = option("CPU threads (default: torch's choice)", default=None)
     out: str | None = option("file for the results as JSON", default=None)
     png: str | None = option(
         "file for a picture: speed-up and share of the bandwidth against nominal, step time against batch and prompt",
@@ -81,8 +81,7 @@ def run(config: Config) -> int:
 def _checked(config: Config) -> Workload:
     if (config.model is None) == (config.geometry is None):
         raise UsageError("what to measure is not clear: give either a model or --geometry")
-    if config.threads is not None and config.threads < 1:
-        raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
+    config.check_threads()
     for name in (config.out, config.png, config.profile):
         if name is not None and not Path(name).parent.is_dir():
             raise UsageError(f"the folder of {name} does not exist: make it, or name another")
@@ -91,14 +90,11 @@ def _checked(config: Config) -> Workload:
 
 def _measured(config: Config, workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
-    import torch
-
     from skipdecode.bench.measure import measure
     from skipdecode.bench.profile import profile
     from skipdecode.environment import environment
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    config.use_threads()
     model, peers = _peers(config, workload)
     layers = model.config.num_hidden_layers
     try:

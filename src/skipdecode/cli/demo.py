@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.demo_page import Outcome, Part, document, page
 from skipdecode.cli.engine_options import EngineOptions
+from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
+from skipdecode.cli.thread_options import ThreadOptions
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
@@ -50,7 +52,7 @@ _TUNED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode demo`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default=_DEFAULT)
@@ -62,8 +64,6 @@ class Config(EngineOptions):
         default="float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
-    threads: int | None = option("CPU threads (default: torch's choice)", default=None)
     json: bool = option("print one JSON document instead", default=False)
 
 
@@ -74,6 +74,7 @@ def run(config: Config) -> int:
     for name, value, least in (("max-new-tokens", config.max_new_tokens, 2), ("rounds", config.rounds, 1)):
         if value < least:
             raise UsageError(f"--{name} {value} is not accepted: give {least} or more")
+    config.check_threads()
     parts = [_outcomes(config, setting) for setting in _settings(config)]
     if config.json:
         print(json.dumps(document(dataclasses.asdict(config), parts), indent=2))
@@ -115,14 +116,9 @@ def _settings(config: Config) -> list[_Setting]:
 
 
 def _load(config: Config, name: str) -> LoadedModel:
-    import torch
-
     from skipdecode.models.hub import load_model
 
-    if config.threads is not None:
-        if config.threads < 1:
-            raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
-        torch.set_num_threads(config.threads)
+    config.use_threads()
     return load_model(name, dtype=config.dtype, device=config.device)
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.engine_options import EngineOptions
+from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.thread_options import ThreadOptions
 from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def _with_escapes(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
@@ -85,13 +87,6 @@ class Config(EngineOptions, ScheduleOptions):
     stop: tuple[str, ...] = option(
         r"texts that end a row, cut off; \n and \t are understood", default=(), parse=_with_escapes
     )
-    dtype: str = option(
-        "of the weights; auto is the checkpoint's own",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-    )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
-    threads: int | None = option("CPU threads (default: torch's choice)", default=None)
     compare: bool = option(
         f"also run full depth on up to about {_COMPARED_BATCHES} batches, alternating, and print both speeds",
         default=False,
@@ -140,9 +135,9 @@ def _checked_settings(config: Config) -> GenerationSettings:
         raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
     if config.prompts and config.field is not None:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
-    for name, value in (("batch-size", config.batch_size), ("threads", config.threads)):
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} {value} is not accepted: give 1 or more")
+    config.check_threads()
+    if config.batch_size < 1:
+        raise UsageError(f"--batch-size {config.batch_size} is not accepted: give 1 or more")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
     return GenerationSettings(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
@@ -178,15 +173,12 @@ def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
 
 
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
-    import torch
-
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.hub import load_model
     from skipdecode.textgen.engines import open_backends
     from skipdecode.textgen.report import note, schedule_line
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     num_layers = len(decoder_layers(unwrap(loaded.model)))
     choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skipdecode.cli.engine_options import EngineOptions
+from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import read_schedule
+from skipdecode.cli.thread_options import ThreadOptions
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
-from skipdecode.textgen.backend import ENGINES, WEIGHTS
+from skipdecode.textgen.backend import ENGINES
 
 if TYPE_CHECKING:
     from skipdecode.serving.limits import Limits
@@ -28,7 +31,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode serve`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
@@ -49,11 +52,6 @@ class Config:
         default="auto",
         choices=(*ENGINES, "vllm"),
     )
-    weights: str = option(
-        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster",
-        default="model",
-        choices=WEIGHTS,
-    )
     host: str = option("address to listen on; 0.0.0.0 is every network of the machine", default="127.0.0.1")
     port: int = option("to listen on", default=8000)
     api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None)
@@ -67,13 +65,6 @@ class Config:
     stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0)
     drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0)
     max_connections: int = option("open connections; beyond that new ones get 503", default=1024)
-    dtype: str = option(
-        "of the weights; auto is the checkpoint's own",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-    )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
-    threads: int | None = option("CPU threads (default: torch's choice)", default=None)
     log_level: str = option("of the logs on standard error", default="info", choices=("warning", "info", "debug"))
 
 
@@ -119,8 +110,7 @@ def _check(config: Config) -> None:
             )
     if config.port > 65535:
         raise UsageError(f"--port {config.port} is not accepted: give 0 to 65535")
-    if config.threads is not None and config.threads < 1:
-        raise UsageError(f"--threads {config.threads} is not accepted: give 1 or more")
+    config.check_threads()
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
     for path in config.schedule:
@@ -155,15 +145,12 @@ def _limits(config: Config) -> Limits:
 
 
 def _service(config: Config) -> Service:
-    import torch
-
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.hub import load_model
     from skipdecode.serving.service import open_service
     from skipdecode.textgen.report import note
 
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     service = open_service(
         loaded.model,

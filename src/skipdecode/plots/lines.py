@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skipdecode.plots.notes import spread_notes
 from skipdecode.plots.output import COLORS, INK, new_figure, styled, tip
 
 __all__ = ["Chart", "Point", "Series", "bar_figure", "line_figure", "panel_figure"]
@@ -113,6 +114,7 @@ def line_figure(
         _draw_chart(axes, Chart(series, xlabel, ylabel, level, diagonal, from_zero, log, ticks))
         if any(text for text in axes.get_legend_handles_labels()[1] if not text.startswith("_")):
             figure.legend(loc="outside upper left", ncols=2)
+        _spread(figure, axes, series)
     return figure
 
 
@@ -128,7 +130,14 @@ def panel_figure(charts: Sequence[Chart]) -> Any:
                 axes.legend(fontsize=6.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
         for axes in places[len(charts) :]:
             axes.remove()
+        for axes, chart in zip(places, charts, strict=False):
+            _spread(figure, axes, chart.series)
     return figure
+
+
+def _spread(figure: Any, axes: Any, series: Sequence[Series]) -> None:
+    if axes.texts:
+        spread_notes(figure, axes, [(p.x, p.y) for one in series for p in one.points])
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:
@@ -169,7 +178,8 @@ def _draw(axes: Any, series: Series, place: int) -> None:
             errors = {"xerr": _error(p.x, p.x_bounds), "yerr": _error(p.y, p.y_bounds)}
             axes.errorbar(p.x, p.y, **errors, color=color, capsize=2, linewidth=0.8, capthick=0.8)
         if p.note:
-            axes.annotate(p.note, (p.x, p.y), xytext=(5, 5), textcoords="offset points", fontsize=8, color=color)
+            # `spread_notes` puts it beside the point.
+            axes.annotate(p.note, (p.x, p.y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color)
         if p.tip:
             # A wide, invisible dot, so that pointing at it is easy.
             (dot,) = axes.plot([p.x], [p.y], "o", color=color, alpha=0, markersize=14)

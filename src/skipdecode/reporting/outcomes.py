@@ -78,9 +78,12 @@ class Outcome:
 
 
 def outcomes_of(sources: Sequence[Source]) -> list[Outcome]:
-    """Of all runs and tables: full depth first, then curve by curve."""
-    found = [_of_run(source.data) for source in of_kind(sources, "eval")]
-    found += [_of_row(s.data, row) for s in of_kind(sources, "quality") for row in s.data["runs"]]
+    """Of all runs and tables: full depth first, then curve by curve. A run that stands in a table counts once."""
+    rows = [(s.data, row) for s in of_kind(sources, "quality") for row in s.data["runs"]]
+    runs: list[Run] = [source.data for source in of_kind(sources, "eval")]
+    tabled = [_row_identity(table, row) for table, row in rows]
+    found = [_of_run(run) for run in runs if _run_identity(run) not in tabled]
+    found += [_of_row(table, row) for table, row in rows]
     return sorted(found, key=lambda o: (not o.full, o.curve, o.nominal or 0.0))
 
 
@@ -92,11 +95,23 @@ def by_data(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
     return list(groups.values())
 
 
+def _run_identity(run: Run) -> tuple[Any, ...]:
+    """What a run and its row in a table have in common, and no other: records, decoding, scores."""
+    data, config = run.data, run.data["config"]
+    scores = {name: entry["score"] for name, entry in data["metrics"].items()}
+    return config.get("data_sha256"), data["n"], config.get("method"), scores
+
+
+def _row_identity(table: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[Any, ...]:
+    scores = {name: row[name] for name in row["intervals"]}
+    return table.get("task", {}).get("data_sha256"), row["n"], row.get("decoding"), scores
+
+
 def _of_run(run: Run) -> Outcome:
     data = run.data
     speed, config = data.get("measured_speedup_interval"), data["config"]
     return Outcome(
-        data=f"eval {config.get('data_sha256')}",
+        data=f"{config.get('data_sha256')}, {data['n']}",
         task=f"{config.get('task', {}).get('name', '')}, {data['n']} records",
         name=run.name,
         curve=curve_name(run.name),
@@ -118,8 +133,8 @@ def _of_row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Outcome:
     task, nominal, speed = table.get("task", {}), row.get("nominal_speedup"), row.get("measured_speedup")
     bounds = row.get("measured_speedup_interval")
     return Outcome(
-        data=f"table {task.get('data_sha256')}",
-        task=f"published table, {task.get('name', '')}, {row['n']} records",
+        data=f"{task.get('data_sha256')}, {row['n']}",
+        task=f"{task.get('name', '')}, {row['n']} records",
         name=row["method"] + ("" if nominal is None else f" {nominal:.2g}x"),
         curve=row["method"],
         full=row["method"] == "full",

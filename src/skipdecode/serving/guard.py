@@ -126,8 +126,9 @@ class Guard:
         return counting
 
     def _too_large(self) -> ApiError:
-        message = f"the request is larger than {self._max_body_bytes} bytes"
-        return ApiError(413, "request_too_large", message, headers={"Connection": "close"})
+        # The connection stays: the server reads past the rest of the body. Closed at once, it would be reset while the
+        # client still sends, and the answer be lost.
+        return ApiError(413, "request_too_large", f"the request is larger than {self._max_body_bytes} bytes")
 
     def _note(self, scope: Scope, status: int, outcome: str | None, seconds: float, request_id: bytes) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
+from skipdecode.serving.ticket import Summary
+
 __all__ = ["RESPONSES", "describe"]
 
 
@@ -42,20 +44,6 @@ class _TracedToken(_Exact):
 
 class _Trace(_Exact):
     tokens: list[_TracedToken]
-
-
-class _Summary(_Exact):
-    schedule: str
-    prompt_tokens: int
-    completion_tokens: int
-    layers_run: int
-    layers_full: int
-    kv_bytes: int
-    kv_bytes_saved: int
-    first_token_s: float
-    decode_s: float
-    tokens_per_s: float | None
-    layer_sets: dict[str, list[int]] | None
 
 
 class _Choice(_Exact):
@@ -107,7 +95,7 @@ class _Answer(_Exact):
     created: int
     model: str
     usage: _Usage
-    skipdecode: _Summary
+    skipdecode: Summary
 
 
 class CompletionResponse(_Answer):

@@ -9,6 +9,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from pydantic import ConfigDict, with_config
+
 from skipdecode.decoding.requests import Request
 from skipdecode.serving.catalog import Plan
 from skipdecode.serving.errors import ApiError
@@ -27,6 +29,7 @@ class Update(NamedTuple):
     finish_reason: FinishReason | None
 
 
+@with_config(ConfigDict(extra="forbid"))  # for the description of the interface
 @dataclass(frozen=True)
 class Summary:
     """A whole request, in the terms of docs/serve.md."""
