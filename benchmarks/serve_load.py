@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import psutil
+import uvloop
 
 from skipdecode import Schedule
 from skipdecode.decoding import Engine, Request
@@ -102,17 +103,34 @@ def server(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, psuti
 # ---------------------------------------------------------------------- clients
 
 
+class Receiver(asyncio.Protocol):
+    """Sends one request and notes what comes, and when, to the end of the connection. As little work as can be: the
+    client shares the machine with the server."""
+
+    def __init__(self, stream: Stream, request: bytes, done: asyncio.Future[None]) -> None:
+        self.stream, self.request, self.done = stream, request, done
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.stream.parts.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.done.set_result(None)
+
+
 async def one_stream(port: int, prompt: str, schedule: str, new: int) -> Stream:
     """Ask, and take what comes to the end; the bytes are read when the phase is over."""
     stream = Stream(prompt, new, asked=time.perf_counter())
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True, "skipdecode": {"schedule": schedule}}
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-    while part := await reader.read(2**16):
-        stream.parts.append((time.perf_counter(), part))
-    writer.close()
+    request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    await loop.create_connection(lambda: Receiver(stream, request, done), "127.0.0.1", port)
+    await done
     return stream
 
 
@@ -257,7 +275,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     more = ["--nominal-speedup", str(options.nominal), "--flat", "--max-rows", str(options.streams), "--log-level"]
     more += ["warning", *(["--threads", str(options.threads)] if options.threads else [])]
     with server(options, *more) as (url, process):
-        phases, memory = asyncio.run(load(url, process, options))
+        phases, memory = uvloop.run(load(url, process, options))
         metrics = httpx.get(f"{url}/metrics").text
     text = offline_texts(options)
     streams = [(phase.schedule, stream) for phase in phases for stream in phase.streams]
