@@ -24,7 +24,7 @@ _UNREAD_SECONDS = 60
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 # Between its kernels the model's thread needs the interpreter's lock. While the event loop writes to its streams, the
 # thread would wait for it for 5 ms, Python's default, a tenth of a step.
-_SWITCH_SECONDS = 0.0005
+_SWITCH_SECONDS = 0.00005
 
 
 @dataclass(frozen=True)
