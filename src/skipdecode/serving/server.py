@@ -23,7 +23,7 @@ __all__ = ["Binding", "is_loopback", "make_server", "open_socket", "run_server"]
 _UNREAD_SECONDS = 60
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 # Between its kernels the model's thread needs the interpreter's lock. While the event loop writes to its streams, the
-# thread would wait for it for 5 ms, Python's default, a tenth of a step.
+# thread would wait for up to 5 ms, Python's default.
 _SWITCH_SECONDS = 0.00005
 
 
