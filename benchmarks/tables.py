@@ -72,23 +72,27 @@ def bench(document: dict[str, Any]) -> list[list[str]]:
 
 
 def speeds(document: dict[str, Any]) -> list[list[str]]:
-    """`skipdecode bench` in short: tokens/s by engine, with the measured gain over the same engine at full depth."""
+    """`skipdecode bench` in short: our engine's tokens/s next to transformers', with the gain over its own full depth."""
     cells = {(row["batch"], row["engine"], row["nominal_speedup"]): row for row in document["rows"]}
     nominal = sorted({speedup for _, _, speedup in cells})
-    head = ["batch", "engine", "full depth", *(f"nominal {speedup:g}x" for speedup in nominal if speedup > 1)]
+    ours = dict.fromkeys((batch, engine) for batch, engine, _ in cells if engine.startswith("fast"))
+    head = ["batch", "transformers", "ours", "full depth", *(f"nominal {speedup:g}x" for speedup in nominal[1:])]
     return [
         head,
         *(
-            [str(batch), engine, *(rate(cells.get((batch, engine, speedup))) for speedup in nominal)]
-            for batch, engine in dict.fromkeys((batch, engine) for batch, engine, _ in cells)
+            [
+                str(batch),
+                rate(cells[batch, "transformers", 1]),
+                cells[batch, engine, 1]["weights"],
+                *(rate(cells[batch, engine, speedup]) for speedup in nominal),
+            ]
+            for batch, engine in ours
         ),
     ]
 
 
-def rate(row: dict[str, Any] | None) -> str:
+def rate(row: dict[str, Any]) -> str:
     """Tokens per second, and under a schedule the measured speed-up."""
-    if row is None:
-        return ""
     gain = f" ({row['decode_speedup']:.2f}x)" if row["nominal_speedup"] > 1 else ""
     return f"{row['decode_tokens_per_s']:.0f}{gain}"
 

@@ -32,9 +32,10 @@ def open_model(model: Any, kernel: KernelChoice = "auto", quantization: Quantiza
     UsageError
         If the choice cannot be had here.
     """
-    device = model.get_input_embeddings().weight.device
-    if kernel == "dense" or (kernel == "auto" and device.type == "cuda"):
+    # What is no transformers model is refused by name further on.
+    device = getattr(getattr(model, "device", None), "type", "cpu")
+    if kernel == "dense" or (kernel == "auto" and device == "cuda"):
         if quantization is not None:
-            raise UsageError(f"{quantization} weights are read on CPUs only, the model is on {device.type}")
+            raise UsageError(f"{quantization} weights are read on CPUs only, the model is on {device}")
         return DenseModel(model)
     return FastModel(model, kernel, quantization)
