@@ -72,7 +72,7 @@ def bench(document: dict[str, Any]) -> list[list[str]]:
 
 
 def speeds(document: dict[str, Any]) -> list[list[str]]:
-    """`skipdecode bench` in short: our engine's tokens/s next to transformers', with the gain over its own full depth."""
+    """`skipdecode bench` in short: our tokens/s next to transformers', with the gain over our own full depth."""
     cells = {(row["batch"], row["engine"], row["nominal_speedup"]): row for row in document["rows"]}
     nominal = sorted({speedup for _, _, speedup in cells})
     ours = dict.fromkeys((batch, engine) for batch, engine, _ in cells if engine.startswith("fast"))
