@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "return_freed_memory"]
 
 # malloc.h of the GNU C library.
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
@@ -27,3 +27,9 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, -1))
+
+
+def return_freed_memory() -> None:
+    """Give the kernel the freed pages that malloc kept between others; does nothing with other C libraries than GNU's."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -11,10 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
+from skipdecode.allocator import return_freed_memory
 from skipdecode.decoding.model_spec import read_model, weights_of
 from skipdecode.kernels.memory import Arena
 
 __all__ = ["compact"]
+
+_KEPT = 2**25  # bytes that malloc may keep of what was moved
 
 
 def compact(model: Any) -> None:
@@ -25,6 +28,7 @@ def compact(model: Any) -> None:
     parts = _parts(model, weights)
     arena = Arena([weight.nbytes for weight in weights], weights[0].device)
     weights.reverse()
+    freed = 0
     while weights:
         # Popped, so that nothing holds the old memory once its parameters have moved.
         weight = weights.pop()
@@ -32,6 +36,11 @@ def compact(model: Any) -> None:
         for parameter in parts[weight.data_ptr()]:
             begin = (parameter.data_ptr() - weight.data_ptr()) // weight.element_size()
             parameter.data = place[begin : begin + parameter.numel()].view(parameter.shape)
+        freed += weight.nbytes
+        del weight
+        if freed > _KEPT:
+            return_freed_memory()
+            freed = 0
 
 
 def _parts(model: Any, weights: list[Tensor]) -> dict[int, list[Tensor]]:
