@@ -30,6 +30,6 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Give the kernel the freed pages that malloc kept between others; does nothing with other C libraries than GNU's."""
+    """Give the kernel the freed pages that malloc kept between others; nothing with C libraries but GNU's."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
