@@ -75,14 +75,15 @@ ABLATIONS = {
 
 def make_schedules(runs: Path) -> None:
     """Write every schedule that needs no calibration."""
+    most = Budget(LAYERS, SPEEDUPS[-1], SEQ_LEN)
+    orders = {name: build_schedule(name, most).drop_order for name in ("even", "early_termination")}
     for speedup in SPEEDUPS:
         linear = Schedule.from_speedup(LAYERS, speedup, SEQ_LEN)
         save(runs, linear, f"paper-{speedup}x")
-        for order in ("even", "early_termination"):
-            five = build_schedule(order, Budget(LAYERS, SPEEDUPS[-1], SEQ_LEN))
-            save(runs, replace(linear, drop_order=five.drop_order), f"{order}-{speedup}x")
-        even = build_schedule("even", Budget(LAYERS, SPEEDUPS[-1], SEQ_LEN)).drop_order
-        save(runs, Schedule.constant(LAYERS, round(LAYERS / speedup), drop_order=even), f"unified-{speedup}x")
+        for name, order in orders.items():
+            save(runs, replace(linear, drop_order=order), f"{name}-{speedup}x")
+        flat = Schedule.constant(LAYERS, round(LAYERS / speedup), drop_order=orders["even"])
+        save(runs, flat, f"unified-{speedup}x")
         save(runs, build_schedule("d3", Budget(LAYERS, speedup, SEQ_LEN)), f"d3-{speedup}x")
     three = Schedule.from_speedup(LAYERS, 3, SEQ_LEN)
     for layers in (0, 2, 4):
