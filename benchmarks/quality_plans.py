@@ -1,0 +1,202 @@
+"""What the published quality tables are made of: models, tasks, schedules, checkpoints. `quality_runs.py` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from skipdecode import Schedule
+from skipdecode.methods.schedules import Budget, build_schedule
+
+TASKS = Path(__file__).parent / "tasks"
+CALIBRATED = ("calibrated", "curve", "pruned")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint starts from, what it is tuned with, and the methods it is evaluated with.
+
+    Words that end in .json are schedules by name, such as even-3x.json.
+    """
+
+    base: str
+    options: Sequence[str]
+    methods: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One table.
+
+    Parameters
+    ----------
+    prefix : str
+        Of its directories.
+    results : str
+        The table's file in results/.
+    model : str
+        What `start`, the checkpoint tuned for full depth that all others go on from, is tuned from.
+    layers : int
+        Of the model.
+    seq_len : int
+        95th percentile of the training responses' lengths, in tokens.
+    speedups : sequence of int
+        Nominal ones, rising.
+    checkpoints : mapping
+        In the order in which they are made.
+    yardstick : str
+        The checkpoint whose full depth all runs are compared with.
+    common : sequence of str
+        Options of every `skipdecode tune`.
+    evaluation : sequence of str
+        Options of every `skipdecode eval`.
+    task : str
+        Name or file.
+    start : str
+        Its name; the calibration runs on its weights.
+    """
+
+    prefix: str
+    results: str
+    model: str
+    layers: int
+    seq_len: int
+    speedups: Sequence[int]
+    checkpoints: Mapping[str, Checkpoint]
+    yardstick: str
+    common: Sequence[str] = field(default=("--batch-size", "16", "--learning-rate", "3e-4", "--dev-records", "128"))
+    evaluation: Sequence[str] = field(default=("--batch-size", "32"))
+    task: str = "e2e"
+    start: str = "full-a"
+
+    def schedule(self, name: str, speedup: int) -> Schedule:
+        """A schedule that needs no calibration, by the name of its method."""
+        linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
+        budget = Budget(self.layers, self.speedups[-1], self.seq_len)
+        if name in ("even", "early_termination"):
+            return replace(linear, drop_order=build_schedule(name, budget).drop_order)
+        if name in ("unified", "d3"):
+            return build_schedule(name, replace(budget, nominal_speedup=speedup))
+        if name.startswith("warmup"):
+            layers = int(name.removeprefix("warmup"))
+            return Schedule.from_speedup(self.layers, speedup, self.seq_len, warmup_layers=layers)
+        others = {
+            "paper": linear,
+            "flat": Schedule.constant(self.layers, self.layers // speedup),
+            "max_exit": replace(linear, prompt="max_exit"),
+            "median": Schedule.from_speedup(self.layers, speedup, E2E_MEDIAN),
+        }
+        return others[name]
+
+    def calibrated(self, curve: Schedule, speedup: int) -> Mapping[str, Schedule]:
+        """What a calibrated curve gives: itself, its order under the paper's depths, its order at one depth."""
+        linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
+        flat = Schedule.constant(self.layers, round(self.layers / speedup), drop_order=curve.drop_order)
+        schedules = (replace(linear, drop_order=curve.drop_order), curve, flat)
+        return dict(zip(CALIBRATED, schedules, strict=True))
+
+
+def files(name: str, *speedups: int) -> list[str]:
+    """The schedules of a method, one for each speed-up."""
+    return [f"{name}-{speedup}x.json" for speedup in speedups]
+
+
+def tuned(schedule: str, second: Sequence[str], methods: Sequence[str]) -> Checkpoint:
+    """Tuned on from the start, under a schedule and what is sampled beside it."""
+    return Checkpoint("full-a", ["--schedule", f"{schedule}.json", *second], methods)
+
+
+def sampled(steps: int, *speedups: int) -> list[str]:
+    """One checkpoint for several speed-ups: that of its schedule and these."""
+    return [
+        *("--steps", str(steps), "--curriculum", "sampled", "--distill-weight", "0.5"),
+        *("--sampled-speedups", *map(str, speedups)),
+    ]
+
+
+def full_depth(base: str, seq_len: int, steps: int) -> Checkpoint:
+    """Tuned for full depth."""
+    options = ["--nominal-speedup", "1", "--seq-len", str(seq_len), "--steps", str(steps)]
+    return Checkpoint(base, options, ["full"])
+
+
+E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
+_ALL = (2, 3, 4, 5)
+_SECOND = sampled(450, 2, 3, 4)
+_HALF = ["--steps", "150", "--distill-weight", "0.5"]
+_ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median", "calibrated", "even")
+
+_SMOLLM2 = {"model": "smollm2-135m", "layers": 30}
+
+# At 3x, one schedule a checkpoint, a third of the steps: what each setting of the paper's schedule is worth.
+_ABLATIONS = {f"3x-{name}": tuned(f"{name}-3x", _HALF, [f"{name}-3x.json"]) for name in _ABLATED}
+_ABLATIONS["3x-plain"] = tuned("paper-3x", _HALF[:2], ["paper-3x.json"])
+
+
+def _summaries(prefix: str, seq_len: int, steps: tuple[int, int]) -> Plan:
+    """A small table of a summarization task, whose prompts lose their ends to fit a small machine."""
+    second = sampled(steps[1], 2)
+    orders = {"paper": "paper", "cal": "calibrated", "even": "even"}
+    made = {f"{short}-b": tuned(f"{order}-3x", second, files(order, 2, 3)) for short, order in orders.items()}
+    return Plan(
+        prefix,
+        f"{prefix}-smollm2-135m.json",
+        **_SMOLLM2,
+        seq_len=seq_len,
+        speedups=(2, 3),
+        checkpoints={"full-a": full_depth("", seq_len, steps[0]), **made},
+        yardstick="full-a",
+        common=("--batch-size", "8", "--learning-rate", "2e-4", "--dev-records", "64"),
+        evaluation=("--batch-size", "16"),
+        task=str(TASKS / f"{prefix}.yaml"),
+    )
+
+
+PLANS = {
+    "e2e": Plan(
+        "e2e",
+        "e2e-smollm2-135m.json",
+        **_SMOLLM2,
+        seq_len=E2E_SEQ_LEN,
+        speedups=_ALL,
+        checkpoints={
+            "full-a": full_depth("", E2E_SEQ_LEN, 300),
+            "paper-b": tuned("paper-5x", _SECOND, ["full", *files("paper", *_ALL), *files("d3", 3, 5), "calm"]),
+            "cal-b": tuned(
+                "calibrated-5x",
+                _SECOND,
+                ["full", *files("calibrated", *_ALL), *files("curve", *_ALL), *files("pruned", 3, 5)],
+            ),
+            "even-b": tuned("even-5x", _SECOND, [*files("even", *_ALL), *files("unified", 3, 5)]),
+            "full-b": full_depth("full-a", E2E_SEQ_LEN, 450),
+            "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),
+        },
+        yardstick="full-b",
+    ),
+    "ablations": Plan(
+        "e2e",
+        "ablations-smollm2-135m.json",
+        **_SMOLLM2,
+        seq_len=E2E_SEQ_LEN,
+        speedups=_ALL,
+        checkpoints={"full-a": full_depth("", E2E_SEQ_LEN, 300), **_ABLATIONS},
+        yardstick="full-a",
+    ),
+    "cnn_dm": _summaries("cnn_dm", 71, (80, 120)),
+    "tldr": _summaries("tldr", 70, (100, 120)),
+    "gemma3": Plan(
+        "gemma3",
+        "e2e-gemma3-270m.json",
+        model="gemma3-270m",
+        layers=18,
+        seq_len=E2E_SEQ_LEN,
+        speedups=(2, 3),
+        checkpoints={
+            "full-a": full_depth("", E2E_SEQ_LEN, 200),
+            "paper-b": tuned("paper-3x", sampled(300, 2), files("paper", 2, 3)),
+            "cal-b": tuned("calibrated-3x", sampled(300, 2), files("calibrated", 2, 3)),
+        },
+        yardstick="full-a",
+    ),
+}
