@@ -103,11 +103,18 @@ class Steps:
                     self.save(schedule, self.schedules / f"{name}-{speedup}x.json")
 
     def evaluate(self, name: str, out: Path, methods: Sequence[str], *more: str) -> None:
-        """Methods on the test records, greedy, bf16."""
+        """Those methods on the test records that have not been there yet. Greedy, bf16."""
+        record = out / "methods.txt"
+        done = record.read_text(encoding="utf-8").split() if record.exists() else []
+        methods = [m for m in methods if m not in done]
+        if not methods:
+            return
         head = ["skipdecode", "eval", self.checkpoint(name), "--task", self.plan.task]
         data = ["--data", self.data / "test.jsonl", "--dtype", "bfloat16", "--no-teacher-forced"]
         chosen = ["--out", out, "--methods", *map(self.place, methods)]
         self.call(*head, *data, *self.plan.evaluation, *more, *chosen)
+        if not self.dry_run:
+            record.write_text("\n".join([*done, *methods, ""]), encoding="utf-8")
 
     def evaluation(self, name: str) -> Path:
         """The directory of a checkpoint's evaluation."""
