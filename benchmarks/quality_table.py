@@ -127,14 +127,13 @@ def row(run: Run, full: Run, source: Run, common: Mapping[str, Any], resamples: 
     recipe = config.get("recipe")
     own = {k: v for k, v in options_of(run).items() if k not in common}
     return {
-        "method": curve_name(config["method"]["name"]),
+        **label(run),
         "nominal_speedup": data["nominal_speedup"],
         **speed_columns(run, source),
         "mean_layers": data["speed"]["layers_per_token"],
         "n": data["n"],
         **scores(run),
         "retained": retained(run, full, resamples),
-        "checkpoint": Path(config["model"]).name,
         "recipe": None
         if recipe is None
         else {"schedule": recipe["schedule"], "options": own, "result": recipe["result"]},
@@ -148,6 +147,31 @@ def options_of(run: Run) -> dict[str, Any]:
     """The options its model was tuned with; of a local path only the name."""
     options = (run.data["config"].get("recipe") or {}).get("options", {})
     return {k: Path(v).name if isinstance(v, str) and Path(v).is_absolute() else v for k, v in options.items()}
+
+
+def leads(runs: Sequence[Run], resamples: int) -> list[dict[str, Any]]:
+    """At each nominal speed-up, the run with the best BLEU against each other, paired: what it is ahead by."""
+    by_speed: dict[float, list[Run]] = {}
+    for run in runs:
+        # Whole layers miss a nominal speed-up by a little, each order by as much.
+        by_speed.setdefault(round(run.data["nominal_speedup"] or 0, 2), []).append(run)
+    found = []
+    for speedup, group in sorted(by_speed.items()):
+        best = max(group, key=lambda run: float(run.data["metrics"]["bleu"]["score"]))
+        for other in (run for run in group if run is not best and speedup > 1):
+            ahead = {}
+            for pair in compare_runs([other, best], NEEDED, resamples=resamples):
+                gap = pair.comparison.difference
+                ahead[pair.metric] = {"points": gap.estimate, "low": gap.low, "high": gap.high}
+            names = {"best": label(best), "other": label(other)}
+            found.append({"nominal_speedup": round(best.data["nominal_speedup"], 1), **names, "ahead": ahead})
+    return found
+
+
+def label(run: Run) -> dict[str, str]:
+    """Method and checkpoint."""
+    config = run.data["config"]
+    return {"method": curve_name(config["method"]["name"]), "checkpoint": Path(config["model"]).name}
 
 
 def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamples: int) -> dict[str, Any]:
@@ -172,6 +196,7 @@ def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamp
         "intervals": "95%, bootstrap over records; of retained, paired with full depth's; of speed, over batches",
         "recipe": {"options": common, "data": (config.get("recipe") or {}).get("data")},
         "runs": sorted(rows, key=lambda r: (r["nominal_speedup"] or 0, r["method"])),
+        "leads": leads(runs, resamples),
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+METRICS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
 BLOCK = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
@@ -99,19 +100,35 @@ def rate(row: dict[str, Any]) -> str:
 
 def quality(document: dict[str, Any]) -> list[list[str]]:
     """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
-    metrics = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
-    head = ["method", "nominal speed-up", "measured speed-up", "mean layers"]
+    several = len({row["checkpoint"] for row in document["runs"]}) > 1
+    head = ["method", *(["checkpoint"] if several else []), "nominal speed-up", "measured speed-up", "mean layers"]
     return [
-        [*head, *(cell for name in metrics.values() for cell in (name, "kept"))],
+        [*head, *(cell for name in METRICS.values() for cell in (name, "kept"))],
         *(
             [
                 row["method"],
+                *([row["checkpoint"]] if several else []),
                 f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-",
                 f"{row['measured_speedup']:.2f}x" if row["measured_speedup"] else "-",
                 f"{row['mean_layers']:.1f}",
-                *(cell for name in metrics for cell in (scored(row, name), kept(row["retained"][name]))),
+                *(cell for name in METRICS for cell in (scored(row, name), kept(row["retained"][name]))),
             ]
             for row in document["runs"]
+        ),
+    ]
+
+
+def leads(document: dict[str, Any]) -> list[list[str]]:
+    """By how much the best method of a nominal speed-up is ahead of each other one."""
+    return [
+        ["nominal", "best", "ahead of", *(f"{name}, points" for name in METRICS.values())],
+        *(
+            [
+                f"{row['nominal_speedup']:g}x",
+                *(f"{row[which]['method']} ({row[which]['checkpoint']})" for which in ("best", "other")),
+                *("{points:+.1f} [{low:.1f}, {high:.1f}]".format(**row["ahead"][name]) for name in METRICS),
+            ]
+            for row in document["leads"]
         ),
     ]
 
@@ -142,6 +159,7 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
 TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
     "bench": bench,
     "decode": decode,
+    "leads": leads,
     "quality": quality,
     "speeds": speeds,
     "vllm": vllm,

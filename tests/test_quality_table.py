@@ -57,6 +57,26 @@ def test_the_table_has_a_row_a_run_with_shares_of_full_depth(runs: dict[str, Run
     assert document["environment"]["packages"]["torch"]
 
 
+def test_the_best_run_of_a_speed_up_is_compared_with_the_others(runs: dict[str, Run], tmp_path: Path):
+    data = json.loads(json.dumps(runs["flat-4x"].data))
+    data["nominal_speedup"] = runs["flat-2x"].data["nominal_speedup"]
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in runs["flat-4x"].path.parent.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "run.json").write_text(json.dumps(data))
+    full, two = (str(runs[name].path.parent) for name in ("full", "flat-2x"))
+    out = tmp_path / "table.json"
+    assert script("quality_table").main([full, two, str(other), "--out", str(out), "--resamples", "50"]) == 0
+    (lead,) = json.loads(out.read_text())["leads"]
+    assert (lead["nominal_speedup"], lead["best"]["method"]) == (2, "flat")
+    ahead = lead["ahead"]["bleu"]
+    assert ahead["points"] == pytest.approx(runs["flat-2x"].score("bleu") - runs["flat-4x"].score("bleu"))
+    assert 0 < ahead["low"] <= ahead["points"] <= ahead["high"]
+    tables = script("tables")
+    assert "| 2x | flat (checkpoint) | flat (checkpoint) | +" in tables.markdown(tables.leads({"leads": [lead]}))
+
+
 def test_speed_may_come_from_a_run_of_its_own(runs: dict[str, Run], tmp_path: Path):
     timing = tmp_path / "timing"
     for name, run in runs.items():
