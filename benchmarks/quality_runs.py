@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,8 @@ class Steps:
                 continue
             self.call(*map(str, [*head, "--nominal-speedup", speedup, *shape]))
             if not self.dry_run:
+                for kind in ("json", "png"):
+                    shutil.copy(out / f"calibration.{kind}", out / f"calibration-{speedup}x.{kind}")
                 curve = Schedule.from_json((out / "schedule.json").read_text(encoding="utf-8"))
                 for name, schedule in self.plan.calibrated(curve, speedup).items():
                     self.save(schedule, self.schedules / f"{name}-{speedup}x.json")

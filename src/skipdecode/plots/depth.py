@@ -78,6 +78,7 @@ def calibration_figure(
         for rank, layer in enumerate(schedule.drop_order, start=1):
             # In axes' width, so that the numbers stand in one column whatever the bars' scale.
             bars.text(0.99, layer, str(rank), transform=bars.get_yaxis_transform(), ha="right", va="center", fontsize=6)
+        bars.margins(x=0.12)
         bars.axvline(0, color=INK, linewidth=0.6)
         bars.set(ylabel="layer", xlabel=importance_label)
         bars.set_title("importance; at the right the drop order", fontsize=8.5)
