@@ -124,6 +124,7 @@ def full_depth(base: str, seq_len: int, steps: int) -> Checkpoint:
 E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
+_THIRD = ["--steps", "225", "--curriculum", "sampled", "--sampled-speedups", "3", "4"]
 _HALF = ["--steps", "150", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median", "calibrated", "even")
 
@@ -170,6 +171,12 @@ PLANS = {
             ),
             "even-b": tuned("even-5x", _SECOND, [*files("even", *_ALL), *files("unified", 3, 5)]),
             "full-b": full_depth("full-a", E2E_SEQ_LEN, 450),
+            # From a checkpoint whose full depth is worn: without it as a teacher.
+            "cal-c": Checkpoint(
+                "cal-b",
+                ["--schedule", "calibrated-5x.json", *_THIRD],
+                files("calibrated", 3, 4, 5),
+            ),
             "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),
         },
         yardstick="full-b",
