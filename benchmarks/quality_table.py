@@ -121,13 +121,15 @@ def retained(run: Run, full: Run, resamples: int) -> dict[str, Any]:
     return kept
 
 
-def row(run: Run, full: Run, source: Run, common: Mapping[str, Any], resamples: int) -> dict[str, Any]:
+def row(
+    run: Run, full: Run, source: Run, label: Mapping[str, str], common: Mapping[str, Any], resamples: int
+) -> dict[str, Any]:
     """One line of the table."""
     data, config = run.data, run.data["config"]
     recipe = config.get("recipe")
     own = {k: v for k, v in options_of(run).items() if k not in common}
     return {
-        **label(run),
+        **label,
         "nominal_speedup": data["nominal_speedup"],
         **speed_columns(run, source),
         "mean_layers": data["speed"]["layers_per_token"],
@@ -149,12 +151,12 @@ def options_of(run: Run) -> dict[str, Any]:
     return {k: Path(v).name if isinstance(v, str) and Path(v).is_absolute() else v for k, v in options.items()}
 
 
-def leads(runs: Sequence[Run], resamples: int) -> list[dict[str, Any]]:
+def leads(runs: Sequence[Run], named: Mapping[Path, Mapping[str, str]], resamples: int) -> list[dict[str, Any]]:
     """At each nominal speed-up, the run with the best BLEU against each other, paired: what it is ahead by."""
-    by_speed: dict[float, list[Run]] = {}
+    by_speed: dict[int, list[Run]] = {}
     for run in runs:
         # Whole layers miss a nominal speed-up by a little, each order by as much.
-        by_speed.setdefault(round(run.data["nominal_speedup"] or 0, 2), []).append(run)
+        by_speed.setdefault(round(run.data["nominal_speedup"] or 0), []).append(run)
     found = []
     for speedup, group in sorted(by_speed.items()):
         best = max(group, key=lambda run: float(run.data["metrics"]["bleu"]["score"]))
@@ -163,15 +165,21 @@ def leads(runs: Sequence[Run], resamples: int) -> list[dict[str, Any]]:
             for pair in compare_runs([other, best], NEEDED, resamples=resamples):
                 gap = pair.comparison.difference
                 ahead[pair.metric] = {"points": gap.estimate, "low": gap.low, "high": gap.high}
-            names = {"best": label(best), "other": label(other)}
-            found.append({"nominal_speedup": round(best.data["nominal_speedup"], 1), **names, "ahead": ahead})
+            names = {"best": named[best.path]["method"], "other": named[other.path]["method"]}
+            found.append({"nominal_speedup": speedup, **names, "ahead": ahead})
     return found
 
 
-def label(run: Run) -> dict[str, str]:
-    """Method and checkpoint."""
-    config = run.data["config"]
-    return {"method": curve_name(config["method"]["name"]), "checkpoint": Path(config["model"]).name}
+def labels(runs: Sequence[Run], full: Run) -> dict[Path, dict[str, str]]:
+    """Method and checkpoint of each run. A method on several checkpoints is named with each, but for the yardstick."""
+    named = {
+        r.path: (curve_name(r.data["config"]["method"]["name"]), Path(r.data["config"]["model"]).name) for r in runs
+    }
+    found = {}
+    for path, (method, checkpoint) in named.items():
+        shared = len({other for name, other in named.values() if name == method}) > 1 and path != full.path
+        found[path] = {"method": f"{method}, {checkpoint}" if shared else method, "checkpoint": checkpoint}
+    return found
 
 
 def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamples: int) -> dict[str, Any]:
@@ -180,7 +188,9 @@ def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamp
     tuned = [options_of(run) for run in runs if run.data["config"].get("recipe")]
     common = {k: v for k, v in tuned[0].items() if all(o.get(k) == v for o in tuned)} if tuned else {}
     config = full.data["config"]
-    rows = [row(run, full, source, common, resamples) for run, source in zip(runs, speeds(runs, measured), strict=True)]
+    named = labels(runs, full)
+    sources = zip(runs, speeds(runs, measured), strict=True)
+    rows = [row(run, full, source, named[run.path], common, resamples) for run, source in sources]
     return {
         "kind": "quality",
         "environment": (measured[0] if measured else full).data["environment"],
@@ -196,7 +206,7 @@ def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamp
         "intervals": "95%, bootstrap over records; of retained, paired with full depth's; of speed, over batches",
         "recipe": {"options": common, "data": (config.get("recipe") or {}).get("data")},
         "runs": sorted(rows, key=lambda r: (r["nominal_speedup"] or 0, r["method"])),
-        "leads": leads(runs, resamples),
+        "leads": leads(runs, named, resamples),
     }
 
 

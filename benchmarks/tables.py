@@ -125,7 +125,8 @@ def leads(document: dict[str, Any]) -> list[list[str]]:
         *(
             [
                 f"{row['nominal_speedup']:g}x",
-                *(f"{row[which]['method']} ({row[which]['checkpoint']})" for which in ("best", "other")),
+                row["best"],
+                row["other"],
                 *("{points:+.1f} [{low:.1f}, {high:.1f}]".format(**row["ahead"][name]) for name in METRICS),
             ]
             for row in document["leads"]
