@@ -89,6 +89,7 @@ def speed_columns(run: Run, source: Run) -> dict[str, Any]:
     return {
         "measured_speedup": source.measured_speedup,
         "measured_speedup_interval": None if interval is None else [interval["low"], interval["high"]],
+        "measured_speedup_with_prompt": source.data.get("measured_speedup_with_prompt"),
         "speed_from": {
             "what": "decoding, full depth and the method in turn on the same batches",
             "run": "the evaluation itself" if source is run else "a run for timing",

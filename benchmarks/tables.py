@@ -101,7 +101,7 @@ def rate(row: dict[str, Any]) -> str:
 def quality(document: dict[str, Any]) -> list[list[str]]:
     """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
     several = len({row["checkpoint"] for row in document["runs"]}) > 1
-    head = ["method", *(["checkpoint"] if several else []), "nominal speed-up", "measured speed-up", "mean layers"]
+    head = ["method", *(["checkpoint"] if several else []), "nominal", "measured", "with prompts", "mean layers"]
     return [
         [*head, *(cell for name in METRICS.values() for cell in (name, "kept"))],
         *(
@@ -109,13 +109,19 @@ def quality(document: dict[str, Any]) -> list[list[str]]:
                 row["method"],
                 *([row["checkpoint"]] if several else []),
                 f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-",
-                f"{row['measured_speedup']:.2f}x" if row["measured_speedup"] else "-",
+                times(row["measured_speedup"]),
+                times(row.get("measured_speedup_with_prompt")),
                 f"{row['mean_layers']:.1f}",
                 *(cell for name in METRICS for cell in (scored(row, name), kept(row["retained"][name]))),
             ]
             for row in document["runs"]
         ),
     ]
+
+
+def times(speedup: float | None) -> str:
+    """A speed-up, where it was measured."""
+    return f"{speedup:.2f}x" if speedup else "-"
 
 
 def leads(document: dict[str, Any]) -> list[list[str]]:

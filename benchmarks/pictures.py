@@ -1,0 +1,58 @@
+"""Draw the pictures of docs/ from the result files they show: what `skipdecode report` draws, as PNG.
+
+python benchmarks/pictures.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from skipdecode.plots import Point, Series, line_figure
+from skipdecode.plots.output import png
+from skipdecode.reporting.depth import calibration_sections
+from skipdecode.reporting.quality import quality_sections
+from skipdecode.reporting.sources import read_source
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "img"
+CALIBRATION = ROOT / "results" / "calibration-e2e-smollm2-135m-5x.json"
+DEPTHS = (24, 18, 12, 8, 5)
+
+
+def positions_figure(calibration: dict[str, Any]) -> Any:
+    """What each depth, at all positions, costs at each position: loss added per token, by groups of positions."""
+    losses, starts = calibration["losses_by_budget"], calibration["bucket_starts"]
+    counts, layers = losses["counts"], calibration["schedule"]["num_layers"]
+    ends = [*starts[1:], len(counts)]
+    series = []
+    for depth in DEPTHS:
+        points = []
+        for start, end in zip(starts, ends, strict=True):
+            tokens = sum(counts[start:end])
+            added = sum(losses["sums"][str(depth)][start:end]) - sum(losses["sums"][str(layers)][start:end])
+            points.append(Point((start + end - 1) / 2, added / tokens))
+        series.append(Series(f"{depth} of {layers} layers", tuple(points)))
+    return line_figure(series, "generation position", "loss added per token", from_zero=True)
+
+
+def main() -> int:
+    """Draw all; returns 0."""
+    calibration = calibration_sections([read_source(CALIBRATION)])[0]
+    quality = quality_sections([read_source(ROOT / "results" / "e2e-smollm2-135m.json")])[0]
+    figures = {
+        "calibration-e2e": calibration.pictures[0].figure,
+        "calibration-search-e2e": calibration.pictures[1].figure,
+        "calibration-positions-e2e": positions_figure(json.loads(CALIBRATION.read_text(encoding="utf-8"))),
+        "quality-e2e": quality.pictures[0].figure,
+    }
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        (IMAGES / f"{name}.png").write_bytes(png(figure))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
