@@ -246,6 +246,14 @@ def test_bf16_trains_fp32_weights(tmp_path: Path, fresh_accelerate: Any) -> None
     assert losses(tmp_path)[-1][1] < losses(tmp_path)[0][1]
 
 
+def test_the_frozen_teacher_computes_as_the_student_does(tmp_path: Path, fresh_accelerate: Any) -> None:
+    changes = {"full": True, "precision": "bf16", "distill_weight": 0.5, "steps": 1, "warmup_fraction": 0.0}
+    options = TuneConfig(**(BASICS | changes))
+    Tuner(tuning_model("llama"), TOKENIZER, TRAIN, DEV, Schedule.full(LAYERS), options, tmp_path).run()
+    # At full depth and before the first update both are one model: any difference is one of arithmetic.
+    assert [row["kl"] for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "train"] == [0.0]
+
+
 def test_tensorboard_events_are_written_on_request(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,19 +74,31 @@ class Teacher:
         The student's PEFT wrapper, whose adapter is off while teaching; None where it stays on or there is none.
     copy : Module or None
         A frozen copy that teaches instead of the student.
+    arithmetic : callable, optional
+        Gives the context in which the copy runs, such as `Accelerator.autocast`; a prepared student brings its own.
     """
 
-    def __init__(self, attachment: Attachment, model: Any, *, adapter: Any = None, copy: Any = None) -> None:
+    def __init__(
+        self,
+        attachment: Attachment,
+        model: Any,
+        *,
+        adapter: Any = None,
+        copy: Any = None,
+        arithmetic: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
         self._attachment = attachment
         self._model = model
         self._adapter = adapter
         self._copy = copy
+        self._arithmetic = arithmetic
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> Tensor:
         """Logits that predict the response columns, as `response_logits`, without gradients."""
         if self._copy is not None:
-            return response_logits(self._copy, batch, attached=False)
+            with self._arithmetic():
+                return response_logits(self._copy, batch, attached=False)
         adapter_off = contextlib.nullcontext() if self._adapter is None else self._adapter.disable_adapter()
         with self._attachment.paused(), adapter_off, _evaluating(self._model):
             return response_logits(self._model, batch)

@@ -151,7 +151,8 @@ class Tuner:
         if frozen is not None:
             frozen.to(self._accelerator.device)
         switch_off = self._adapter if config.teacher == "initial" else None
-        teacher = Teacher(self._attachment, self._model, adapter=switch_off, copy=frozen)
+        arithmetic = self._accelerator.autocast
+        teacher = Teacher(self._attachment, self._model, adapter=switch_off, copy=frozen, arithmetic=arithmetic)
         objective = Objective(teacher, config.distill_weight, config.temperature)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
