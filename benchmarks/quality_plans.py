@@ -76,7 +76,11 @@ class Plan:
         budget = Budget(self.layers, self.speedups[-1], self.seq_len)
         if name in ("even", "early_termination"):
             return replace(linear, drop_order=build_schedule(name, budget).drop_order)
-        if name in ("unified", "d3"):
+        if name == "unified":
+            # The layers that the even order was tuned with, the same at every position.
+            order = build_schedule("even", budget).drop_order
+            return Schedule.constant(self.layers, round(self.layers / speedup), drop_order=order)
+        if name == "d3":
             return build_schedule(name, replace(budget, nominal_speedup=speedup))
         if name.startswith("warmup"):
             layers = int(name.removeprefix("warmup"))
@@ -163,20 +167,14 @@ PLANS = {
         speedups=_ALL,
         checkpoints={
             "full-a": full_depth("", E2E_SEQ_LEN, 300),
-            "paper-b": tuned("paper-5x", _SECOND, ["full", *files("paper", *_ALL), *files("d3", 3, 5), "calm"]),
+            "paper-b": tuned("paper-5x", _SECOND, ["full", *files("paper", *_ALL), *files("d3", 3, 5)]),
             "cal-b": tuned(
                 "calibrated-5x",
                 _SECOND,
                 ["full", *files("calibrated", *_ALL), *files("curve", *_ALL), *files("pruned", 3, 5)],
             ),
             "even-b": tuned("even-5x", _SECOND, [*files("even", *_ALL), *files("unified", 3, 5)]),
-            "full-b": full_depth("full-a", E2E_SEQ_LEN, 450),
-            # From a checkpoint whose full depth is worn: without it as a teacher.
-            "cal-c": Checkpoint(
-                "cal-b",
-                ["--schedule", "calibrated-5x.json", *_THIRD],
-                files("calibrated", 3, 4, 5),
-            ),
+            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "calm"]),
             "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),
         },
         yardstick="full-b",
@@ -189,6 +187,19 @@ PLANS = {
         speedups=_ALL,
         checkpoints={"full-a": full_depth("", E2E_SEQ_LEN, 300), **_ABLATIONS},
         yardstick="full-a",
+    ),
+    "third": Plan(
+        "e2e",
+        "third-smollm2-135m.json",
+        **_SMOLLM2,
+        seq_len=E2E_SEQ_LEN,
+        speedups=_ALL,
+        checkpoints={
+            # Without a teacher: these checkpoints' own full depth is worn.
+            f"{short}-c": Checkpoint(f"{short}-b", ["--schedule", f"{order}-5x.json", *_THIRD], files(order, 3, 4, 5))
+            for short, order in (("cal", "calibrated"), ("paper", "paper"), ("even", "even"))
+        },
+        yardstick="full-b",
     ),
     "cnn_dm": _summaries("cnn_dm", 71, (80, 120)),
     "tldr": _summaries("tldr", 70, (100, 120)),

@@ -12,6 +12,7 @@ checkpoint) and each of the others about one. Nothing else should run while the 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import shutil
 import subprocess
@@ -27,6 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skipdecode import Schedule
 
 HERE = Path(__file__).parent
+
+
+def finished(run: Path) -> bool:
+    """Whether `skipdecode tune` came to its end there."""
+    recipe = run / "recipe.json"
+    return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None
 
 
 class Steps:
@@ -66,7 +73,7 @@ class Steps:
     def tune(self, name: str, made: Checkpoint) -> None:
         """A checkpoint, all weights."""
         out = self.checkpoint(name)
-        if (out / "model.safetensors").exists():
+        if finished(out):
             return
         base = self.checkpoint(made.base) if made.base else self.base()
         train, dev = self.data / "train.jsonl", self.data / "dev.jsonl"
@@ -123,24 +130,29 @@ class Steps:
         """The directory of a checkpoint's evaluation."""
         return self.runs / f"eval-{self.plan.prefix}-{name}"
 
-    def run(self, table: str) -> None:
+    def timing(self, name: str) -> Path:
+        """The directory of a checkpoint's timing."""
+        return self.runs / f"timing-{self.plan.prefix}-{name}"
+
+    def run(self) -> None:
         """All of it."""
         plan = self.plan
-        self.tune(plan.start, plan.checkpoints[plan.start])
-        self.calibrate()
+        if plan.start in plan.checkpoints:
+            self.tune(plan.start, plan.checkpoints[plan.start])
+            self.calibrate()
         for name, made in plan.checkpoints.items():
             self.tune(name, made)
         for name, made in plan.checkpoints.items():
             label = f"{plan.prefix}-{name}"
             self.evaluate(name, self.evaluation(name), made.methods, "--bertscore-model", "minilm", "--name", label)
-        every = dict.fromkeys(m for made in plan.checkpoints.values() for m in made.methods)
-        timing = self.runs / f"timing-{table}"
-        self.evaluate(plan.start, timing, list(every), "--limit", "64", "--metrics", "rougeL", "--seed", "0")
+        for name, made in plan.checkpoints.items():
+            self.evaluate(name, self.timing(name), made.methods, "--limit", "320", "--metrics", "rougeL")
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
+        timings = [self.timing(name) for name in plan.checkpoints]
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py"]
-        self.call(*script, *evaluations, "--full", full, "--speed", timing, "--out", out)
+        self.call(*script, *evaluations, "--full", full, "--speed", *timings, "--out", out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     options.runs.mkdir(parents=True, exist_ok=True)
     try:
-        Steps(PLANS[options.table], options.data, options.runs, options.dry_run).run(options.table)
+        Steps(PLANS[options.table], options.data, options.runs, options.dry_run).run()
     except subprocess.CalledProcessError as e:
         return int(e.returncode)
     return 0

@@ -10,7 +10,7 @@ yardstick's, with the interval of a paired bootstrap over the records.
 The measured speed-up is that of the eval run itself: full depth and the method took turns on each batch. Where those
 runs shared the machine with others, measure again on a quiet one, all schedules in one call with few records
 (`skipdecode eval MODEL --methods full skipdecode:2 even.json ... --limit 48 --out timing`), and give that as `--speed`:
-every run then takes the speed of the run in there that has the same schedule. Each row says which it was.
+every run then takes the speed of the run in there that has the same model and schedule. Each row says which it was.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any
 from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS
-from skipdecode.evaluation.results import RUN_FILE, Run, curve_name, load_run
+from skipdecode.evaluation.results import RUN_FILE, Run, load_run
 from skipdecode.files import write_whole
+from skipdecode.names import curve_name
 
 NEEDED = ("bleu", "rougeL", "bertscore_f1")
 
@@ -65,11 +66,11 @@ def at_full_depth(run: Run) -> bool:
 
 
 def same_work(run: Run) -> str:
-    """What decides the time of a method: its settings less the schedule's name, and the weights' form."""
+    """What decides the time of a method: the weights, its settings less the schedule's name."""
     method, weights = run.data["config"]["method"], run.data["config"].get("weights", "model")
     schedule = method.get("schedule")
     work = method if schedule is None else {k: v for k, v in schedule.items() if k != "name"}
-    return json.dumps([work, weights], sort_keys=True)
+    return json.dumps([Path(run.data["config"]["model"]).name, work, weights], sort_keys=True)
 
 
 def speeds(runs: Sequence[Run], measured: Sequence[Run] | None) -> list[Run]:

@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Lowest first. A module may import from its own layer and from those before it.
 LAYERS = [
-    {"errors", "checks", "registry", "paths", "files", "environment", "jsonl", "allocator"},
+    {"errors", "checks", "registry", "paths", "files", "environment", "jsonl", "allocator", "names"},
     {"budgets", "layer_order"},
     {"schedule"},
     {"levels"},

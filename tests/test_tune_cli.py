@@ -72,6 +72,29 @@ def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_p
     assert curve(again) == curve(first) != curve(other)
 
 
+def test_a_recipe_brings_its_schedule(files: Files, tmp_path: Path, capsys: Any) -> None:
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    file = tmp_path / "mine.json"
+    file.write_text(Schedule.even(LAYERS, 3, name="mine").to_json())
+    assert main(arguments(files, first, "--schedule", str(file))) == 0
+    file.unlink()
+    recipe = ["tune", "--recipe", str(first / "recipe.json"), "--train", files["train"], "--dev", files["dev"]]
+    assert main([*recipe, "--out", str(again)]) == 0
+    assert main([*recipe, "--out", str(other), "--nominal-speedup", "2"]) == 0
+    assert curve(again) == curve(first) != curve(other)
+    assert load_model(str(again)).schedule == Schedule.even(LAYERS, 3, name="mine")
+    assert load_model(str(other)).schedule.name == "skipdecode-2x"
+
+
+def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, capsys: Any) -> None:
+    command = arguments(files, tmp_path, "--nominal-speedup", "2", "--resume")
+    assert main(command) == 0
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"processes": 2, "result": None}))
+    capsys.readouterr()
+    assert "started on 2 processes, and 1 would get other batches" in refused(capsys, command)
+
+
 def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path: Path) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     command = arguments(files, killed, "--nominal-speedup", "2", "--resume", steps=40)
@@ -101,9 +124,15 @@ def test_two_processes_make_the_steps_of_one_that_accumulates(files: Files, tmp_
     subprocess.run([*launch, "-m", "skipdecode.cli", *command], env=environment, check=True, timeout=300)
     one = arguments(files, tmp_path / "one", "--nominal-speedup", "2", "--distill-weight", "0.3", "--accumulation", "2")
     assert main(one) == 0
-    two, single = curve(tmp_path / "two"), curve(tmp_path / "one")
+    names = ("two", "one")
+    two, single = (curve(tmp_path / name) for name in names)
     assert [row[:2] for row in two] == [row[:2] for row in single]
     assert [row[2] for row in two] == pytest.approx([row[2] for row in single], rel=1e-5)
+    # Losses forgive a wrong scale of the gradient, since AdamW divides by it; its norm does not.
+    norms = [
+        [row["gradient_norm"] for row in read_log(tmp_path / n / "log.jsonl") if row["kind"] == "train"] for n in names
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 def refused(capsys: Any, command: list[str], code: int = 2) -> str:
@@ -123,6 +152,7 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
         (["--prompt-field", "colour"], "give --task, --prompt-template or --prompt-field, one of the three"),
         (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup both name a schedule"),
         (["--schedule", "none.json"], "none.json"),
+        (["--train-records", "-1"], "--train-records -1 is not accepted: give 1 or more"),
         (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
         (["--task", "e2e"], "one of the three"),

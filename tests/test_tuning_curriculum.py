@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,6 +55,27 @@ def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other()
     steep, flat = curriculum.goals
     assert flat.drop_order == even.drop_order
     assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
+
+
+def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
+    flat = Schedule.constant(12, 4, name="pruned-3x")
+    curriculum = make_curriculum(flat, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
+    assert [(s.name, s.budgets) for s in curriculum.goals] == [("pruned-3x", (4,)), ("pruned-2x", (6,))]
+    with pytest.raises(ScheduleError, match="no drop order to sample 2x from: give --nominal-speedup above 1"):
+        make_curriculum(Schedule.full(12), TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"curriculum": "sampeld"}, "--curriculum 'sampeld' is not accepted: give one of none, lower, sampled"),
+        ({"precision": "fp16"}, "--precision 'fp16' is not accepted"),
+        ({"full": "false"}, "--full 'false' is not accepted: give true or false"),
+    ],
+)
+def test_choices_are_checked_wherever_they_come_from(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TuneConfig(**change)
 
 
 def test_sampling_needs_a_second_schedule() -> None:

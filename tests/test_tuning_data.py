@@ -83,6 +83,17 @@ def test_chat_prompts_go_through_the_tokenizers_template(tmp_path: Path) -> None
     assert tokenizer.decode(example.prompt) == f"<s>user: {records(1)[0]['thing']}</s>bot:"
 
 
+def test_the_field_that_may_be_cut_makes_room_for_the_response(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"colour": "red" * 30, "thing": "car", "ref": "x" * 30}])
+    template = Template("{colour} {thing}\n", "ref", truncate="colour", max_prompt_tokens=80)
+    (example,), rejects = load_examples(path, template, byte_tokenizer(), max_length=64)
+    assert not rejects
+    assert len(example) == 64
+    text = byte_tokenizer().decode(example.prompt)
+    assert text.startswith("redred")
+    assert text.endswith(" car\n")
+
+
 def test_a_long_prompt_loses_the_end_of_the_field_that_may_be_cut(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     template = Template("{text}\nTL;DR: {hint}:", "ref", truncate="text", max_prompt_tokens=24)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
@@ -189,6 +190,13 @@ def test_nan_stops_the_run_before_the_update_and_names_the_records(tmp_path: Pat
     assert told["ids"] == [TRAIN[i].id for i in indices]
 
 
+def test_weights_that_fail_on_the_dev_records_are_not_saved(tmp_path: Path) -> None:
+    changes = {"full": True, "learning_rate": 3e38, "clip": 0, "warmup_fraction": 0, "steps": 1}
+    with pytest.raises(DivergedError, match="the loss on the dev records is nan after step 1: lower"):
+        tune(tmp_path, changes=changes)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def test_a_failed_run_leaves_the_model_without_a_schedule(tmp_path: Path) -> None:
     model = tuning_model()
     config = TuneConfig(**(BASICS | {"full": True, "learning_rate": 1e30, "clip": 0, "warmup_fraction": 0}))
@@ -216,16 +224,36 @@ def test_sampled_budgets_are_judged_at_every_speed_up(tmp_path: Path) -> None:
     assert result.best_dev_loss <= row["cross_entropy"]
 
 
-def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
-    for name in ("plain", "checkpointed"):
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = dict.fromkeys(("plain", "checkpointed"), 0)
+    original = LlamaMLP.forward
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls[name] += 1
+        return original(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    for name in calls:
         tune(tmp_path / name, changes={"full": True, "gradient_checkpointing": name == "checkpointed"})
     plain, checkpointed = losses(tmp_path / "plain"), losses(tmp_path / "checkpointed")
+    assert calls["checkpointed"] > 1.3 * calls["plain"]  # the forward pass again, in the backward pass
     assert [loss for _, loss in plain] == pytest.approx([loss for _, loss in checkpointed], rel=1e-4)
 
 
-def test_speed_is_reported_next_to_full_depth(tmp_path: Path) -> None:
+def test_speed_is_reported_next_to_full_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = [0]
+    original = LlamaMLP.forward
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        ran[0] += x.shape[0] * x.shape[1]
+        return original(self, x)
+
+    # A clock that goes on by the tokens that layers run, so that speeds are known.
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    monkeypatch.setattr("skipdecode.tuning.speed.time.perf_counter", lambda: float(ran[0]))
     result = tune(tmp_path, changes={"steps": 2, "compare_batches": 2})
     assert result.speed.batches == 2
+    assert 1.2 < result.speed.ratio < 2  # 2x on the response, prompts at full depth
     assert result.speed.tokens_per_s > 0
     assert result.to_dict()["speed"]["ratio"] == result.speed.tokens_per_s / result.speed.full_depth_tokens_per_s
     assert losses(tmp_path)  # measuring writes nothing into the log

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 from skipdecode.errors import OutputError
 
-__all__ = ["write_whole"]
+__all__ = ["copy_files", "write_whole"]
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the files of one directory into another; each is there whole or not at all."""
+    for file in sorted(source.iterdir()):
+        partial = target / f".{file.name}.partial"
+        shutil.copy(file, partial)
+        os.replace(partial, target / file.name)
 
 
 def write_whole(path: Path | str, data: str | bytes) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "prepare_parser", "run"]
 
+_SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 
 
@@ -67,10 +68,14 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     path = early.parse_known_args(arguments)[0].recipe
     if path is None:
         return
-    options = read_recipe(Path(path))["options"]
+    recipe = read_recipe(Path(path))
+    options = recipe["options"]
     known = {f.name for f in fields(Config)} - set(_NOT_IN_RECIPE)
     if unknown := sorted(set(options) - known):
         raise UsageError(f"recipe {path}: unknown option {unknown[0]!r}; accepted are {', '.join(sorted(known))}")
+    if recipe.get("schedule") is not None:
+        # The recipe brings the schedule itself: the file it was read from may be gone, or another by now.
+        options = {k: v for k, v in options.items() if k not in _SCHEDULE_OPTIONS}
     parser.set_defaults(**options)
 
 
@@ -79,6 +84,9 @@ def run(config: Config) -> int:
     for name in ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
+    for name in ("train_records", "dev_records"):
+        if (count := getattr(config, name)) is not None and count < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {count} is not accepted: give 1 or more")
     check_schedule_options(config)
     out = Path(config.out)
     _check_out(out, config.resume)
@@ -91,8 +99,8 @@ def run(config: Config) -> int:
     schedule = _schedule(config, loaded, examples["train"][0])
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
-    recipe = make_recipe(options, schedule, data, environment())
     state = process_state()
+    recipe = make_recipe(options, schedule, data, environment(), processes=state.num_processes)
     if config.resume and (out / RECIPE_FILE).is_file():
         stored = read_recipe(out / RECIPE_FILE)
         check_same_run(stored, recipe)
@@ -154,10 +162,16 @@ def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Exam
 
 
 def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:
-    """The schedule asked for; its positions are by default the 95th percentile of the responses' lengths."""
+    """The schedule asked for, or the recipe's; positions are by default the responses' 95th percentile of lengths."""
     lengths = sorted(len(example.response) for example in train)
     layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
     longest = lengths[round(0.95 * (len(lengths) - 1))]
+    stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
+    if stored is not None and all(getattr(config, name) is None for name in _SCHEDULE_OPTIONS):
+        schedule = Schedule.from_dict(stored)
+        schedule.check_fits(layers)
+        print(f"skipdecode: schedule {schedule.name}: the recipe's", file=sys.stderr)
+        return schedule
     choice = choose_schedule(config, layers, carried=loaded.schedule, default_seq_len=longest)
     print(f"skipdecode: schedule {choice.schedule.name}: {choice.origin}", file=sys.stderr)
     return choice.schedule

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +19,12 @@ from numpy.typing import NDArray
 from skipdecode.errors import DataError, OutputError
 from skipdecode.files import write_whole
 
-__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "check_directory", "curve_name", "load_run", "save_run"]
+__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "check_directory", "load_run", "save_run"]
 
 FORMAT = 1
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _NEEDED = ("format", "name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
-_SPEED_ENDING = re.compile(r"[-_@ ]\d+(\.\d+)?x$")
 
 
 @dataclass(frozen=True)
@@ -86,11 +84,6 @@ class Run:
             raise DataError(
                 f"{self.path} has no statistics of {metric}: run it again with --metrics {metric}"
             ) from None
-
-
-def curve_name(name: str) -> str:
-    """A run's or method's name without an ending such as "-2x": runs that differ in it only are one curve."""
-    return _SPEED_ENDING.sub("", name)
 
 
 def load_run(path: str | Path) -> Run:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.evaluation.results import Run, curve_name
+from skipdecode.evaluation.results import Run
+from skipdecode.names import curve_name
 from skipdecode.reporting.sources import Source, of_kind
 
 __all__ = ["HEADLINE", "METRIC_NAMES", "Bounded", "Outcome", "by_data", "outcomes_of"]

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from skipdecode.evaluation.results import Run, curve_name
+from skipdecode.evaluation.results import Run
+from skipdecode.names import curve_name
 from skipdecode.plots import Point, Series, line_figure
 from skipdecode.reporting.outcomes import HEADLINE, METRIC_NAMES
 from skipdecode.reporting.page import Details, Output, Picture, Sample, Section

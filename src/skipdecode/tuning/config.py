@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal
 
 from skipdecode.errors import UsageError
@@ -94,6 +94,8 @@ class TuneConfig:
     )
 
     def __post_init__(self) -> None:
+        for option in fields(TuneConfig):
+            _check_kind(option, getattr(self, option.name))
         for name in ("steps", "batch_size", "accumulation", "eval_every", "checkpoint_every"):
             _check(name, getattr(self, name), lambda v: isinstance(v, int) and v >= 1, "a whole number of 1 or more")
         for name in ("compare_batches", "seed"):
@@ -128,7 +130,20 @@ class TuneConfig:
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def _check_kind(option: Field[Any], value: Any) -> None:
+    """Choices and switches: a command line's are checked when it is read, a recipe's or a caller's are not."""
+    choices = option.metadata["choices"]
+    if choices is not None and value not in choices:
+        raise UsageError(f"{_flag(option.name)} {value!r} is not accepted: give one of {', '.join(choices)}")
+    if isinstance(option.default, bool) and not isinstance(value, bool):
+        raise UsageError(f"{_flag(option.name)} {value!r} is not accepted: give true or false")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _check(name: str, value: Any, good: Callable[[Any], bool], accepted: str) -> None:
     # The type is checked too: values may come from a recipe file.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not good(value):
-        raise UsageError(f"--{name.replace('_', '-')} {value} is not accepted: give {accepted}")
+        raise UsageError(f"{_flag(name)} {value} is not accepted: give {accepted}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from skipdecode.errors import ScheduleError
+from skipdecode.names import curve_name
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
@@ -86,23 +87,34 @@ class Sampled:
 
 
 def with_speedup(target: Schedule, nominal_speedup: float) -> Schedule:
-    """The linear schedule of another nominal speed-up with the target's order, positions, warm-up and prompt depth.
+    """The schedule of another nominal speed-up with the target's order, positions, warm-up and prompt depth.
+
+    A flat target gives a flat one, any other the paper's linear one.
 
     Raises
     ------
     ScheduleError
         If the target's drop order cannot give this speed-up.
     """
+    layers, name = target.num_layers, f"{curve_name(target.name)}-{nominal_speedup:g}x"
     if nominal_speedup == 1:
-        return Schedule.full(target.num_layers)
-    return Schedule.from_speedup(
-        target.num_layers,
+        return Schedule.full(layers)
+    if not target.drop_order:
+        raise ScheduleError(
+            f"a full-depth schedule has no drop order to sample {nominal_speedup:g}x from: give --nominal-speedup "
+            "above 1 or a --schedule"
+        )
+    if target.is_flat:
+        return replace(target, budgets=(max(1, round(layers / nominal_speedup)),), name=name)
+    schedule = Schedule.from_speedup(
+        layers,
         nominal_speedup,
         target.seq_len,
         warmup_layers=target.warmup_layers,
         prompt=target.prompt,
         drop_order=target.drop_order,
     )
+    return replace(schedule, name=name)
 
 
 def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:

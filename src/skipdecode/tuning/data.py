@@ -65,7 +65,8 @@ def load_examples(
     tokenizer : PreTrainedTokenizerBase
         Must have an end token.
     max_length : int, optional
-        Most tokens of prompt and response together, such as the model's context; longer records are rejects.
+        Most tokens of prompt and response together, such as the model's context; where the template may cut a field
+        of the prompt it does, else longer records are rejects.
     limit : int, optional
         Only the first `limit` lines.
     skip_bad : bool
@@ -135,7 +136,10 @@ def _tokenize(
 ) -> None:
     prompts = template.prompt_tokens([values for _, _, values, _ in chunk], tokenizer)
     responses = tokenizer([response for *_, response in chunk], add_special_tokens=False)["input_ids"]
-    for (line, name, *_), prompt, response in zip(chunk, prompts, responses, strict=True):
+    for (line, name, values, _), prompt, response in zip(chunk, prompts, responses, strict=True):
+        room = len(prompt) if max_length is None else max_length - len(response) - 1
+        if 0 < room < len(prompt):
+            (prompt,) = template.prompt_tokens([values], tokenizer, room=room)
         example = Example(name, tuple(prompt), (*response, tokenizer.eos_token_id))
         if not prompt:
             rejects.append(Reject(line, "empty prompt: the first response token needs one to follow"))

@@ -24,7 +24,12 @@ _MUST_AGREE = ("options", "schedule", "data")
 
 
 def make_recipe(
-    options: Mapping[str, Any], schedule: Schedule, data: Mapping[str, Any], environment: Mapping[str, Any]
+    options: Mapping[str, Any],
+    schedule: Schedule,
+    data: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """A recipe without result; JSON-ready."""
     recipe = {
@@ -33,6 +38,7 @@ def make_recipe(
         "schedule": schedule.to_dict(),
         "data": dict(data),
         "environment": dict(environment),
+        "processes": processes,
         "result": None,
     }
     # Once through JSON, so that it compares equal to one that was read.
@@ -75,6 +81,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UsageError, naming the first difference, unless a resumed run is the run that was started."""
+    if (before := stored.get("processes", 1)) != now["processes"]:
+        raise UsageError(
+            f"--resume: the run was started on {before} processes, and {now['processes']} would get other batches: "
+            f"launch as many, or start a new run in another --out"
+        )
     for part in _MUST_AGREE:
         before, after = stored.get(part) or {}, now[part]
         for name in sorted(before.keys() | after.keys()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import shutil
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from skipdecode.allocator import keep_freed_memory
 from skipdecode.errors import DivergedError, MissingExtraError
+from skipdecode.files import copy_files
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.adapters import add_lora, make_optimizer
@@ -234,6 +235,11 @@ class Tuner:
         progress = self._checkpoints.progress
         losses = dev_loss(self._accelerator, self._model, self._attachment, self._curriculum.goals, self._dev_batches)
         mean = sum(losses.values()) / len(losses)
+        if not math.isfinite(mean):
+            raise DivergedError(
+                f"the loss on the dev records is {mean:g} after step {progress.step}: lower --learning-rate; the best "
+                f"weights before, where there were any, are in {self._checkpoint_dir / 'best'}"
+            )
         if progress.best_loss is None or mean < progress.best_loss:
             progress.best_loss, progress.best_step = mean, progress.step
             weights = self._accelerator.get_state_dict(self._model)
@@ -283,7 +289,7 @@ class Tuner:
                 merged = merge_adapter(self._adapter, best)
                 best = self._checkpoint_dir / "merged"
                 save_tuned(merged, self._tokenizer, self._schedule, best)
-            shutil.copytree(best, self._out, dirs_exist_ok=True)
+            copy_files(best, self._out)
             try:
                 draw_curve(self._out)
             except MissingExtraError as error:
