@@ -148,7 +148,7 @@ class Steps:
         for name, made in plan.checkpoints.items():
             self.evaluate(name, self.timing(name), made.methods, "--limit", "320", "--metrics", "rougeL")
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
-        timings = [self.timing(name) for name in plan.checkpoints]
+        timings = [self.timing(name) for name in dict.fromkeys([*plan.checkpoints, plan.yardstick])]
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py"]
