@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -46,10 +46,15 @@ def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
     AcceleratorState._reset_state()
     accelerator = Accelerator(
         mixed_precision=choose_precision(config.precision, process_state().device),
-        gradient_accumulation_steps=config.accumulation,
+        # As a plugin, because the launcher's environment goes before the plain number.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=config.accumulation),
         kwargs_handlers=[unused],
     )
     if (deepspeed := accelerator.state.deepspeed_plugin) is not None:
-        # It wants the batch size, which it would else read from a data loader.
-        deepspeed.deepspeed_config["train_micro_batch_size_per_gpu"] = config.batch_size
+        # It wants the batch size, which it would else read from a data loader, and clips and accumulates on its own.
+        deepspeed.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": config.batch_size,
+            "gradient_accumulation_steps": config.accumulation,
+            "gradient_clipping": config.clip,
+        }
     return accelerator

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 
 from skipdecode.tuning.collate import Batch
 from skipdecode.tuning.objective import Objective
@@ -53,6 +54,7 @@ class TrainStep:
         self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
         self._objective = objective
         self._clip = clip or math.inf
+        self._updates_in_backward = accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepReport:
         """Step once on this process's `batches`; no update is made if loss or gradient is not finite."""
@@ -63,12 +65,14 @@ class TrainStep:
         response, tokens = self._accelerator.reduce(counts, reduction="sum").tolist()
         # accelerate divides by the accumulation steps and averages over processes; this undoes both.
         scale = len(batches) * self._accelerator.num_processes / response
-        sums = torch.zeros(3, device=device)
+        sums, norm = torch.zeros(3, device=device), None
         for batch in batches:
             with self._accelerator.accumulate(self._model):
                 losses = self._objective(self._model, batch)
-                self._accelerator.backward(losses.total * scale)
                 sums += torch.stack([losses.total.detach(), losses.cross_entropy, losses.kl])
+                if self._updates_in_backward and not self._accelerator.reduce(losses.total.detach()).isfinite():
+                    break
+                self._accelerator.backward(losses.total * scale)
                 if self._accelerator.sync_gradients:
                     norm = self._accelerator.clip_grad_norm_(self._model.parameters(), self._clip)
         loss, cross_entropy, kl = (self._accelerator.reduce(sums, reduction="sum") / response).tolist()
