@@ -130,6 +130,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 
 
 def _evaluate(config: Config) -> int:
+    from skipdecode.evaluation.kept import unfinished
     from skipdecode.evaluation.metrics import METRICS
     from skipdecode.evaluation.records import load_records
     from skipdecode.evaluation.results import check_directory
@@ -153,7 +154,8 @@ def _evaluate(config: Config) -> int:
     task = load_task(config.task)
     task = replace(task, chat=task.chat or config.chat)
     directory = Path(config.out or "")
-    check_directory(directory, overwrite=config.overwrite)
+    # Whether what is unfinished there is this run, is known when the model is loaded.
+    check_directory(directory, overwrite=config.overwrite or unfinished(directory))
     for metric in config.metrics:
         METRICS.check(metric)
     records = load_records(task, config.data).limited(config.limit)
@@ -181,6 +183,7 @@ def _runs(
     metrics: Sequence[Metric],
     directory: Path,
 ) -> list[Run]:
+    from skipdecode.evaluation.kept import unfinished
     from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
@@ -202,7 +205,7 @@ def _runs(
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        check_directory(place, overwrite=config.overwrite)
+        check_directory(place, overwrite=config.overwrite or unfinished(directory))
         methods[place] = method
     bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note, config.weights)
     _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
@@ -224,7 +227,18 @@ def _runs(
         "device": str(loaded.model.device),
     }
     methods = dict(zip(methods, bound, strict=True))
-    return evaluate(subject, methods, task, records, metrics, settings, out=directory, config=about, progress=_bars())
+    return evaluate(
+        subject,
+        methods,
+        task,
+        records,
+        metrics,
+        settings,
+        out=directory,
+        config=about,
+        overwrite=config.overwrite,
+        progress=_bars(),
+    )
 
 
 def _folder(name: str) -> str:

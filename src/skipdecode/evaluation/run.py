@@ -18,7 +18,7 @@ from skipdecode.evaluation.kept import Kept
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
 from skipdecode.evaluation.records import Records
-from skipdecode.evaluation.results import FORMAT, OUTPUTS_FILE, Run, save_run
+from skipdecode.evaluation.results import FORMAT, OUTPUTS_FILE, RUN_FILE, Run, check_directory, load_run, save_run
 from skipdecode.evaluation.scored import Scored
 from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.tasks import Task
@@ -41,9 +41,10 @@ def evaluate(
     *,
     out: Path,
     config: Mapping[str, Any],
+    overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Run]:
-    """Generate, score and save. A run that was interrupted goes on with the batches that are left.
+    """Generate, score and save. A run that was interrupted goes on with the batches and the methods that are left.
 
     Several methods take turns on each batch and share full depth beside them.
 
@@ -54,9 +55,11 @@ def evaluate(
     metrics : sequence of Metric
         From `make_metrics`.
     out : Path
-        The directory that keeps finished batches until all are there.
+        The directory that keeps finished batches until all methods are saved.
     config : mapping
         What the caller wants kept (model name, data file, a name for tables).
+    overwrite : bool
+        Replace runs that are in the directories already.
 
     Returns
     -------
@@ -85,13 +88,23 @@ def evaluate(
         "skipped_records": [list(entry) for entry in records.skipped],
     }
     kept = Kept(out, {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts})
+    for directory in methods:
+        # Runs of a run that goes on are its own: it was begun where there were none, or where they may be replaced.
+        check_directory(directory, overwrite=overwrite or kept.goes_on)
+    kept.begin()
     found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
+    # Before anything is scored: a signature may be complete only afterwards.
+    scored_with = [[metric.name, metric.signature] for metric in metrics]
     runs = []
     for (directory, method), outputs in zip(methods.items(), found, strict=True):
+        if kept.saved(directory.name) == scored_with and (directory / RUN_FILE).exists():
+            runs.append(load_run(directory))
+            continue
         scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
         rows = _rows(subject, task, records, prompts, outputs, scored)
         document = _document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
         runs.append(save_run(directory, document, rows))
+        kept.put_saved(directory.name, scored_with)
     kept.remove()
     return runs
 
