@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from html_page import read_page
+from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.evaluation.overlap import RougeL
 from skipdecode.evaluation.results import load_run
+from skipdecode.tuning.recipe import make_recipe, write_recipe
 from textgen_tools import read_rows, save_tiny_model, write_rows
 
 ROWS = [{"text": "ab" * (i % 4 + 1), "answer": f"<b>answer</b> & number {i}"} for i in range(8)]
@@ -178,14 +180,34 @@ def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsy
     assert "1 records left out; lines 3 (no reference text)" in capsys.readouterr().err
 
 
-def test_a_model_tuned_on_other_prompts_is_told(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_template": "Q: {text}"}, "the model was tuned with the prompt 'Q: {text}', chat=False;"),
+        ({"prompt_template": "{text}:"}, None),
+        ({"prompt_template": "{text}:", "chat": True}, "the model was tuned with the prompt '{text}:', chat=True;"),
+        ({"prompt_field": "text"}, "the model was tuned with the prompt '{text}', chat=False;"),
+        ({"task": "e2e"}, "the model was tuned with the prompt '{mr}\\n', chat=False;"),
+        ({"task": "{place}/mine.yaml"}, None),
+        ({"task": "{place}/gone.yaml"}, "gone.yaml, which cannot be read here: compare its prompt"),
+        ({}, None),
+    ],
+)
+def test_a_model_tuned_on_other_prompts_is_told(
+    place: Path, tmp_path: Path, options: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
+):
     save_tiny_model(tmp_path / "tuned")
-    recipe = {"format": 1, "options": {"prompt_template": "Q: {text}", "chat": False}, "schedule": {}, "data": {}}
-    (tmp_path / "tuned" / "recipe.json").write_text(json.dumps(recipe | {"environment": {}, "result": None}))
+    named = {"task": None, "prompt_template": None, "prompt_field": None, "chat": False} | options
+    if "task" in options:
+        named["task"] = options["task"].replace("{place}", str(place))
+    recipe = make_recipe(named, Schedule.full(8), {}, {})
+    write_recipe(recipe, tmp_path / "tuned")
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")
     assert main(call) == 0
-    assert "the model was tuned with the prompt 'Q: {text}'" in capsys.readouterr().err
+    notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]
+    assert len(notes) == (message is not None)
+    assert message is None or message in notes[0]
 
 
 # ---------------------------------------------------------------------- interrupted while scoring

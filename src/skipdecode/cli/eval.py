@@ -26,7 +26,8 @@ from skipdecode.cli.engine_options import EngineOptions
 from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.model_options import ModelOptions
 from skipdecode.cli.options import option
-from skipdecode.errors import UsageError
+from skipdecode.cli.record_options import recorded_prompt
+from skipdecode.errors import SkipDecodeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -261,9 +262,13 @@ def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
 def _check_template(recipe: dict[str, Any] | None, task: Task) -> None:
     """Say so when the model was tuned on prompts of another form: its scores would mean little."""
     options = {} if recipe is None else recipe["options"]
-    tuned = options.get("prompt_template")
-    if tuned is not None and (tuned, bool(options.get("chat"))) != (task.prompt, task.chat):
-        _note(f"the model was tuned with the prompt {tuned!r}, chat={bool(options.get('chat'))}; this task's differs")
+    try:
+        tuned = recorded_prompt(options)
+    except (SkipDecodeError, OSError):
+        _note(f"the model was tuned with --task {options['task']}, which cannot be read here: compare its prompt")
+        return
+    if tuned is not None and tuned != (task.prompt, task.chat):
+        _note(f"the model was tuned with the prompt {tuned[0]!r}, chat={tuned[1]}; this task's differs")
 
 
 def _bars() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from skipdecode.tuning.data import Example, Reject
     from skipdecode.tuning.template import Template
 
-__all__ = ["RecordOptions", "make_template", "read_examples"]
+__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
 
 
 def _with_breaks(text: str) -> str:
@@ -64,8 +65,34 @@ def make_template(options: RecordOptions) -> Template:
         return load_task(options.task).template()
     if options.response_field is None:
         raise UsageError("--response-field is missing: name the field of the record that is the response")
-    prompt = options.prompt_template or f"{{{options.prompt_field}}}"
+    prompt = options.prompt_template or _field_alone(options.prompt_field)
     return Template(prompt, options.response_field, chat=options.chat)
+
+
+def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """The prompt's template that a recipe's options name, and whether it goes through the chat template.
+
+    None if they name none, as in a recipe that was not written by `skipdecode tune`.
+
+    Raises
+    ------
+    SkipDecodeError, OSError
+        They name a task that is not known here, or a task file that cannot be read.
+    """
+    from skipdecode.evaluation.tasks import load_task
+
+    if options.get("task") is not None:
+        task = load_task(options["task"])
+        return task.prompt, task.chat
+    if options.get("prompt_template") is not None:
+        return options["prompt_template"], bool(options.get("chat"))
+    if options.get("prompt_field") is not None:
+        return _field_alone(options["prompt_field"]), bool(options.get("chat"))
+    return None
+
+
+def _field_alone(name: str | None) -> str:
+    return f"{{{name}}}"
 
 
 def read_examples(
