@@ -102,6 +102,9 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
         (["none.json"], "cannot read the schedule none.json"),
         (["full", "full"], "--methods names full twice"),
         (["full", "--nominal-speedup", "2"], "leave out --nominal-speedup"),
+        (["static_pruning:2"], "give --drop-order FILE, such as the schedule that skipdecode calibrate wrote"),
+        (["full", "even:2", "--drop-order", "f"], "none of --methods full even:2 takes an order of layers: leave it"),
+        (["d3:2", "--drop-order", "none.json"], "cannot read the schedule none.json"),
     ],
 )
 def test_methods_that_are_not_understood(
@@ -109,6 +112,23 @@ def test_methods_that_are_not_understood(
 ):
     assert main(arguments(place, "--out", str(tmp_path / "x"), "--methods", *words)) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_drop_order_is_for_the_methods_that_take_one(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    order = [3, 5, 1, 6, 2, 4]
+    (tmp_path / "order.json").write_text(Schedule.constant(8, 4, drop_order=order).to_json())
+    call = arguments(place, "--out", str(tmp_path / "out"), "--seq-len", "6", "--limit", "2", "--no-teacher-forced")
+    words = ["full", "static_pruning:2", "unified:2", "d3:2", "calm"]
+    assert main([*call, "--methods", *words, "--drop-order", str(tmp_path / "order.json")]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "layers in the order of" in line]
+    assert [line.split(": ")[1] for line in told] == ["static-pruning-2x", "d3-2x"]
+    runs = {name: load_run(tmp_path / "out" / name) for name in ("static-pruning-2x", "unified-2x", "d3-2x")}
+    schedules = {name: Schedule.from_dict(run.data["config"]["method"]["schedule"]) for name, run in runs.items()}
+    for name in ("static-pruning-2x", "d3-2x"):
+        assert list(schedules[name].drop_order) == order
+        assert schedules[name].nominal_speedup == pytest.approx(2, rel=0.1)
+    assert list(schedules["unified-2x"].drop_order) != order
+    assert runs["static-pruning-2x"].data["speed"]["layers_per_token"] == 4
 
 
 def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixture[str]):

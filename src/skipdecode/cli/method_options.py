@@ -9,7 +9,7 @@ from skipdecode.cli.options import option
 from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
 from skipdecode.errors import UsageError
 from skipdecode.methods import METHODS
-from skipdecode.methods.schedules import SCHEDULES, Budget, build_schedule
+from skipdecode.methods.schedules import ORDER_OF_ITS_OWN, SCHEDULES, Budget, build_schedule
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ __all__ = ["MethodOptions", "check_method_options", "choose_method", "each_metho
 
 _OTHERS = tuple(name for name in METHODS if name != "schedule")
 _SCHEDULES = tuple(name for name in SCHEDULES if name not in _OTHERS)
-_ONE_ONLY = ("schedule", "nominal_speedup", "method", "drop_order", "exit_layer")
+_TAKE_ORDER = tuple(name for name in _SCHEDULES if name not in ORDER_OF_ITS_OWN)
+_ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,11 @@ class MethodOptions(ScheduleOptions):
         choices=(*_OTHERS, *_SCHEDULES),
     )
     warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1)
-    drop_order: str | None = option("schedule file whose order of layers --nominal-speedup takes", default=None)
+    drop_order: str | None = option(
+        f"schedule file whose order of layers --nominal-speedup takes, for {', '.join(_TAKE_ORDER)}; static_pruning "
+        "needs one",
+        default=None,
+    )
     threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9)
     confidence: str = option(
         "of calm; softmax: difference of the two likeliest tokens' probabilities; state: similarity of a layer's "
@@ -67,26 +72,34 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
     Raises
     ------
     UsageError
-        One of them is not understood, or `options` name a method too.
+        One of them is not understood, `options` name a method too, or a drop order that none of them takes.
     """
     for name in _ONE_ONLY:
         if getattr(options, name) is not None:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"--methods and {flag} both say how to decode: leave out {flag}")
-    return [_from_word(options, word) for word in wanted]
+    each = [_from_word(options, word) for word in wanted]
+    if options.drop_order is not None and all(one.drop_order is None for one in each):
+        accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
+        raise UsageError(
+            f"--drop-order: none of --methods {' '.join(wanted)} takes an order of layers: leave it out, or add one "
+            f"that does, such as {accepted}"
+        )
+    return each
 
 
 def _from_word(options: OptionsT, word: str) -> OptionsT:
     if word.endswith(".json"):
-        return replace(options, schedule=word, seq_len=None)
+        return replace(options, schedule=word, seq_len=None, drop_order=None)
     name, colon, speedup = word.partition(":")
     if name not in (*_OTHERS, *_SCHEDULES):
         accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}: accepted are {accepted}")
     if not colon:
-        return replace(options, method=name, seq_len=None)
+        return replace(options, method=name, seq_len=None, drop_order=None)
+    order = options.drop_order if name in _TAKE_ORDER else None
     try:
-        return replace(options, method=name, nominal_speedup=float(speedup))
+        return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order)
     except ValueError:
         raise UsageError(f"--methods {word}: {speedup!r} is no speed-up: give a number, as in {name}:2") from None
 
@@ -105,6 +118,11 @@ def check_method_options(options: MethodOptions) -> None:
         raise UsageError(f"--method {options.method} needs --nominal-speedup")
     if options.drop_order is not None and options.nominal_speedup is None:
         raise UsageError("--drop-order belongs to --nominal-speedup: give both, or neither")
+    if options.method == "static_pruning" and options.drop_order is None:
+        raise UsageError(
+            "static_pruning drops layers by their influence, which is measured: give --drop-order FILE, such as the "
+            "schedule that skipdecode calibrate wrote"
+        )
     if options.exit_layer is not None and options.method != "self_speculation":
         raise UsageError("--exit-layer belongs to --method self_speculation")
 
@@ -136,6 +154,7 @@ def choose_method(
     if options.nominal_speedup is not None:
         schedule, seq_len = _built(options, num_layers, default_seq_len)
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
+        origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
     elif options.method == "full":
         schedule, origin = Schedule.full(num_layers), "every layer"
     else:

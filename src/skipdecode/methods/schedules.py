@@ -14,9 +14,9 @@ from skipdecode.errors import ScheduleError
 from skipdecode.registry import Registry
 from skipdecode.schedule import PromptDepth, Schedule
 
-__all__ = ["SCHEDULES", "Budget", "build_schedule"]
+__all__ = ["ORDER_OF_ITS_OWN", "SCHEDULES", "Budget", "build_schedule"]
 
-_ORDER_OF_ITS_OWN = ("full", "even", "unified", "early_termination")
+ORDER_OF_ITS_OWN = ("full", "even", "unified", "early_termination")
 _BUILDERS = ("full", "skipdecode", "even", "unified", "d3", "early_termination", "static_pruning")
 SCHEDULES = Registry("schedule", {name: f"skipdecode.methods.schedules:{name}" for name in _BUILDERS})
 
@@ -84,7 +84,7 @@ def build_schedule(name: str, budget: Budget) -> Schedule:
         The speed-up is out of reach, or a drop order was given to a method that has its own.
     """
     builder: Callable[[Budget], Schedule] = SCHEDULES.get(name)
-    if budget.drop_order is not None and name in _ORDER_OF_ITS_OWN:
+    if budget.drop_order is not None and name in ORDER_OF_ITS_OWN:
         raise ScheduleError(f"{name!r} has a drop order of its own: leave drop_order out, or choose another schedule")
     return builder(budget)
 
