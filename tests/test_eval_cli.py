@@ -177,6 +177,11 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
         (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order belongs to --nominal-speedup"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
+        (
+            ["--out", "{place}/x", "--metrics", "bertscore_f1", "--bertscore-model", "mine", "--bertscore-layers", "0"],
+            2,
+            "--bertscore-layers 0 is not accepted: give 1 or more",
+        ),
         (["--out", "{place}/x", "--max-new-tokens", "95"], 1, "there is room for 1"),
         (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 1, "none.jsonl: No such file"),
         (["--out", "{place}/data.jsonl/x"], 1, "cannot make the directory"),

@@ -38,11 +38,12 @@ class BertScore(MeanMetric):
         except ImportError:
             raise MissingExtraError(f"the metric {self.name}", "eval") from None
         model, layers = _resolve(options)
-        if layers is None and model not in model2layers:
+        if layers is None:
+            layers = model2layers.get(model)
+        if layers is None:
             raise UsageError(
                 f"--bertscore-model {model} is not in bert_score's table: name the layer with --bertscore-layers"
             )
-        layers = layers or model2layers[model]
         try:
             self._scorer = bert_score.BERTScorer(model_type=model, num_layers=layers, device=options.device)
         except (OSError, ValueError, AssertionError) as e:
@@ -74,4 +75,5 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
     if spec is None or spec.origin is None:
         raise MissingExtraError("--bertscore-model minilm", "eval-offline")
     # Found, not imported: the package imports sentence-transformers, which the score does not need.
-    return str(Path(spec.origin).parent / "model"), options.bertscore_layers or _PACKAGED_LAYERS
+    layers = _PACKAGED_LAYERS if options.bertscore_layers is None else options.bertscore_layers
+    return str(Path(spec.origin).parent / "model"), layers
