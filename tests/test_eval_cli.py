@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from eval_tools import ROWS, arguments, prepare
 from html_page import read_page
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.evaluation.overlap import RougeL
 from skipdecode.evaluation.results import load_run
 from skipdecode.tuning.recipe import make_recipe, write_recipe
-from textgen_tools import read_rows, save_tiny_model, write_rows
-
-ROWS = [{"text": "ab" * (i % 4 + 1), "answer": f"<b>answer</b> & number {i}"} for i in range(8)]
-TASK = 'name: mine\nprompt: "{text}:"\nreferences: [answer]\nmax_new_tokens: 6\nmetrics: [bleu, rougeL]\n'
+from textgen_tools import save_tiny_model, write_rows
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, records, a task, and two runs."""
     path = tmp_path_factory.mktemp("eval")
-    save_tiny_model(path / "model")
-    write_rows(path / "data.jsonl", ROWS)
-    (path / "mine.yaml").write_text(TASK)
+    prepare(path)
     assert main(arguments(path, "--out", str(path / "full"), "--method", "full")) == 0
     assert main(arguments(path, "--out", str(path / "skip"), "--nominal-speedup", "2", "--seq-len", "6")) == 0
     return path
-
-
-def arguments(place: Path, *more: str) -> list[str]:
-    fixed = [str(place / "model"), "--task", str(place / "mine.yaml"), "--data", str(place / "data.jsonl")]
-    return ["eval", *fixed, "--resamples", "50", "--batch-size", "4", *more]
 
 
 def test_a_run_prints_a_table_and_leaves_files(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -205,6 +194,44 @@ def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsy
     assert "1 records left out; lines 3 (no reference text)" in capsys.readouterr().err
 
 
+def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    long = [{"id": name, "text": "x" * (100 + i), "answer": "a"} for i, name in enumerate("ab")]
+    data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long[0], *ROWS[1:3], long[1]])
+    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
+    call[call.index("--data") + 1] = data
+    assert main(call) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "2 records cannot be used (2 prompt too long)" in message
+    assert "line 2: prompt too long: that of record a has 101 tokens, there is room for 90; line 5: " in message
+    assert message.endswith("or leave them out with --bad-records skip")
+
+
+def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    long = {"id": "a", "text": "x" * 100, "answer": "a"}
+    data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long, {"text": 7}, *ROWS[1:3], "no object"])
+    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
+    call[call.index("--data") + 1] = data
+    assert main(call) == 1
+    assert "line 3: no reference" in capsys.readouterr().err
+    assert main([*call, "--bad-records", "skip"]) == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "records left out" in line]
+    assert notes[0].startswith("skipdecode: 2 records left out; lines 3 (no reference")
+    assert notes[1].startswith("skipdecode: 1 records left out; lines 2 (prompt too long: that of record a")
+    run = load_run(tmp_path / "run")
+    assert [row["id"] for row in run.outputs] == ["1", "4", "5"]
+    assert [line for line, _ in run.data["config"]["skipped_records"]] == [3, 6, 2]
+
+
+def test_nothing_left_is_an_error_though_bad_records_are_skipped(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    more = ["--max-new-tokens", "95", "--bad-records", "skip"]
+    assert main(arguments(place, "--out", str(tmp_path / "x"), "--method", "full", *more)) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "8 records cannot be used (8 prompt too long)" in message
+    assert "--bad-records" not in message
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -233,63 +260,3 @@ def test_a_model_tuned_on_other_prompts_is_told(
     notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]
     assert len(notes) == (message is not None)
     assert message is None or message in notes[0]
-
-
-# ---------------------------------------------------------------------- interrupted while scoring
-
-
-def interrupt_scoring(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Ctrl-C arrives when ROUGE-L is computed for the `call`-th time."""
-    statistics, calls = RougeL.statistics, count(1)
-
-    def interrupted(self: RougeL, *args: Any) -> Any:
-        if next(calls) == call:
-            raise KeyboardInterrupt
-        return statistics(self, *args)
-
-    monkeypatch.setattr(RougeL, "statistics", interrupted)
-
-
-def test_several_methods_go_on_after_an_interruption_while_scoring(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    names = ["full", "skipdecode-2x", "even-1.5x"]
-    more = ["--seq-len", "6", "--methods", "full", "skipdecode:2", "even:1.5"]
-    out, unbroken = tmp_path / "out", tmp_path / "unbroken"
-    assert main(arguments(place, "--out", str(unbroken), *more)) == 0
-    with monkeypatch.context() as patch:
-        interrupt_scoring(patch, 2)
-        assert main(arguments(place, "--out", str(out), *more)) == 130
-    finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
-    assert not (out / "skipdecode-2x" / "run.json").exists()
-    kept = [row for row in read_rows(out / "unfinished.jsonl")[1:] if row[0] != "saved"]
-    # Another run may not replace what is finished, nor take over or throw away what is not.
-    assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 1
-    assert "full holds a run already: give --overwrite" in capsys.readouterr().err
-    # The same command goes on.
-    assert main(arguments(place, "--out", str(out), *more)) == 0
-    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]] == names
-    assert sorted(p.name for p in out.iterdir()) == sorted(names)
-    assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
-    for number, name in enumerate(names):
-        run, whole = load_run(out / name), load_run(unbroken / name)
-        assert run.outputs == whole.outputs
-        assert run.data["metrics"] == whole.data["metrics"]
-        # The times are those of the first call: nothing was generated again.
-        assert run.data["speed"]["decode_seconds"] == sum(sides[number]["decode_seconds"] for _, sides in kept)
-    assert main(arguments(place, "--out", str(out), *more)) == 1
-    assert "holds a run already" in capsys.readouterr().err
-
-
-def test_other_metrics_after_an_interruption_score_all_methods_again(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    call = arguments(place, "--out", str(tmp_path), "--seq-len", "6", "--methods", "full", "skipdecode:2")
-    with monkeypatch.context() as patch:
-        interrupt_scoring(patch, 2)
-        assert main(call) == 130
-    assert main([*call, "--metrics", "rouge1"]) == 0
-    for name in ("full", "skipdecode-2x"):
-        metrics = load_run(tmp_path / name).data["metrics"]
-        assert "rouge1" in metrics
-        assert "rougeL" not in metrics

@@ -179,9 +179,9 @@ def test_a_long_prompt_loses_the_end_of_the_field_only():
 
 def test_a_prompt_beyond_the_context_is_refused_by_id():
     record = Record("r7", {"text": "x" * 50}, ("x",))
-    with pytest.raises(DataError, match="record r7: its prompt has 55 tokens, there is room for 20"):
+    with pytest.raises(DataError, match="prompt too long: that of record r7 has 55 tokens, there is room for 20"):
         encode_prompt(mine(), record, byte_tokenizer(), room=20)
-    with pytest.raises(DataError, match="without 'text' its prompt is longer than 3 tokens already"):
+    with pytest.raises(DataError, match="that of record r7 has more than 3 tokens without 'text' too"):
         encode_prompt(mine(truncate="text", max_prompt_tokens=3), record, byte_tokenizer())
 
 

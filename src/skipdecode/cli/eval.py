@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from skipdecode.cli.record_options import recorded_prompt
 from skipdecode.errors import SkipDecodeError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from skipdecode.evaluation.compare import Pair
     from skipdecode.evaluation.metrics import Metric
@@ -69,6 +68,12 @@ class Config(MethodOptions, ModelOptions, EngineOptions):
         "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
     )
     bertscore_layers: int | None = option("its layer that is compared (default: bert_score's table)", default=None)
+    bad_records: str = option(
+        "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
+        "skip them and say which",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
     limit: int | None = option("only the first N records", default=None)
     batch_size: int = option("rows decoded together, also at full depth", default=16)
     max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None)
@@ -131,6 +136,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 
 
 def _evaluate(config: Config) -> int:
+    from skipdecode.cli.eval_progress import note_left_out
     from skipdecode.evaluation.kept import unfinished
     from skipdecode.evaluation.metrics import METRICS
     from skipdecode.evaluation.records import load_records
@@ -155,14 +161,12 @@ def _evaluate(config: Config) -> int:
     task = load_task(config.task)
     task = replace(task, chat=task.chat or config.chat)
     directory = Path(config.out or "")
-    # Whether what is unfinished there is this run, is known when the model is loaded.
+    # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
     check_directory(directory, overwrite=config.overwrite or unfinished(directory))
     for metric in config.metrics:
         METRICS.check(metric)
-    records = load_records(task, config.data).limited(config.limit)
-    if records.skipped:
-        lines = ", ".join(f"{line} ({reason})" for line, reason in records.skipped[:5])
-        _note(f"{len(records.skipped)} records left out; lines {lines}{' ...' if len(records.skipped) > 5 else ''}")
+    records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
+    note_left_out(records.skipped)
     metrics = _metrics(config, task)
     _show(config, _runs(config, each, settings, task, records, metrics, directory), ())
     return 0
@@ -184,6 +188,7 @@ def _runs(
     metrics: Sequence[Metric],
     directory: Path,
 ) -> list[Run]:
+    from skipdecode.cli.eval_progress import Bars
     from skipdecode.evaluation.kept import unfinished
     from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
@@ -238,7 +243,8 @@ def _runs(
         out=directory,
         config=about,
         overwrite=config.overwrite,
-        progress=_bars(),
+        skip_bad=config.bad_records == "skip",
+        progress=Bars(),
     )
 
 
@@ -269,25 +275,6 @@ def _check_template(recipe: dict[str, Any] | None, task: Task) -> None:
         return
     if tuned is not None and tuned != (task.prompt, task.chat):
         _note(f"the model was tuned with the prompt {tuned[0]!r}, chat={tuned[1]}; this task's differs")
-
-
-def _bars() -> Any:
-    from tqdm import tqdm
-
-    from skipdecode.evaluation.settings import Progress
-
-    class Bars(Progress):
-        """A bar a stage, on stderr."""
-
-        @contextmanager
-        def stage(self, name: str, total: int) -> Iterator[Any]:
-            """See `Progress.stage`."""
-            # A log file gets a line now and then, a terminal a moving bar.
-            pause = 0.2 if sys.stderr.isatty() else 10.0
-            with tqdm(total=total, desc=name, unit="record", mininterval=pause, file=sys.stderr) as bar:
-                yield bar
-
-    return Bars()
 
 
 def _note(message: str) -> None:

@@ -69,13 +69,13 @@ class Kept:
         self._batches[batch] = generations
         self._append([batch, [asdict(g) for g in generations]])
 
-    def saved(self, name: str) -> Any:
-        """What `put_saved` was told of a method's results; None if they are not saved."""
-        return self._saved.get(name)
+    def saved(self, place: str) -> Any:
+        """What `put_saved` was told of the results in a directory; None if they are not this run's."""
+        return self._saved.get(place)
 
-    def put_saved(self, name: str, scored_with: Any) -> None:
-        """Keep that a method's results are saved, and with what they were scored (JSON-ready)."""
-        self._append([_SAVED, name, scored_with])
+    def put_saved(self, place: str, scored_with: Any) -> None:
+        """Keep that a method's results are saved in a directory, and with what they were scored (JSON-ready)."""
+        self._append([_SAVED, place, scored_with])
 
     def remove(self) -> None:
         """The run is saved: nothing needs to be kept."""
@@ -95,8 +95,8 @@ class Kept:
                 break
             first, *rest = json.loads(line)
             if first == _SAVED:
-                name, scored_with = rest
-                self._saved[name] = scored_with
+                place, scored_with = rest
+                self._saved[place] = scored_with
             else:
                 self._batches[first] = [Generation(**g) for g in rest[0]]
             kept.append(line)

@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from skipdecode.errors import DataError
-from skipdecode.evaluation.records import Record
+from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.tasks import Task
+from skipdecode.tuning.data import Reject, reject_summary
 
-__all__ = ["encode_prompt", "reference_tokens"]
+__all__ = ["encode_prompt", "encode_prompts", "reference_tokens"]
+
+
+def encode_prompts(
+    task: Task, records: Records, tokenizer: Any, *, room: int | None = None, skip_bad: bool = False
+) -> tuple[Records, list[list[int]]]:
+    """Token ids of the prompts of all records, and the records that have them.
+
+    Parameters
+    ----------
+    room : int, optional
+        Most tokens that the model's context leaves for a prompt.
+    skip_bad : bool
+        Leave out records whose prompt `encode_prompt` refuses, instead of refusing them all; the records that are
+        returned name them.
+
+    Raises
+    ------
+    DataError
+        Prompts are refused and `skip_bad` is false (all are counted, the first ones named), or no record is left.
+    """
+    items, prompts, rejects = [], [], []
+    for record in records.items:
+        try:
+            prompts.append(encode_prompt(task, record, tokenizer, room=room))
+        except DataError as e:
+            rejects.append(Reject(record.line, str(e)))
+        else:
+            items.append(record)
+    if rejects and not (skip_bad and items):
+        remedy = "shorten what is too long, lower --max-new-tokens" + (
+            "" if task.truncate else ", name a field to cut in the task file (truncate, max_prompt_tokens)"
+        )
+        raise DataError(
+            f"{reject_summary(rejects)}; {remedy}" + (", or leave them out with --bad-records skip" if items else "")
+        )
+    skipped = (*records.skipped, *((reject.line, reject.reason) for reject in rejects))
+    return replace(records, items=tuple(items), skipped=skipped), prompts
 
 
 def encode_prompt(task: Task, record: Record, tokenizer: Any, *, room: int | None = None) -> list[int]:
@@ -29,14 +68,13 @@ def encode_prompt(task: Task, record: Record, tokenizer: Any, *, room: int | Non
     if most is not None and len(tokens) > most:
         if task.truncate is not None:
             raise DataError(
-                f"record {record.id}: without {task.truncate!r} its prompt is longer than {most} tokens already"
+                f"prompt too long: that of record {record.id} has more than {most} tokens without {task.truncate!r} too"
             )
         raise DataError(
-            f"record {record.id}: its prompt has {len(tokens)} tokens, there is room for {most}; shorten it, "
-            "lower --max-new-tokens, or name a field to cut in the task file (truncate, max_prompt_tokens)"
+            f"prompt too long: that of record {record.id} has {len(tokens)} tokens, there is room for {most}"
         )
     if not tokens:
-        raise DataError(f"record {record.id}: its prompt has no token")
+        raise DataError(f"empty prompt: that of record {record.id} has no token")
     return tokens
 
 

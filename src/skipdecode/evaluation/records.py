@@ -1,7 +1,8 @@
 """Records of a task: read, checked, merged. Text only; knows nothing about models.
 
-A record that cannot be read, lacks a field or repeats an id stops the reading with its line number. A record without
-text to score (an empty prompt or no reference) is left out, counted and named by line.
+A record that cannot be read, lacks a field or repeats an id stops the reading with its line number, or is left out on
+request. A record without text to score (an empty prompt or no reference) is always left out. What is left out is
+counted and named by line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ class Record:
         The fields the prompt is made of, as text.
     references : tuple of str
         At least one, none empty.
+    line : int
+        1-based line in the file; 0 if it is from none. Where a record is from does not make it another.
     """
 
     id: str
     values: Mapping[str, str]
     references: tuple[str, ...]
+    line: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,38 +68,34 @@ class Records:
         return self if count is None else replace(self, items=self.items[:count])
 
 
-def load_records(task: Task, data: str | Path | None = None) -> Records:
+def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool = False) -> Records:
     """Records of a task from a JSONL file, or from the task's hub dataset when `data` is None.
+
+    Parameters
+    ----------
+    skip_bad : bool
+        Leave out records that cannot be read, instead of refusing the file.
 
     Raises
     ------
     DataError
-        A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice, or no record
-        left to score.
+        A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice (all unless
+        `skip_bad`), a file that cannot be opened, or no record left to score.
     """
+    rows: Iterable[tuple[int, dict[str, Any] | DataError]]
     if data is not None:
-        rows = _jsonl(Path(data))
+        rows = read_objects(Path(data))
     elif task.hub is not None:
         rows = _hub(task.hub)
     else:
         raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
-    items, skipped = _read(task, rows)
+    items, skipped = _read(task, rows, skip_bad)
     if task.merge_same_prompt:
         items = _merged(task, items)
     if not items:
         why = f" ({len(skipped)} left out, the first at line {skipped[0][0]}: {skipped[0][1]})" if skipped else ""
         raise DataError(f"no record to score in {data or (task.hub and task.hub.id)}{why}")
     return Records(tuple(items), tuple(skipped))
-
-
-# ---------------------------------------------------------------------- sources: (line number, object)
-
-
-def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for line, row in read_objects(path):
-        if isinstance(row, DataError):
-            raise DataError(f"{row}; {path} must hold one JSON object in UTF-8 a line", line)
-        yield line, row
 
 
 def _hub(source: HubSource) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -120,47 +120,58 @@ def _hub(source: HubSource) -> Iterator[tuple[int, dict[str, Any]]]:
 # ---------------------------------------------------------------------- checking
 
 
-def _read(task: Task, rows: Iterable[tuple[int, dict[str, Any]]]) -> tuple[list[Record], list[tuple[int, str]]]:
+def _read(
+    task: Task, rows: Iterable[tuple[int, dict[str, Any] | DataError]], skip_bad: bool
+) -> tuple[list[Record], list[tuple[int, str]]]:
     items: list[Record] = []
     skipped: list[tuple[int, str]] = []
     first_line: dict[str, int] = {}
     for line, row in rows:
-        identity = str(row.get("id", line))
-        if identity in first_line:
-            raise DataError(
-                f"the id {identity!r} was met at line {first_line[identity]} already; ids must differ", line
-            )
-        first_line[identity] = line
-        values = {name: _text(row, name, line) for name in task.prompt_fields()}
-        references = _references(task, row, line)
-        if not any(value.strip() for value in values.values()):
+        try:
+            record = _record(task, line, row, first_line)
+        except DataError as e:
+            if not skip_bad:
+                raise DataError(str(e), line) from None
+            skipped.append((line, str(e)))
+            continue
+        if not any(value.strip() for value in record.values.values()):
             skipped.append((line, "empty prompt"))
-        elif not references:
+        elif not record.references:
             skipped.append((line, "no reference text"))
         else:
-            items.append(Record(identity, values, references))
+            items.append(record)
     return items, skipped
 
 
-def _text(row: Mapping[str, Any], name: str, line: int) -> str:
+def _record(task: Task, line: int, row: dict[str, Any] | DataError, first_line: dict[str, int]) -> Record:
+    """The record of a line; raises DataError without the line's number. Its id joins those of `first_line`."""
+    if isinstance(row, DataError):
+        raise DataError(f"{row}; a line must hold one JSON object in UTF-8")
+    identity = str(row.get("id", line))
+    if identity in first_line:
+        raise DataError(f"the id {identity!r} was met at line {first_line[identity]} already; ids must differ")
+    first_line[identity] = line
+    values = {name: _text(row, name) for name in task.prompt_fields()}
+    return Record(identity, values, _references(task, row), line)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
     if name not in row:
-        raise DataError(f"the field {name!r} of the prompt is missing: the record has {_listed(row)}", line)
+        raise DataError(f"the field {name!r} of the prompt is missing: the record has {_listed(row)}")
     value = row[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise DataError(f"the field {name!r} must be text, not {type(value).__name__}", line)
+        raise DataError(f"the field {name!r} must be text, not {type(value).__name__}")
     return str(value)
 
 
-def _references(task: Task, row: Mapping[str, Any], line: int) -> tuple[str, ...]:
+def _references(task: Task, row: Mapping[str, Any]) -> tuple[str, ...]:
     name = next((name for name in task.references if name in row), None)
     if name is None:
-        raise DataError(
-            f"no reference: one of {', '.join(task.references)} is needed, the record has {_listed(row)}", line
-        )
+        raise DataError(f"no reference: one of {', '.join(task.references)} is needed, the record has {_listed(row)}")
     value = row[name]
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise DataError(f"the field {name!r} must be text or a list of texts", line)
+        raise DataError(f"the field {name!r} must be text or a list of texts")
     return tuple(text.strip() for text in texts if text.strip())
 
 

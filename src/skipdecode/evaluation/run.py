@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from skipdecode.environment import environment
-from skipdecode.evaluation.buckets import Bucket, buckets_of
+from skipdecode.evaluation.document import document
 from skipdecode.evaluation.fidelity import FREE_RUNNING, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
 from skipdecode.evaluation.kept import Kept
 from skipdecode.evaluation.metrics import Metric
-from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
+from skipdecode.evaluation.prompts import encode_prompts, reference_tokens
 from skipdecode.evaluation.records import Records
-from skipdecode.evaluation.results import FORMAT, OUTPUTS_FILE, RUN_FILE, Run, check_directory, load_run, save_run
+from skipdecode.evaluation.results import RUN_FILE, Run, check_directory, load_run, save_run
 from skipdecode.evaluation.scored import Scored
 from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.tasks import Task
@@ -42,6 +41,7 @@ def evaluate(
     out: Path,
     config: Mapping[str, Any],
     overwrite: bool = False,
+    skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> list[Run]:
     """Generate, score and save. A run that was interrupted goes on with the batches and the methods that are left.
@@ -60,6 +60,8 @@ def evaluate(
         What the caller wants kept (model name, data file, a name for tables).
     overwrite : bool
         Replace runs that are in the directories already.
+    skip_bad : bool
+        Leave out records whose prompt is too long for the model, instead of refusing them; `progress` is told.
 
     Returns
     -------
@@ -69,42 +71,26 @@ def evaluate(
     Raises
     ------
     SkipDecodeError
-        A method that does not fit the model, a prompt too long for it, results that cannot be written.
+        A method that does not fit the model, prompts too long for it, results that cannot be written.
     """
     told = progress or Progress()
-    for method in methods.values():
-        method.check(subject.model)
-    settings = replace(
-        settings,
-        max_new_tokens=settings.max_new_tokens or task.max_new_tokens,
-        batch_size=min(settings.batch_size, *(m.max_batch or settings.batch_size for m in methods.values())),
-    )
-    prompts = _prompts(subject, task, records, settings)
-    about = {
-        **config,
-        "task": asdict(task),
-        "settings": asdict(settings),
-        "data_sha256": records.digest(),
-        "skipped_records": [list(entry) for entry in records.skipped],
-    }
-    kept = Kept(out, {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts})
-    for directory in methods:
-        # Runs of a run that goes on are its own: it was begun where there were none, or where they may be replaced.
-        check_directory(directory, overwrite=overwrite or kept.goes_on)
-    kept.begin()
+    settings = _settled(subject, list(methods.values()), task, settings)
+    records, prompts = _encoded(subject, task, records, settings, skip_bad, told)
+    about = _about(config, task, records, settings)
+    kept = _begun(out, about, methods, prompts, overwrite)
     found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
     # Before anything is scored: a signature may be complete only afterwards.
     scored_with = [[metric.name, metric.signature] for metric in metrics]
     runs = []
     for (directory, method), outputs in zip(methods.items(), found, strict=True):
-        if kept.saved(directory.name) == scored_with and (directory / RUN_FILE).exists():
+        if kept.saved(str(directory)) == scored_with and (directory / RUN_FILE).exists():
             runs.append(load_run(directory))
             continue
         scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
         rows = _rows(subject, task, records, prompts, outputs, scored)
-        document = _document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
-        runs.append(save_run(directory, document, rows))
-        kept.put_saved(directory.name, scored_with)
+        data = document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
+        runs.append(save_run(directory, data, rows))
+        kept.put_saved(str(directory), scored_with)
     kept.remove()
     return runs
 
@@ -112,9 +98,49 @@ def evaluate(
 # ---------------------------------------------------------------------- steps
 
 
-def _prompts(subject: Subject, task: Task, records: Records, settings: Settings) -> list[list[int]]:
+def _settled(subject: Subject, methods: Sequence[Method], task: Task, settings: Settings) -> Settings:
+    """The settings with what the task and the methods say; raises SkipDecodeError for a method that does not fit."""
+    for method in methods:
+        method.check(subject.model)
+    most = min(method.max_batch or settings.batch_size for method in methods)
+    return replace(
+        settings,
+        max_new_tokens=settings.max_new_tokens or task.max_new_tokens,
+        batch_size=min(settings.batch_size, most),
+    )
+
+
+def _encoded(
+    subject: Subject, task: Task, records: Records, settings: Settings, skip_bad: bool, progress: Progress
+) -> tuple[Records, list[list[int]]]:
+    """The records whose prompts fit, and the prompts' tokens."""
     room = None if subject.context is None else subject.context - (settings.max_new_tokens or 0)
-    return [encode_prompt(task, record, subject.tokenizer, room=room) for record in records.items]
+    fitting, prompts = encode_prompts(task, records, subject.tokenizer, room=room, skip_bad=skip_bad)
+    progress.left_out(fitting.skipped[len(records.skipped) :])
+    return fitting, prompts
+
+
+def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Settings) -> dict[str, Any]:
+    return {
+        **config,
+        "task": asdict(task),
+        "settings": asdict(settings),
+        "data_sha256": records.digest(),
+        "skipped_records": [list(entry) for entry in records.skipped],
+    }
+
+
+def _begun(
+    out: Path, about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]], overwrite: bool
+) -> Kept:
+    """What is kept of this very run, begun here or earlier; raises OutputError if a finished run would be replaced."""
+    sides = [[method.settings(), method.engine] for method in methods.values()]
+    kept = Kept(out, {**about, "methods": sides, "prompts": prompts})
+    for directory in methods:
+        # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
+        check_directory(directory, overwrite=overwrite or kept.goes_on)
+    kept.begin()
+    return kept
 
 
 def _generate(
@@ -218,68 +244,3 @@ def _teacher_forced(
                 tables[name][indices] = table
             bar.update(len(indices))
     return tables
-
-
-# ---------------------------------------------------------------------- the document
-
-
-def _document(
-    rows: Sequence[Mapping[str, Any]],
-    about: Mapping[str, Any],
-    method: Method,
-    scored: Scored,
-    outputs: Outputs,
-    settings: Settings,
-) -> dict[str, Any]:
-    lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
-    return {
-        "format": FORMAT,
-        "kind": "eval",
-        "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
-        "n": len(rows),
-        **_speed(method, outputs, settings),
-        "metrics": scored.summary(resamples=settings.resamples, seed=settings.seed),
-        "buckets": {
-            axis: [_bucket(b, scored, outputs) for b in buckets_of(values)] for axis, values in lengths.items()
-        },
-        "samples": [_sample(rows[i]) for i in _spread(len(rows), settings.samples)],
-        "outputs": OUTPUTS_FILE,
-        "config": about,
-        "environment": environment(),
-    }
-
-
-def _speed(method: Method, outputs: Outputs, settings: Settings) -> dict[str, Any]:
-    yardstick = method.full_depth
-    measured = outputs.speedup(seed=settings.seed, resamples=settings.resamples)
-    nominal = 1.0 if yardstick else None if method.schedule is None else method.schedule.nominal_speedup
-    return {
-        "nominal_speedup": nominal,
-        "measured_speedup": 1.0 if yardstick else None if measured is None else measured.estimate,
-        "measured_speedup_interval": None if measured is None else measured.to_dict(),
-        "measured_speedup_with_prompt": 1.0 if yardstick else outputs.speedup_with_prompt(),
-        "engine": method.engine,
-        "speed": outputs.timing.to_dict(),
-        "full_depth_speed": outputs.full_timing.to_dict() if outputs.full_timing.rows else None,
-    }
-
-
-def _bucket(bucket: Bucket, scored: Scored, outputs: Outputs) -> dict[str, Any]:
-    return {
-        "low": bucket.low,
-        "high": bucket.high,
-        "n": len(bucket.indices),
-        "mean_output_tokens": sum(len(outputs.tokens[i]) for i in bucket.indices) / len(bucket.indices),
-        "metrics": scored.scores(bucket.indices),
-    }
-
-
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {name: row[name] for name in ("id", "prompt", "output")} | {"reference": row["references"][0]}
-    return kept | ({"full_output": row["full_output"]} if "full_output" in row else {})
-
-
-def _spread(total: int, wanted: int) -> list[int]:
-    """Indices evenly over the data, the same for every run on it."""
-    count = min(total, wanted)
-    return [i * total // count for i in range(count)]

@@ -81,6 +81,9 @@ class Progress:
         """A context whose value has ``update(count)``, for a stage of `total` records."""
         return nullcontext(_Silent())
 
+    def left_out(self, records: Sequence[tuple[int, str]]) -> None:
+        """Line and reason of each record that is not evaluated, if any."""
+
 
 class _Silent:
     def update(self, count: int) -> None:
