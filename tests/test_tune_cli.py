@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import skipdecode
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.models.hub import load_model
@@ -244,6 +245,17 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path, path: Path) -> None:
     changed = {"model", "steps", "batch_size", "compare_batches"}
     for name, value in json.loads(path.read_text())["options"].items():
         assert name in changed or recipe["options"][name] == value
+
+
+def test_the_bundled_adapter_is_small_and_came_from_its_preset() -> None:
+    adapter = Path(skipdecode.__file__).parent / "adapters" / "e2e-smollm2-135m"
+    assert sum(file.stat().st_size for file in adapter.iterdir()) <= 20e6
+    made = json.loads((adapter / "recipe.json").read_text())
+    preset = json.loads((PRESETS / "e2e-smollm2-135m.json").read_text())["options"]
+    # Its file was rounded to float16, and fp32 chosen, before both were options.
+    named = {k: v for k, v in preset.items() if k not in ("adapter_dtype", "precision")}
+    assert named == {k: made["options"][k] for k in named}
+    assert made["result"]["precision"] == preset["precision"]
 
 
 def test_an_adapter_can_be_tuned_on_when_it_is_merged(files: Files, tmp_path: Path, capsys: Any) -> None:
