@@ -37,7 +37,5 @@ def note_left_out(records: Sequence[tuple[int, str]]) -> None:
     if records:
         lines = ", ".join(f"{line} ({reason})" for line, reason in records[:_SHOWN])
         more = " ..." if len(records) > _SHOWN else ""
-        print(
-            f"skipdecode: {len(records)} {'record' if len(records) == 1 else 'records'} left out; lines {lines}{more}",
-            file=sys.stderr,
-        )
+        noun = "record" if len(records) == 1 else "records"
+        print(f"skipdecode: {len(records)} {noun} left out; lines {lines}{more}", file=sys.stderr)
