@@ -128,7 +128,7 @@ def full_depth(base: str, seq_len: int, steps: int) -> Checkpoint:
 E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
-_THIRD = ["--steps", "225", "--curriculum", "sampled", "--sampled-speedups", "3", "4"]
+_LOWERED = ["--steps", "450", "--curriculum", "lower", "--curriculum-fraction", "0.3", "--distill-weight", "0.5"]
 _HALF = ["--steps", "150", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median", "calibrated", "even")
 
@@ -188,16 +188,22 @@ PLANS = {
         checkpoints={"full-a": full_depth("", E2E_SEQ_LEN, 300), **_ABLATIONS},
         yardstick="full-a",
     ),
-    "third": Plan(
+    "own": Plan(
         "e2e",
-        "third-smollm2-135m.json",
+        "own-smollm2-135m.json",
         **_SMOLLM2,
         seq_len=E2E_SEQ_LEN,
         speedups=_ALL,
+        # As many steps as full depth had, for one schedule each.
         checkpoints={
-            # Without a teacher: these checkpoints' own full depth is worn.
-            f"{short}-c": Checkpoint(f"{short}-b", ["--schedule", f"{order}-5x.json", *_THIRD], files(order, 3, 4, 5))
-            for short, order in (("cal", "calibrated"), ("paper", "paper"), ("even", "even"))
+            f"{short}-{speedup}x": tuned(f"{order}-{speedup}x", _LOWERED, files(order, speedup))
+            for short, order, speedup in (
+                ("cal", "calibrated", 5),
+                ("cal", "calibrated", 3),
+                ("cal", "calibrated", 2),
+                ("paper", "paper", 5),
+                ("even", "even", 5),
+            )
         },
         yardstick="full-b",
     ),
