@@ -198,11 +198,13 @@ PLANS = {
         checkpoints={
             f"{short}-{speedup}x": tuned(f"{order}-{speedup}x", _LOWERED, files(order, speedup))
             for short, order, speedup in (
-                ("cal", "calibrated", 5),
-                ("cal", "calibrated", 3),
-                ("cal", "calibrated", 2),
-                ("paper", "paper", 5),
                 ("even", "even", 5),
+                ("cal", "calibrated", 5),
+                ("paper", "paper", 5),
+                ("even", "even", 3),
+                ("cal", "calibrated", 3),
+                ("even", "even", 2),
+                ("cal", "calibrated", 2),
             )
         },
         yardstick="full-b",
