@@ -30,7 +30,9 @@ def long_run(model_dir: str, data: str, out: Path, *more: str) -> list[str]:
 
 def stop_in_the_middle(arguments: list[str], partial: Path, signal_number: int) -> subprocess.Popen[str]:
     """Start, wait until some rows are there, send the signal; returns the process when it has ended."""
-    process = subprocess.Popen(command(*arguments), env=subprocess_environment(), stderr=subprocess.PIPE, text=True)
+    # A row at a time, so that it is not done before the signal comes, even where the machine has other work.
+    slowly = command(*arguments, "--batch-size", "1")
+    process = subprocess.Popen(slowly, env=subprocess_environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not partial.exists() or partial.read_bytes().count(b"\n") < 20:
         assert process.poll() is None
