@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from skipdecode.reporting.sources import read_source
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "img"
 CALIBRATION = ROOT / "results" / "calibration-e2e-smollm2-135m-5x.json"
+METHODS = ("full", "paper", "even", "calibrated", "unified")
 DEPTHS = (24, 18, 12, 8, 5)
 
 
@@ -41,7 +43,9 @@ def positions_figure(calibration: dict[str, Any]) -> Any:
 def main() -> int:
     """Draw all; returns 0."""
     calibration = calibration_sections([read_source(CALIBRATION)])[0]
-    quality = quality_sections([read_source(ROOT / "results" / "e2e-smollm2-135m.json")])[0]
+    table = read_source(ROOT / "results" / "e2e-smollm2-135m.json")
+    shown = [row for row in table.data["runs"] if row["method"] in METHODS]
+    quality = quality_sections([replace(table, data=table.data | {"runs": shown})])[0]
     figures = {
         "calibration-e2e": calibration.pictures[0].figure,
         "calibration-search-e2e": calibration.pictures[1].figure,
