@@ -11,6 +11,7 @@ from skipdecode.methods.schedules import Budget, build_schedule
 
 TASKS = Path(__file__).parent / "tasks"
 CALIBRATED = ("calibrated", "curve", "pruned")
+RELEARNED = ("relearned",)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Plan:
         Name or file.
     start : str
         Its name; the calibration runs on its weights.
+    learned : sequence of str
+        Names of the schedules that the calibration gives: see `calibrated`.
     """
 
     prefix: str
@@ -69,6 +72,7 @@ class Plan:
     evaluation: Sequence[str] = field(default=("--batch-size", "32"))
     task: str = "e2e"
     start: str = "full-a"
+    learned: Sequence[str] = CALIBRATED
 
     def schedule(self, name: str, speedup: int) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
@@ -94,11 +98,11 @@ class Plan:
         return others[name]
 
     def calibrated(self, curve: Schedule, speedup: int) -> Mapping[str, Schedule]:
-        """What a calibrated curve gives: itself, its order under the paper's depths, its order at one depth."""
+        """What a calibrated curve gives: its order under the paper's depths, itself, its order at one depth."""
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
         flat = Schedule.constant(self.layers, round(self.layers / speedup), drop_order=curve.drop_order)
         schedules = (replace(linear, drop_order=curve.drop_order), curve, flat)
-        return dict(zip(CALIBRATED, schedules, strict=True))
+        return dict(zip(self.learned, schedules, strict=False))
 
 
 def files(name: str, *speedups: int) -> list[str]:
@@ -187,6 +191,23 @@ PLANS = {
         speedups=_ALL,
         checkpoints={"full-a": full_depth("", E2E_SEQ_LEN, 300), **_ABLATIONS},
         yardstick="full-a",
+    ),
+    # An order learned on weights that bear any, and what tuning makes of it.
+    "relearned": Plan(
+        "e2e",
+        "relearned-smollm2-135m.json",
+        **_SMOLLM2,
+        seq_len=E2E_SEQ_LEN,
+        speedups=_ALL,
+        checkpoints={
+            "random": tuned(
+                "even-5x", ["--steps", "225", "--curriculum", "random", "--distill-weight", "0.5"], ["full"]
+            ),
+            "relearned-b": tuned("relearned-5x", _SECOND, files("relearned", *_ALL)),
+        },
+        yardstick="full-b",
+        start="random",
+        learned=RELEARNED,
     ),
     "own": Plan(
         "e2e",

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from quality_plans import CALIBRATED, PLANS, Checkpoint, Plan
+from quality_plans import CALIBRATED, PLANS, RELEARNED, Checkpoint, Plan
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipdecode import Schedule
@@ -61,7 +61,7 @@ class Steps:
             return word
         path = self.schedules / word
         name, speedup = word.removesuffix("x.json").rsplit("-", 1)
-        if not path.exists() and name not in CALIBRATED:
+        if not path.exists() and name not in (*CALIBRATED, *RELEARNED):
             self.save(self.plan.schedule(name, int(speedup)), path)
         return str(path)
 
@@ -99,10 +99,11 @@ class Steps:
             AutoTokenizer.from_pretrained(start).save_pretrained(rounded)
             AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(rounded)
         head = ["skipdecode", "calibrate", rounded, "--task", self.plan.task, "--data", self.data / "train.jsonl"]
-        out = self.checkpoint("calibration")
+        first = self.plan.learned[0]
+        out = self.checkpoint("calibration" if first == "calibrated" else f"calibration-{first}")
         shape = ["--least", "3", "--batch-size", "32", "--seq-len", self.plan.seq_len, "--resume", "--out", out]
         for speedup in sorted(self.plan.speedups, reverse=True):
-            if (self.schedules / f"calibrated-{speedup}x.json").exists():
+            if (self.schedules / f"{first}-{speedup}x.json").exists():
                 continue
             self.call(*map(str, [*head, "--nominal-speedup", speedup, *shape]))
             if not self.dry_run:

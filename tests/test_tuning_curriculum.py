@@ -57,6 +57,21 @@ def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other()
     assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
 
 
+def test_random_layers_are_left_out_each_step_but_never_the_first_and_last() -> None:
+    curriculum = make_curriculum(TARGET, TuneConfig(curriculum="random", seed=3))
+    drawn = [curriculum.schedule_at(step) for step in range(200)]
+    assert drawn == [
+        make_curriculum(TARGET, TuneConfig(curriculum="random", seed=3)).schedule_at(s) for s in range(200)
+    ]
+    sets = [set(s.layers(0)) for s in drawn]
+    assert all({0, 11} <= layers and len(layers) >= TARGET.budgets[-1] for layers in sets)
+    assert {len(layers) for layers in sets} == set(range(TARGET.budgets[-1], 13))
+    short = [layers for layers in sets if len(layers) == TARGET.budgets[-1]]
+    assert len({tuple(sorted(layers)) for layers in short}) > 5
+    assert set().union(*short) == set(range(12))
+    assert curriculum.goals == (TARGET,)
+
+
 def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
     flat = Schedule.constant(12, 4, name="pruned-3x")
     curriculum = make_curriculum(flat, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
@@ -68,7 +83,7 @@ def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"curriculum": "sampeld"}, "--curriculum 'sampeld' is not accepted: give one of none, lower, sampled"),
+        ({"curriculum": "sampeld"}, "--curriculum 'sampeld' is not accepted: give one of none, lower, sampled, random"),
         ({"precision": "fp16"}, "--precision 'fp16' is not accepted"),
         ({"full": "false"}, "--full 'false' is not accepted: give true or false"),
     ],

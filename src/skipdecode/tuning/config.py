@@ -68,11 +68,12 @@ class TuneConfig:
         ("initial", "current"),
     )
 
-    curriculum: Literal["none", "lower", "sampled"] = _field(
+    curriculum: Literal["none", "lower", "sampled", "random"] = _field(
         "none: the schedule from the first step; lower: from full depth down to it; sampled: each step one of the "
-        "schedules of --sampled-speedups, so that one checkpoint serves all of them",
+        "schedules of --sampled-speedups, so that one checkpoint serves all of them; random: each step other layers "
+        "left out, down to the schedule's last depth, for weights on which calibrate can compare orders",
         "none",
-        ("none", "lower", "sampled"),
+        ("none", "lower", "sampled", "random"),
     )
     curriculum_fraction: float = _field("lower: the part of the run after which the schedule is reached", 0.5)
     sampled_speedups: tuple[float, ...] = _field(

@@ -11,7 +11,7 @@ from skipdecode.names import curve_name
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["Curriculum", "Fixed", "Lower", "Sampled", "make_curriculum", "with_speedup"]
+__all__ = ["Curriculum", "Fixed", "Lower", "Random", "Sampled", "make_curriculum", "with_speedup"]
 
 
 class Curriculum(Protocol):
@@ -86,6 +86,39 @@ class Sampled:
         return random.Random(f"{self.seed}/{step}").choice(self.schedules)
 
 
+@dataclass(frozen=True)
+class Random:
+    """Each step other layers are left out of the response, as many as the draw says, from (`seed`, step).
+
+    From none to as many as `target` leaves out at its end; its warm-up layers and the last layer always run. Source:
+    LayerDrop, arXiv 1909.11556. The weights that come of it bear any order, so a calibration on them compares orders
+    for what tuning cannot mend.
+    """
+
+    target: Schedule
+    seed: int
+
+    @property
+    def goals(self) -> tuple[Schedule, ...]:
+        """The target."""
+        return (self.target,)
+
+    def schedule_at(self, step: int) -> Schedule:
+        """A flat schedule drawn for step `step`."""
+        target, draw = self.target, random.Random(f"{self.seed}/{step}")
+        layers = target.num_layers
+        order = draw.sample(range(target.warmup_layers, layers - 1), layers - 1 - target.warmup_layers)
+        depth = draw.randint(target.budgets[-1], layers)
+        return Schedule.constant(
+            layers,
+            depth,
+            drop_order=order,
+            warmup_layers=target.warmup_layers,
+            prompt=target.prompt,
+            name=f"random-{depth}",
+        )
+
+
 def with_speedup(target: Schedule, nominal_speedup: float) -> Schedule:
     """The schedule of another nominal speed-up with the target's order, positions, warm-up and prompt depth.
 
@@ -123,6 +156,8 @@ def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
         return Lower(target, round(config.steps * config.curriculum_fraction))
     if config.curriculum == "none":
         return Fixed(target)
+    if config.curriculum == "random":
+        return Random(target, config.seed)
     schedules = [target]
     for speedup in config.sampled_speedups:
         schedule = with_speedup(target, speedup)
