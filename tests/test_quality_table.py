@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 
 from quality_runs import quality_runs
+from skipdecode import Schedule
 from skipdecode.evaluation.results import Run
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +109,31 @@ def test_a_yardstick_and_a_speed_for_every_run_are_needed(
     ):
         assert table.main([*arguments, "--out", out]) == 1
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("table", ["e2e", "ablations"])
+def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, table: str):
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "quality_runs.py",
+        table,
+        "--data",
+        "data",
+        "--runs",
+        str(tmp_path),
+    ]
+    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True)
+    commands = [shlex.split(line.removeprefix("$ ")) for line in done.stdout.splitlines()]
+    named = {Path(word) for words in commands for word in words if word.endswith("x.json")}
+    learned = {path for path in named if path.name.startswith(("calibrated", "curve", "pruned"))}
+    assert learned  # made by the calibration, which is among the commands
+    assert any(words[:2] == ["skipdecode", "calibrate"] for words in commands)
+    for path in named - learned:
+        schedule = Schedule.from_json(path.read_text())
+        assert f"-{round(schedule.nominal_speedup)}x" in path.name
+    # What is evaluated was tuned before.
+    tuned = {words[words.index("--out") + 1] for words in commands if words[:2] == ["skipdecode", "tune"]}
+    assert {words[2] for words in commands if words[:2] == ["skipdecode", "eval"]} <= tuned
 
 
 def test_markdown_of_the_table(runs: dict[str, Run], tmp_path: Path):
