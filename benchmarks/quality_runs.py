@@ -5,8 +5,8 @@
 
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. What each table is made of stands in `quality_plans.py`. Finished
 steps are left alone, so a killed call goes on where it was: tuning at its last checkpoint, evaluation after its last
-batch. On two cores with bf16 products `e2e` takes about four hours; `ablations`, `own` and `relearned`, which go on from
-its checkpoints, and each of the others one to two. Nothing else should run while a timing step (`--limit 320`) does.
+batch. On two cores with bf16 products `e2e` takes about four hours, each of the others one to two; `ablations`, `own`
+and `relearned` go on from its checkpoints. Nothing else should run while a timing step (`--limit 320`) does.
 """
 
 from __future__ import annotations
