@@ -133,14 +133,16 @@ E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
 _LOWERED = ["--steps", "450", "--curriculum", "lower", "--curriculum-fraction", "0.3", "--distill-weight", "0.5"]
-_HALF = ["--steps", "150", "--distill-weight", "0.5"]
+_SHORT = ["--steps", "150", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median", "calibrated", "even")
 
 _SMOLLM2 = {"model": "smollm2-135m", "layers": 30}
+_E2E = {**_SMOLLM2, "seq_len": E2E_SEQ_LEN, "speedups": _ALL}
+_E2E_START = full_depth("", E2E_SEQ_LEN, 300)
 
 # At 3x, one schedule a checkpoint, a third of the steps: what each setting of the paper's schedule is worth.
-_ABLATIONS = {f"3x-{name}": tuned(f"{name}-3x", _HALF, [f"{name}-3x.json"]) for name in _ABLATED}
-_ABLATIONS["3x-plain"] = tuned("paper-3x", _HALF[:2], ["paper-3x.json"])
+_ABLATIONS = {f"3x-{name}": tuned(f"{name}-3x", _SHORT, [f"{name}-3x.json"]) for name in _ABLATED}
+_ABLATIONS["3x-plain"] = tuned("paper-3x", _SHORT[:2], ["paper-3x.json"])
 
 
 def _summaries(prefix: str, seq_len: int, steps: tuple[int, int]) -> Plan:
@@ -166,11 +168,9 @@ PLANS = {
     "e2e": Plan(
         "e2e",
         "e2e-smollm2-135m.json",
-        **_SMOLLM2,
-        seq_len=E2E_SEQ_LEN,
-        speedups=_ALL,
+        **_E2E,
         checkpoints={
-            "full-a": full_depth("", E2E_SEQ_LEN, 300),
+            "full-a": _E2E_START,
             "paper-b": tuned("paper-5x", _SECOND, ["full", *files("paper", *_ALL), *files("d3", 3, 5)]),
             "cal-b": tuned(
                 "calibrated-5x",
@@ -186,19 +186,15 @@ PLANS = {
     "ablations": Plan(
         "e2e",
         "ablations-smollm2-135m.json",
-        **_SMOLLM2,
-        seq_len=E2E_SEQ_LEN,
-        speedups=_ALL,
-        checkpoints={"full-a": full_depth("", E2E_SEQ_LEN, 300), **_ABLATIONS},
+        **_E2E,
+        checkpoints={"full-a": _E2E_START, **_ABLATIONS},
         yardstick="full-a",
     ),
     # An order learned on weights that bear any, and what tuning makes of it.
     "relearned": Plan(
         "e2e",
         "relearned-smollm2-135m.json",
-        **_SMOLLM2,
-        seq_len=E2E_SEQ_LEN,
-        speedups=_ALL,
+        **_E2E,
         checkpoints={
             "random": tuned(
                 "even-5x", ["--steps", "225", "--curriculum", "random", "--distill-weight", "0.5"], ["full"]
@@ -212,9 +208,7 @@ PLANS = {
     "own": Plan(
         "e2e",
         "own-smollm2-135m.json",
-        **_SMOLLM2,
-        seq_len=E2E_SEQ_LEN,
-        speedups=_ALL,
+        **_E2E,
         # As many steps as full depth had, for one schedule each.
         checkpoints={
             f"{short}-{speedup}x": tuned(f"{order}-{speedup}x", _LOWERED, files(order, speedup))
