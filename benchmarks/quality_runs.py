@@ -140,7 +140,8 @@ class Steps:
         plan = self.plan
         if plan.start in plan.checkpoints:
             self.tune(plan.start, plan.checkpoints[plan.start])
-            self.calibrate()
+            if plan.learned:
+                self.calibrate()
         for name, made in plan.checkpoints.items():
             self.tune(name, made)
         for name, made in plan.checkpoints.items():
