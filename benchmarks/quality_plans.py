@@ -189,6 +189,7 @@ PLANS = {
         **_E2E,
         checkpoints={"full-a": _E2E_START, **_ABLATIONS},
         yardstick="full-a",
+        learned=(),
     ),
     # An order learned on weights that bear any, and what tuning makes of it.
     "relearned": Plan(

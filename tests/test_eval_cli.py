@@ -128,7 +128,7 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
     assert re.search(r"rougeL +\| full +\| skipdecode-2x \| .*\[[-+]\d", printed)
     assert main(["eval", "--json", "--compare", str(place / "full"), str(place / "full")]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [pair["metric"] for pair in document["pairs"]] == ["bleu", "rougeL"]
+    assert [pair["metric"] for pair in document["pairs"]] == ["bleu", "rougeL", "loss"]
     assert all(pair["difference"]["low"] <= 0 <= pair["difference"]["high"] for pair in document["pairs"])
 
 
@@ -148,7 +148,7 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
             assert sample["reference"] in page.text
     assert "<b>answer</b>" not in html
     # For each metric a trade-off and two kinds of buckets; speed-up against nominal; one schedule.
-    assert html.count("<svg") == 6 + 2 * 6 + 1 + 1
+    assert html.count("<svg") == 7 + 2 * 7 + 1 + 1
     assert (
         main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(tmp_path / "2.html")]) == 0
     )

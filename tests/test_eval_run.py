@@ -25,7 +25,7 @@ from skipdecode.evaluation.results import Run, check_directory, load_run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.settings import Settings, Subject
 from skipdecode.evaluation.tasks import Task
-from skipdecode.evaluation.teacher_forced import teacher_forced
+from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.methods.base import Method
 from skipdecode.methods.full import Full
 from skipdecode.methods.scheduled import Scheduled
@@ -71,6 +71,17 @@ def test_teacher_forced_fidelity_equals_cached_decoding(family: str):
         assert tables["top1_agreement"][row] == pytest.approx((same, len(output)))
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_loss_on_references_equals_cached_decoding(family: str):
+    model = tiny_model(family)
+    prompts, references = [[5, 6, 7, 8, 9], [11, 12]], [[20, 21, 2], [30, 31, 32, 33, 34, 35, 2]]
+    table = reference_loss(model, SCHEDULE, prompts, references)["loss"]
+    for row, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
+        guess = stepwise(model, SCHEDULE, prompt, reference)
+        loss = -sum(guess[index, token].item() for index, token in enumerate(reference))
+        assert table[row] == pytest.approx((loss, len(reference)), abs=1e-4)
+
+
 def stepwise(model: Any, schedule: Schedule, prompt: list[int], output: list[int]) -> torch.Tensor:
     """Log-probabilities (len(output), vocabulary) from decoding token by token with a cache."""
     rows = []
@@ -110,7 +121,8 @@ def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
         <= data["measured_speedup"]
         <= data["measured_speedup_interval"]["high"]
     )
-    assert set(data["metrics"]) == {"bleu", "rougeL", "exact_match", "token_agreement", "top1_agreement", "kl"}
+    fidelity = {"exact_match", "token_agreement", "top1_agreement", "kl"}
+    assert set(data["metrics"]) == {"bleu", "rougeL", "loss"} | fidelity
     assert Schedule.from_dict(data["config"]["method"]["schedule"]) == SCHEDULE
     assert data["config"]["settings"]["max_new_tokens"] == TASK.max_new_tokens
     assert data["config"]["data_sha256"] == RECORDS.digest()
@@ -206,7 +218,7 @@ def test_a_lossless_method_matches_full_depth_exactly(model: Any, tmp_path: Path
 def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
     run = evaluated(model, tmp_path, Scheduled(SCHEDULE), full_depth=False)
     assert run.measured_speedup is None
-    assert set(run.data["metrics"]) == {"bleu", "rougeL"}
+    assert set(run.data["metrics"]) == {"bleu", "rougeL", "loss"}
     assert "full_output" not in run.outputs[0]
 
 
@@ -246,7 +258,7 @@ def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
     first = evaluated(model, tmp_path / "a", Full())
     second = evaluated(model, tmp_path / "b", Scheduled(SCHEDULE))
     pairs = compare_runs([first, second], resamples=50)
-    assert [(p.metric, p.a, p.b) for p in pairs] == [("bleu", "full", "skipdecode"), ("rougeL", "full", "skipdecode")]
+    assert [(p.metric, p.a, p.b) for p in pairs] == [(m, "full", "skipdecode") for m in ("bleu", "rougeL", "loss")]
     assert compare_runs([first, first], ["bleu"])[0].comparison.difference.estimate == 0
     with pytest.raises(DataError, match="has no kl: it has bleu, rougeL"):
         compare_runs([first, second], ["kl"])

@@ -111,8 +111,8 @@ def test_a_yardstick_and_a_speed_for_every_run_are_needed(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("table", ["e2e", "ablations"])
-def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, table: str):
+@pytest.mark.parametrize(("table", "calibrates"), [("e2e", True), ("tldr", True), ("ablations", False)])
+def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, table: str, calibrates: bool):
     command = [
         sys.executable,
         ROOT / "benchmarks" / "quality_runs.py",
@@ -126,8 +126,9 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, 
     commands = [shlex.split(line.removeprefix("$ ")) for line in done.stdout.splitlines()]
     named = {Path(word) for words in commands for word in words if word.endswith("x.json")}
     learned = {path for path in named if path.name.startswith(("calibrated", "curve", "pruned"))}
-    assert learned  # made by the calibration, which is among the commands
-    assert any(words[:2] == ["skipdecode", "calibrate"] for words in commands)
+    # Made by the calibration, which is then among the commands.
+    assert bool(learned) == calibrates
+    assert any(words[:2] == ["skipdecode", "calibrate"] for words in commands) == calibrates
     for path in named - learned:
         schedule = Schedule.from_json(path.read_text())
         assert f"-{round(schedule.nominal_speedup)}x" in path.name

@@ -61,7 +61,7 @@ class Config(MethodOptions, ModelOptions, EngineOptions):
     name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
         "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's); with --compare also "
-        "exact_match, token_agreement, top1_agreement, kl",
+        "exact_match, token_agreement, top1_agreement, kl, loss",
         default=(),
     )
     bertscore_model: str = option(
@@ -80,7 +80,8 @@ class Config(MethodOptions, ModelOptions, EngineOptions):
     chat: bool = option("put prompts into the model's chat template", default=False)
     full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
     teacher_forced: bool = option(
-        "also top-1 agreement and KL along full depth's outputs, which takes about as long as generating them",
+        "also the loss on references, and top-1 agreement and KL along full depth's outputs; takes about as long as "
+        "generating them",
         default=True,
     )
     resamples: int = option("draws of the bootstrap", default=1000)

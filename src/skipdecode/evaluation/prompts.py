@@ -10,7 +10,7 @@ from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.tasks import Task
 from skipdecode.tuning.data import Reject, reject_summary
 
-__all__ = ["encode_prompt", "encode_prompts", "reference_tokens"]
+__all__ = ["encode_prompt", "encode_prompts", "reference_ids", "reference_tokens"]
 
 
 def encode_prompts(
@@ -78,7 +78,13 @@ def encode_prompt(task: Task, record: Record, tokenizer: Any, *, room: int | Non
     return tokens
 
 
+def reference_ids(record: Record, tokenizer: Any) -> list[list[int]]:
+    """Token ids of a record's references as tuning sees responses: with the end token, if the tokenizer has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [[*ids, *end] for ids in tokenizer(list(record.references), add_special_tokens=False)["input_ids"]]
+
+
 def reference_tokens(record: Record, tokenizer: Any) -> int:
-    """Length of a record's references in tokens: their mean, rounded, the end token included."""
-    lengths = [len(ids) + 1 for ids in tokenizer(list(record.references), add_special_tokens=False)["input_ids"]]
+    """Length of a record's references in tokens: their mean, rounded."""
+    lengths = [len(ids) for ids in reference_ids(record, tokenizer)]
     return round(sum(lengths) / len(lengths))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.evaluation.document import document
-from skipdecode.evaluation.fidelity import FREE_RUNNING, TEACHER_FORCED, free_running
+from skipdecode.evaluation.fidelity import FREE_RUNNING, LIKELIHOOD, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
 from skipdecode.evaluation.kept import Kept
 from skipdecode.evaluation.metrics import Metric
-from skipdecode.evaluation.prompts import encode_prompts, reference_tokens
+from skipdecode.evaluation.prompts import encode_prompts, reference_ids, reference_tokens
 from skipdecode.evaluation.records import Records
 from skipdecode.evaluation.results import RUN_FILE, Run, check_directory, load_run, save_run
 from skipdecode.evaluation.scored import Scored
 from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.tasks import Task
-from skipdecode.evaluation.teacher_forced import teacher_forced
+from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.methods.base import Method
+from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
 __all__ = ["evaluate"]
@@ -223,24 +224,43 @@ def _score(
         signatures[metric.name] = metric.signature
     if outputs.full:
         tables |= free_running(outputs.tokens, outputs.full)
-        if method.schedule is not None and settings.teacher_forced:
-            tables |= _teacher_forced(subject, method.schedule, prompts, outputs, settings.batch_size, progress)
-    return Scored(tables, FREE_RUNNING | TEACHER_FORCED | signatures)
+    if settings.teacher_forced:
+        tables |= _teacher_forced(subject, method, records, prompts, outputs, settings.batch_size, progress)
+    return Scored(tables, FREE_RUNNING | TEACHER_FORCED | LIKELIHOOD | signatures)
 
 
 def _teacher_forced(
     subject: Subject,
-    schedule: Schedule,
+    method: Method,
+    records: Records,
     prompts: list[list[int]],
     outputs: Outputs,
     batch_size: int,
     progress: Progress,
 ) -> dict[str, Table]:
-    tables = {name: np.zeros((len(prompts), 2)) for name in TEACHER_FORCED}
-    with progress.stage("fidelity", len(prompts)) as bar:
-        for indices in batches([len(p) for p in prompts], batch_size):
-            rows, full = [prompts[i] for i in indices], [outputs.full[i] for i in indices]
-            for name, table in teacher_forced(subject.model, schedule, rows, full).items():
-                tables[name][indices] = table
-            bar.update(len(indices))
+    """The loss of references, fidelity along full depth's outputs where there are any; nothing without a schedule."""
+    layers = len(decoder_layers(unwrap(subject.model)))
+    schedule = Schedule.full(layers) if method.full_depth else method.schedule
+    if schedule is None:
+        return {}
+    texts: list[tuple[Callable[..., dict[str, Table]], list[list[int]]]]
+    texts = [(reference_loss, _first_references(subject, records, prompts))]
+    if outputs.full:
+        texts.append((teacher_forced, outputs.full))
+    tables: dict[str, Table] = {}
+    with progress.stage("teacher-forced", len(prompts) * len(texts)) as bar:
+        for measure, given in texts:
+            for indices in batches([len(p) for p in prompts], batch_size):
+                rows, forced = [prompts[i] for i in indices], [given[i] for i in indices]
+                for name, table in measure(subject.model, schedule, rows, forced).items():
+                    tables.setdefault(name, np.zeros((len(prompts), 2)))[indices] = table
+                bar.update(len(indices))
     return tables
+
+
+def _first_references(subject: Subject, records: Records, prompts: list[list[int]]) -> list[list[int]]:
+    """As far as the model's context reaches; the last token is not fed."""
+    first = [reference_ids(record, subject.tokenizer)[0] for record in records.items]
+    if subject.context is None:
+        return first
+    return [ids[: subject.context - len(prompt) + 1] for ids, prompt in zip(first, prompts, strict=True)]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.bootstrap import interval
-from skipdecode.evaluation.fidelity import FREE_RUNNING, TEACHER_FORCED, ratio_score
+from skipdecode.evaluation.fidelity import FREE_RUNNING, LIKELIHOOD, TEACHER_FORCED, ratio_score
 from skipdecode.evaluation.metrics import METRICS
 
 __all__ = ["Scored", "score_names", "scorer_of"]
@@ -21,13 +21,13 @@ Table = NDArray[np.float64]
 
 
 def score_names() -> tuple[str, ...]:
-    """Names of all scores: metrics and fidelity figures."""
-    return (*METRICS.names(), *FREE_RUNNING, *TEACHER_FORCED)
+    """Names of all scores: metrics, fidelity figures and the loss."""
+    return (*METRICS.names(), *FREE_RUNNING, *TEACHER_FORCED, *LIKELIHOOD)
 
 
 def scorer_of(name: str) -> Callable[[Table], float]:
     """From the summed statistics of a metric or fidelity figure to its score; loads no model."""
-    if name in FREE_RUNNING or name in TEACHER_FORCED:
+    if name in FREE_RUNNING | TEACHER_FORCED | LIKELIHOOD:
         return partial(ratio_score, name)
     if name not in METRICS:
         raise UsageError(f"unknown metric {name!r}: accepted are {', '.join(score_names())}")

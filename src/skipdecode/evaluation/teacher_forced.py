@@ -1,4 +1,8 @@
-"""What a method would say at each token of the full-depth output, by the exact parallel form of its schedule."""
+"""What a schedule says at each token of a given text, by its exact parallel form.
+
+Along full depth's output: how far from full depth it is. Along a record's reference: the loss that `skipdecode
+calibrate` predicts and `skipdecode tune` lowers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from skipdecode.evaluation.fidelity import table_of
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
 
-__all__ = ["teacher_forced"]
+__all__ = ["reference_loss", "teacher_forced"]
 
 Table = NDArray[np.float64]
 
@@ -22,7 +26,7 @@ Table = NDArray[np.float64]
 def teacher_forced(
     model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], full: Sequence[Sequence[int]]
 ) -> dict[str, Table]:
-    """Fidelity of one batch along the full-depth output.
+    """Fidelity of one batch along the full-depth output, without gradients.
 
     Parameters
     ----------
@@ -48,8 +52,36 @@ def teacher_forced(
     return {"top1_agreement": _sums(same, batch.kept), "kl": _sums(divergence, batch.kept)}
 
 
+def reference_loss(
+    model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
+) -> dict[str, Table]:
+    """Cross-entropy of one batch along given texts, without gradients.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        With nothing attached.
+    schedule : Schedule
+        Token j of a reference runs `schedule.layers(j)`.
+    prompts, references : sequence of sequence of int
+        Token ids, each reference with its end token.
+
+    Returns
+    -------
+    dict of str to ndarray, shape (rows, 2)
+        The table of `skipdecode.evaluation.fidelity.LIKELIHOOD`.
+    """
+    batch = _Batch(prompts, references, model.device)
+    with torch.inference_mode(), attach(model, schedule):
+        guess = batch.log_probabilities(model(**batch.call, prompt_length=batch.prompt_lengths))
+    return {"loss": _sums(-guess.gather(-1, batch.targets[..., None]).squeeze(-1), batch.kept)}
+
+
 class _Batch:
-    """Texts of prompt and output, padded on the right, and where in the logits the outputs are predicted."""
+    """Texts of prompt and output, padded on the right, and where in the logits the outputs are predicted.
+
+    `targets` are the outputs, (rows, longest output), `kept` where they are no padding.
+    """
 
     def __init__(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: Any) -> None:
         # The last token of an output predicts nothing that is compared, so it is not fed.
@@ -67,6 +99,7 @@ class _Batch:
         offsets = torch.arange(width, device=device)
         lengths = torch.tensor([len(output) for output in outputs], device=device)
         self.kept = offsets < lengths[:, None]
+        self.targets = torch.tensor([[*o, *[0] * (width - len(o))] for o in outputs], device=device)
         self._columns = (self.prompt_lengths[:, None] - 1 - first + offsets).clamp(max=columns - first - 1)
 
     def log_probabilities(self, output: Any) -> Tensor:

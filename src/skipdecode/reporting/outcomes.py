@@ -22,6 +22,7 @@ METRIC_NAMES = {
     "rouge2": "ROUGE-2",
     "meteor": "METEOR",
     "cider": "CIDEr",
+    "loss": "loss on references, nats a token (lower is better)",
     "kl": "KL from full depth, nats (lower is better)",
     "top1_agreement": "top-1 agreement with full depth, %",
     "token_agreement": "token agreement with full depth, %",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skipdecode.evaluation.compare import Pair
+from skipdecode.evaluation.fidelity import IN_NATS
 from skipdecode.evaluation.tables import pairs_cells
 from skipdecode.plots import Point, Series, line_figure
 from skipdecode.reporting.outcomes import HEADLINE, METRIC_NAMES, Outcome, by_data, outcomes_of
@@ -54,7 +55,7 @@ def _tradeoff(group: Sequence[Outcome], metric: str) -> Picture | None:
     if full is not None:
         series.append(Series("" if series else "full depth", (Point(1.0, full.value, y_bounds=full.bounds),), color=-1))
     level = None if full is None else (full.value, *(full.bounds or (full.value, full.value)), "full depth")
-    better = min if metric == "kl" else max
+    better = min if metric in IN_NATS else max
     best = better((o for o in shown if not o.full), key=lambda o: o.scores[metric].value, default=None)
     label = f"{name} against measured speed-up."
     if full is not None:
