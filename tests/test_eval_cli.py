@@ -162,6 +162,7 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
         (["--out", "{place}/x", "--method", "even"], 2, "--method even needs --nominal-speedup"),
         (["--out", "{place}/x", "--method", "full", "--nominal-speedup", "2"], 2, "--method full has no schedule"),
+        (["--out", "{place}/x", "--method", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
         (["--out", "{place}/x", "--exit-layer", "2"], 2, "--exit-layer belongs to --method self_speculation"),
         (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order belongs to --nominal-speedup"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),

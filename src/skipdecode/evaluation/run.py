@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.errors import UsageError
 from skipdecode.evaluation.document import document
 from skipdecode.evaluation.fidelity import FREE_RUNNING, LIKELIHOOD, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
@@ -116,6 +117,11 @@ def _encoded(
 ) -> tuple[Records, list[list[int]]]:
     """The records whose prompts fit, and the prompts' tokens."""
     room = None if subject.context is None else subject.context - (settings.max_new_tokens or 0)
+    if room is not None and room < 1:
+        raise UsageError(
+            f"--max-new-tokens {settings.max_new_tokens} leaves no room for a prompt: the model's context is "
+            f"{subject.context} tokens; give fewer"
+        )
     fitting, prompts = encode_prompts(task, records, subject.tokenizer, room=room, skip_bad=skip_bad)
     progress.left_out(fitting.skipped[len(records.skipped) :])
     return fitting, prompts
