@@ -11,7 +11,6 @@ from skipdecode.methods.schedules import Budget, build_schedule
 
 TASKS = Path(__file__).parent / "tasks"
 CALIBRATED = ("calibrated", "curve", "pruned")
-RELEARNED = ("relearned",)
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class Plan:
         Name or file.
     start : str
         Its name; the calibration runs on its weights.
-    learned : sequence of str
-        Names of the schedules that the calibration gives (see `calibrated`); none where nothing is calibrated.
+    calibrates : bool
+        Whether any of its schedules is learned.
     """
 
     prefix: str
@@ -72,7 +71,7 @@ class Plan:
     evaluation: Sequence[str] = field(default=("--batch-size", "32"))
     task: str = "e2e"
     start: str = "full-a"
-    learned: Sequence[str] = CALIBRATED
+    calibrates: bool = True
 
     def schedule(self, name: str, speedup: int) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
@@ -102,7 +101,7 @@ class Plan:
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
         flat = Schedule.constant(self.layers, round(self.layers / speedup), drop_order=curve.drop_order)
         schedules = (replace(linear, drop_order=curve.drop_order), curve, flat)
-        return dict(zip(self.learned, schedules, strict=False))
+        return dict(zip(CALIBRATED, schedules, strict=True))
 
 
 def files(name: str, *speedups: int) -> list[str]:
@@ -189,22 +188,7 @@ PLANS = {
         **_E2E,
         checkpoints={"full-a": _E2E_START, **_ABLATIONS},
         yardstick="full-a",
-        learned=(),
-    ),
-    # An order learned on weights that bear any, and what tuning makes of it.
-    "relearned": Plan(
-        "e2e",
-        "relearned-smollm2-135m.json",
-        **_E2E,
-        checkpoints={
-            "random": tuned(
-                "even-5x", ["--steps", "225", "--curriculum", "random", "--distill-weight", "0.5"], ["full"]
-            ),
-            "relearned-b": tuned("relearned-5x", _SECOND, files("relearned", *_ALL)),
-        },
-        yardstick="full-b",
-        start="random",
-        learned=RELEARNED,
+        calibrates=False,
     ),
     "own": Plan(
         "e2e",
@@ -230,6 +214,6 @@ PLANS = {
             "even-b": tuned("even-3x", sampled(150, 2), files("even", 2, 3)),
         },
         yardstick="full-a",
-        learned=(),
+        calibrates=False,
     ),
 }

@@ -5,8 +5,8 @@
 
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. What each table is made of stands in `quality_plans.py`. Finished
 steps are left alone, so a killed call goes on where it was: tuning at its last checkpoint, evaluation after its last
-batch. On two cores with bf16 products `e2e` takes about four hours, each of the others one to two; `ablations`, `own`
-and `relearned` go on from its checkpoints. Nothing else should run while a timing step (`--limit 320`) does.
+batch. On two cores with bf16 products `e2e` takes about four hours, each of the others up to one; `ablations` and
+`own` go on from its checkpoints. Nothing else should run while a timing step (`--limit 320`) does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from quality_plans import CALIBRATED, PLANS, RELEARNED, Checkpoint, Plan
+from quality_plans import CALIBRATED, PLANS, Checkpoint, Plan
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipdecode import Schedule
@@ -61,7 +61,7 @@ class Steps:
             return word
         path = self.schedules / word
         name, speedup = word.removesuffix("x.json").rsplit("-", 1)
-        if not path.exists() and name not in (*CALIBRATED, *RELEARNED):
+        if not path.exists() and name not in CALIBRATED:
             self.save(self.plan.schedule(name, int(speedup)), path)
         return str(path)
 
@@ -99,11 +99,10 @@ class Steps:
             AutoTokenizer.from_pretrained(start).save_pretrained(rounded)
             AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(rounded)
         head = ["skipdecode", "calibrate", rounded, "--task", self.plan.task, "--data", self.data / "train.jsonl"]
-        first = self.plan.learned[0]
-        out = self.checkpoint("calibration" if first == "calibrated" else f"calibration-{first}")
+        out = self.checkpoint("calibration")
         shape = ["--least", "3", "--batch-size", "32", "--seq-len", self.plan.seq_len, "--resume", "--out", out]
         for speedup in sorted(self.plan.speedups, reverse=True):
-            if (self.schedules / f"{first}-{speedup}x.json").exists():
+            if (self.schedules / f"calibrated-{speedup}x.json").exists():
                 continue
             self.call(*map(str, [*head, "--nominal-speedup", speedup, *shape]))
             if not self.dry_run:
@@ -140,7 +139,7 @@ class Steps:
         plan = self.plan
         if plan.start in plan.checkpoints:
             self.tune(plan.start, plan.checkpoints[plan.start])
-            if plan.learned:
+            if plan.calibrates:
                 self.calibrate()
         for name, made in plan.checkpoints.items():
             self.tune(name, made)
