@@ -55,8 +55,8 @@ class Plan:
         Name or file.
     start : str
         Its name; the calibration runs on its weights.
-    calibrates : bool
-        Whether any of its schedules is learned.
+    calibration : sequence of str
+        Options of every `skipdecode calibrate`; none where no schedule is learned.
     """
 
     prefix: str
@@ -71,7 +71,7 @@ class Plan:
     evaluation: Sequence[str] = field(default=("--batch-size", "32"))
     task: str = "e2e"
     start: str = "full-a"
-    calibrates: bool = True
+    calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
 
     def schedule(self, name: str, speedup: int) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
@@ -160,6 +160,7 @@ def _summaries(prefix: str, seq_len: int, steps: tuple[int, int]) -> Plan:
         common=("--batch-size", "8", "--learning-rate", "2e-4", "--dev-records", "64"),
         evaluation=("--batch-size", "16"),
         task=str(TASKS / f"{prefix}.yaml"),
+        calibration=("--least", "6", "--records", "24", "--held-out", "24", "--candidates", "4", "--batch-size", "24"),
     )
 
 
@@ -188,7 +189,7 @@ PLANS = {
         **_E2E,
         checkpoints={"full-a": _E2E_START, **_ABLATIONS},
         yardstick="full-a",
-        calibrates=False,
+        calibration=(),
     ),
     "own": Plan(
         "e2e",
@@ -214,6 +215,6 @@ PLANS = {
             "even-b": tuned("even-3x", sampled(150, 2), files("even", 2, 3)),
         },
         yardstick="full-a",
-        calibrates=False,
+        calibration=(),
     ),
 }

@@ -100,7 +100,7 @@ class Steps:
             AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(rounded)
         head = ["skipdecode", "calibrate", rounded, "--task", self.plan.task, "--data", self.data / "train.jsonl"]
         out = self.checkpoint("calibration")
-        shape = ["--least", "3", "--batch-size", "32", "--seq-len", self.plan.seq_len, "--resume", "--out", out]
+        shape = [*self.plan.calibration, "--seq-len", self.plan.seq_len, "--resume", "--out", out]
         for speedup in sorted(self.plan.speedups, reverse=True):
             if (self.schedules / f"calibrated-{speedup}x.json").exists():
                 continue
@@ -139,7 +139,7 @@ class Steps:
         plan = self.plan
         if plan.start in plan.checkpoints:
             self.tune(plan.start, plan.checkpoints[plan.start])
-            if plan.calibrates:
+            if plan.calibration:
                 self.calibrate()
         for name, made in plan.checkpoints.items():
             self.tune(name, made)
