@@ -160,7 +160,7 @@ def _summaries(prefix: str, seq_len: int, steps: tuple[int, int]) -> Plan:
         common=("--batch-size", "8", "--learning-rate", "2e-4", "--dev-records", "64"),
         evaluation=("--batch-size", "16"),
         task=str(TASKS / f"{prefix}.yaml"),
-        calibration=("--least", "6", "--records", "24", "--held-out", "24", "--candidates", "4", "--batch-size", "24"),
+        calibration=("--least", "6", "--records", "12", "--held-out", "12", "--candidates", "3", "--batch-size", "12"),
     )
 
 
