@@ -6,7 +6,8 @@
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. What each table is made of stands in `quality_plans.py`. Finished
 steps are left alone, so a killed call goes on where it was: tuning at its last checkpoint, evaluation after its last
 batch. On two cores with bf16 products `e2e` takes about four hours, each of the others up to one; `ablations` and
-`own` go on from its checkpoints. Nothing else should run while a timing step (`--limit 320`) does.
+`own` go on from its checkpoints. Nothing else should run while a timing step (`--limit 320`) does, or an evaluation
+of a table without one.
 """
 
 from __future__ import annotations
@@ -146,14 +147,16 @@ class Steps:
         for name, made in plan.checkpoints.items():
             label = f"{plan.prefix}-{name}"
             self.evaluate(name, self.evaluation(name), made.methods, "--bertscore-model", "minilm", "--name", label)
-        for name, made in plan.checkpoints.items():
-            self.evaluate(name, self.timing(name), made.methods, "--limit", "320", "--metrics", "rougeL")
+        timings = list(plan.checkpoints) if plan.timed else []
+        for name in timings:
+            methods = plan.checkpoints[name].methods
+            self.evaluate(name, self.timing(name), methods, "--limit", "320", "--metrics", "rougeL")
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
-        timings = [self.timing(name) for name in dict.fromkeys([*plan.checkpoints, plan.yardstick])]
+        speed = ["--speed", *(self.timing(name) for name in dict.fromkeys([*timings, plan.yardstick]))]
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py"]
-        self.call(*script, *evaluations, "--full", full, "--speed", *timings, "--out", out)
+        self.call(*script, *evaluations, "--full", full, *(speed if timings else []), "--out", out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
