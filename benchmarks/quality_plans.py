@@ -135,19 +135,19 @@ E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
 _LOWERED = ["--steps", "450", "--curriculum", "lower", "--curriculum-fraction", "0.3", "--distill-weight", "0.5"]
-_SHORT = ["--steps", "75", "--distill-weight", "0.5"]
+_SHORT = ["--steps", "60", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median")
 
 _SMOLLM2 = {"model": "smollm2-135m", "layers": 30}
 _E2E = {**_SMOLLM2, "seq_len": E2E_SEQ_LEN, "speedups": _ALL}
 _E2E_START = full_depth("", E2E_SEQ_LEN, 300)
 
-# At 3x, one schedule a checkpoint, 75 steps: what each setting of the paper's schedule is worth.
+# At 3x, one schedule a checkpoint, 60 steps: what each setting of the paper's schedule is worth.
 _ABLATIONS = {f"3x-{name}": tuned(f"{name}-3x", _SHORT, [f"{name}-3x.json"]) for name in _ABLATED}
 _ABLATIONS["3x-plain"] = tuned("paper-3x", _SHORT[:2], ["paper-3x.json"])
 
 
-def _summaries(prefix: str, seq_len: int, steps: tuple[int, int]) -> Plan:
+def _summaries(prefix: str, seq_len: int, steps: tuple[int, int], rate: str) -> Plan:
     """A small table of a summarization task, whose prompts lose their ends to fit a small machine."""
     second = sampled(steps[1], 2)
     orders = {"paper": "paper", "cal": "calibrated", "even": "even"}
@@ -160,7 +160,7 @@ def _summaries(prefix: str, seq_len: int, steps: tuple[int, int]) -> Plan:
         speedups=(2, 3),
         checkpoints={"full-a": full_depth("", seq_len, steps[0]), **made},
         yardstick="full-a",
-        common=("--batch-size", "8", "--learning-rate", "2e-4", "--dev-records", "64"),
+        common=("--batch-size", "8", "--learning-rate", rate, "--dev-records", "64"),
         evaluation=("--batch-size", "16"),
         task=str(TASKS / f"{prefix}.yaml"),
         timed=False,
@@ -206,8 +206,8 @@ PLANS = {
         },
         yardstick="full-b",
     ),
-    "cnn_dm": _summaries("cnn_dm", 71, (80, 60)),
-    "tldr": _summaries("tldr", 70, (80, 60)),
+    "cnn_dm": _summaries("cnn_dm", 71, (80, 60), "2e-4"),
+    "tldr": _summaries("tldr", 70, (80, 120), "3e-4"),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
@@ -216,8 +216,8 @@ PLANS = {
         seq_len=E2E_SEQ_LEN,
         speedups=(2, 3),
         checkpoints={
-            "full-a": full_depth("", E2E_SEQ_LEN, 120),
-            "even-b": tuned("even-3x", sampled(150, 2), files("even", 2, 3)),
+            "full-a": full_depth("", E2E_SEQ_LEN, 100),
+            "even-b": tuned("even-3x", sampled(120, 2), files("even", 2, 3)),
         },
         yardstick="full-a",
         timed=False,
