@@ -135,14 +135,14 @@ E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
 _LOWERED = ["--steps", "450", "--curriculum", "lower", "--curriculum-fraction", "0.3", "--distill-weight", "0.5"]
-_SHORT = ["--steps", "60", "--distill-weight", "0.5"]
+_SHORT = ["--steps", "50", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median")
 
 _SMOLLM2 = {"model": "smollm2-135m", "layers": 30}
 _E2E = {**_SMOLLM2, "seq_len": E2E_SEQ_LEN, "speedups": _ALL}
 _E2E_START = full_depth("", E2E_SEQ_LEN, 300)
 
-# At 3x, one schedule a checkpoint, 60 steps: what each setting of the paper's schedule is worth.
+# At 3x, one schedule a checkpoint, 50 steps: what each setting of the paper's schedule is worth.
 _ABLATIONS = {f"3x-{name}": tuned(f"{name}-3x", _SHORT, [f"{name}-3x.json"]) for name in _ABLATED}
 _ABLATIONS["3x-plain"] = tuned("paper-3x", _SHORT[:2], ["paper-3x.json"])
 
