@@ -202,7 +202,13 @@ PLANS = {
         **_E2E,
         # As many steps as full depth had, for one schedule each.
         checkpoints={
-            f"even-{speedup}x": tuned(f"even-{speedup}x", _LOWERED, files("even", speedup)) for speedup in (5, 3, 2)
+            f"{short}-{speedup}x": tuned(f"{order}-{speedup}x", _LOWERED, files(order, speedup))
+            for short, order, speedup in (
+                ("even", "even", 5),
+                ("even", "even", 3),
+                ("even", "even", 2),
+                ("cal", "calibrated", 2),
+            )
         },
         yardstick="full-b",
     ),
