@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from memory_probe import resident
 from skipdecode import Schedule, attach
 from skipdecode.tuning.adapters import make_optimizer
 from skipdecode.tuning.collate import IGNORE, Batch, collate
@@ -17,6 +19,7 @@ from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import Objective, Teacher, response_logits
 from skipdecode.tuning.step import TrainStep
+from skipdecode.tuning.token_loss import token_losses
 from tiny import LAYERS, VOCAB, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -144,6 +147,39 @@ def test_without_weight_no_teacher_is_asked() -> None:
         losses = Objective(None, weight=0.0)(model, BATCH)
     assert losses.kl.item() == 0
     assert losses.total.item() == losses.cross_entropy.item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+def test_the_gradient_is_that_of_the_formula(weight: float, temperature: float) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 70, VOCAB).unbind()
+    targets = torch.randint(VOCAB, (70,)).where(torch.rand(70) < 0.8, IGNORE)
+    student.requires_grad_()
+    cross_entropy = functional.cross_entropy(student, targets, ignore_index=IGNORE, reduction="sum")
+    cold, warm = ((x / temperature).log_softmax(-1)[targets != IGNORE] for x in (student, teacher))
+    kl = (warm.exp() * (warm - cold)).sum() * temperature**2
+    (expected,) = torch.autograd.grad((1 - weight) * cross_entropy + weight * kl, student)
+    (total, *_) = token_losses(student, targets, teacher, weight, temperature)
+    (gradient,) = torch.autograd.grad(total * 3, student)
+    torch.testing.assert_close(gradient, expected * 3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
+def test_a_large_vocabulary_takes_little_more_memory_than_its_logits() -> None:
+    vocabulary = 50_000
+    model = tiny_model("llama", vocab_size=vocabulary)
+    few, many = batch_of((3, 2)), batch_of(*[(3, 50)] * 16)
+    with attach(model, SCHEDULE) as attachment:
+        objective = Objective(Teacher(attachment, model), weight=0.5)
+        # Libraries load parts of themselves on first use.
+        objective(model, few).total.backward()
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        objective(model, many).total.backward()
+        peak = resident("VmHWM") - before
+    # Student, teacher and the gradient; with the probabilities of all tokens it would be 6.
+    assert peak < 4.5 * 800 * vocabulary * 4
 
 
 def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:

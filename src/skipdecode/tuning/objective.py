@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import unwrap
 from skipdecode.tuning.collate import IGNORE, Batch
+from skipdecode.tuning.token_loss import token_losses
 
 __all__ = ["Losses", "Objective", "Teacher", "response_logits"]
 
@@ -124,20 +124,10 @@ class Objective:
 
     def __call__(self, model: Any, batch: Batch) -> Losses:
         """Losses of a batch under the schedule that is attached."""
-        targets = batch.targets
-        counted = targets != IGNORE
-        student = response_logits(model, batch)[counted].float()
-        log_probabilities = functional.log_softmax(student, dim=-1)
-        cross_entropy = functional.nll_loss(log_probabilities, targets[counted], reduction="sum")
-        tokens = int(counted.sum())
-        if self._teacher is None:
-            return Losses(cross_entropy, cross_entropy.detach(), cross_entropy.new_zeros(()), tokens)
-        warmth = self._temperature
-        teacher = functional.log_softmax(self._teacher.logits(batch)[counted].float() / warmth, dim=-1)
-        guess = log_probabilities if warmth == 1 else functional.log_softmax(student / warmth, dim=-1)
-        kl = functional.kl_div(guess, teacher, reduction="sum", log_target=True) * warmth**2
-        total = (1 - self._weight) * cross_entropy + self._weight * kl
-        return Losses(total, cross_entropy.detach(), kl.detach(), tokens)
+        student = response_logits(model, batch).flatten(0, 1)
+        teacher = None if self._teacher is None else self._teacher.logits(batch).flatten(0, 1)
+        sums = token_losses(student, batch.targets.flatten(), teacher, self._weight, self._temperature)
+        return Losses(*sums, int((batch.targets != IGNORE).sum()))
 
 
 @contextlib.contextmanager
