@@ -145,9 +145,10 @@ class _SharedPrompt:
             # The last response token is not fed: nothing follows it.
             rest = self._forward(self._prompt, -1, copy.deepcopy(self._cache))
             logits = torch.cat([logits, rest], dim=1)
-        counted = targets != IGNORE
-        losses = torch.zeros(targets.shape, dtype=torch.float64, device=targets.device)
-        losses[counted] = functional.cross_entropy(logits[counted].float(), targets[counted], reduction="none").double()
+        # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
+        rows = zip(logits, targets, strict=True)
+        each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
+        losses = torch.stack(each).double()
         sums: list[float] = losses.sum(0).tolist()
         if not torch.isfinite(losses).all():
             names = ", ".join(self._batch.ids[:3])

@@ -6,7 +6,7 @@ calibrate` predicts and `skipdecode tune` lowers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,13 @@ def teacher_forced(
     batch = _Batch(prompts, full, model.device)
     with torch.inference_mode(), attach(model, schedule) as attachment:
         with attachment.paused():
-            expected = batch.log_probabilities(model(**batch.call))
-        got = batch.log_probabilities(model(**batch.call, prompt_length=batch.prompt_lengths))
-    divergence = (expected.exp() * (expected - got)).sum(-1)
-    same = got.argmax(-1) == expected.argmax(-1)
-    return {"top1_agreement": _sums(same, batch.kept), "kl": _sums(divergence, batch.kept)}
+            output = model(**batch.call)
+        shallow = model(**batch.call, prompt_length=batch.prompt_lengths)
+        agreement, divergence = [], []
+        for expected, got in zip(batch.log_probabilities(output), batch.log_probabilities(shallow), strict=True):
+            agreement.append(got.argmax(-1) == expected.argmax(-1))
+            divergence.append((expected.exp() * (expected - got)).sum(-1))
+    return {"top1_agreement": _sums(agreement), "kl": _sums(divergence)}
 
 
 def reference_loss(
@@ -73,40 +75,35 @@ def reference_loss(
     """
     batch = _Batch(prompts, references, model.device)
     with torch.inference_mode(), attach(model, schedule):
-        guess = batch.log_probabilities(model(**batch.call, prompt_length=batch.prompt_lengths))
-    return {"loss": _sums(-guess.gather(-1, batch.targets[..., None]).squeeze(-1), batch.kept)}
+        output = model(**batch.call, prompt_length=batch.prompt_lengths)
+        guesses = zip(batch.log_probabilities(output), batch.outputs, strict=True)
+        losses = [-guess.gather(-1, ids[:, None]).squeeze(-1) for guess, ids in guesses]
+    return {"loss": _sums(losses)}
 
 
 class _Batch:
-    """Texts of prompt and output, padded on the right, and where in the logits the outputs are predicted.
-
-    `targets` are the outputs, (rows, longest output), `kept` where they are no padding.
-    """
+    """Texts of prompt and output, padded on the right."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: Any) -> None:
         # The last token of an output predicts nothing that is compared, so it is not fed.
         texts = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, outputs, strict=True)]
         columns = max(map(len, texts))
         first = min(map(len, prompts)) - 1
-        width = max(map(len, outputs))
         self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        self.outputs = [torch.tensor(output, dtype=torch.int64, device=device) for output in outputs]
         self.call = {
             "input_ids": torch.tensor([text + [0] * (columns - len(text)) for text in texts], device=device),
             "attention_mask": torch.tensor([[1] * len(t) + [0] * (columns - len(t)) for t in texts], device=device),
             "use_cache": False,
             "logits_to_keep": columns - first,
         }
-        offsets = torch.arange(width, device=device)
-        lengths = torch.tensor([len(output) for output in outputs], device=device)
-        self.kept = offsets < lengths[:, None]
-        self.targets = torch.tensor([[*o, *[0] * (width - len(o))] for o in outputs], device=device)
-        self._columns = (self.prompt_lengths[:, None] - 1 - first + offsets).clamp(max=columns - first - 1)
+        self._starts = [len(prompt) - 1 - first for prompt in prompts]
 
-    def log_probabilities(self, output: Any) -> Tensor:
-        """Of the next token at each place of the outputs, (rows, longest output, vocabulary)."""
-        rows = torch.arange(len(self.kept), device=self.kept.device)[:, None]
-        return torch.log_softmax(output.logits[rows, self._columns].float(), dim=-1)
+    def log_probabilities(self, output: Any) -> Iterator[Tensor]:
+        """Of the next token at each place of a row's output, (tokens, vocabulary), row by row to spare memory."""
+        for logits, start, ids in zip(output.logits, self._starts, self.outputs, strict=True):
+            yield torch.log_softmax(logits[start : start + len(ids)].float(), dim=-1)
 
 
-def _sums(values: Tensor, kept: Tensor) -> Table:
-    return table_of(torch.stack([(values.double() * kept).sum(1), kept.sum(1).double()], dim=1).tolist())
+def _sums(rows: Sequence[Tensor]) -> Table:
+    return table_of([[row.double().sum().item(), len(row)] for row in rows])
