@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from skipdecode.tuning.collate import IGNORE
@@ -58,13 +59,18 @@ class _TokenLosses(torch.autograd.Function):
                 (gradient[part],) = torch.autograd.grad(losses[0], logits)
             sums += torch.stack(losses).detach()
         ctx.gradient = gradient
-        total, cross_entropy, kl = sums.unbind()
+        total, cross_entropy, kl = (x.clone() for x in sums)
         ctx.mark_non_differentiable(cross_entropy, kl)
-        return total.clone(), cross_entropy.clone(), kl.clone()
+        return total, cross_entropy, kl
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.gradient.mul_(outer[0]), None, None, None, None
+        if ctx.gradient is None:
+            raise RuntimeError("the gradient of token_losses was given away by an earlier backward pass")
+        # It is as large as the logits, so it is scaled in place, and not held any longer.
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(outer[0]), None, None, None, None
 
 
 def _part(
