@@ -56,7 +56,7 @@ class Plan:
     start : str
         Its name; the calibration runs on its weights.
     timed : bool
-        Measure speed apart, on a machine that is quiet then; else the evaluations do, and it must be quiet for them.
+        Measure speed apart, on the package's engine, which must know the model; else the evaluations do.
     calibration : sequence of str
         Options of every `skipdecode calibrate`; none where no schedule is learned.
     """
@@ -163,7 +163,6 @@ def _summaries(prefix: str, seq_len: int, steps: tuple[int, int], rate: str) -> 
         common=("--batch-size", "8", "--learning-rate", rate, "--dev-records", "64"),
         evaluation=("--batch-size", "16"),
         task=str(TASKS / f"{prefix}.yaml"),
-        timed=False,
         calibration=("--least", "6", "--records", "12", "--held-out", "12", "--candidates", "3", "--batch-size", "12"),
     )
 
@@ -193,7 +192,6 @@ PLANS = {
         **_E2E,
         checkpoints={"full-a": _E2E_START, **_ABLATIONS},
         yardstick="full-a",
-        timed=False,
         calibration=(),
     ),
     "own": Plan(

@@ -6,8 +6,8 @@
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. What each table is made of stands in `quality_plans.py`. Finished
 steps are left alone, so a killed call goes on where it was: tuning at its last checkpoint, evaluation after its last
 batch. On two cores with bf16 products `e2e` takes about four hours, each of the others up to one; `ablations` and
-`own` go on from its checkpoints. Nothing else should run while a timing step (`--limit 320`) does, or an evaluation
-of a table without one.
+`own` go on from its checkpoints. Nothing else should run while `schedule_speed.py` does, or an evaluation of a table
+without it.
 """
 
 from __future__ import annotations
@@ -131,10 +131,6 @@ class Steps:
         """The directory of a checkpoint's evaluation."""
         return self.runs / f"eval-{self.plan.prefix}-{name}"
 
-    def timing(self, name: str) -> Path:
-        """The directory of a checkpoint's timing."""
-        return self.runs / f"timing-{self.plan.prefix}-{name}"
-
     def run(self) -> None:
         """All of it."""
         plan = self.plan
@@ -147,16 +143,16 @@ class Steps:
         for name, made in plan.checkpoints.items():
             label = f"{plan.prefix}-{name}"
             self.evaluate(name, self.evaluation(name), made.methods, "--bertscore-model", "minilm", "--name", label)
-        timings = list(plan.checkpoints) if plan.timed else []
-        for name in timings:
-            methods = plan.checkpoints[name].methods
-            self.evaluate(name, self.timing(name), methods, "--limit", "320", "--metrics", "rougeL")
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
-        speed = ["--speed", *(self.timing(name) for name in dict.fromkeys([*timings, plan.yardstick]))]
+        speed = self.runs / f"speed-{plan.results}"
+        if plan.timed:
+            model = self.checkpoint(plan.yardstick)
+            timing = [sys.executable, HERE / "schedule_speed.py", *evaluations, "--model", model]
+            self.call(*timing, *plan.evaluation, "--out", speed)
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
-        script = [sys.executable, HERE / "quality_table.py"]
-        self.call(*script, *evaluations, "--full", full, *(speed if timings else []), "--out", out)
+        script = [sys.executable, HERE / "quality_table.py", *evaluations, "--full", full]
+        self.call(*script, *(["--speed", speed] if plan.timed else []), "--out", out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,16 +1,16 @@
 """Build the published quality table from finished runs of `skipdecode eval`.
 
     python benchmarks/quality_table.py runs/full runs/2x runs/3x --out results/e2e-smollm2-135m.json
-    python benchmarks/quality_table.py runs/* --full runs/full --speed timing --out results/e2e-smollm2-135m.json
+    python benchmarks/quality_table.py runs/* --full runs/full --speed speed.json --out results/e2e-smollm2-135m.json
 
 A run is a directory with a run.json, or one that holds such directories (`skipdecode eval --methods`). The yardstick is
 the model tuned for and run at full depth: `--full`, or the one run of full depth. "retained" is a run's score over the
 yardstick's, with the interval of a paired bootstrap over the records.
 
-The measured speed-up is that of the eval run itself: full depth and the method took turns on each batch. Where those
-runs shared the machine with others, measure again on a quiet one, all schedules in one call with few records
-(`skipdecode eval MODEL --methods full skipdecode:2 even.json ... --limit 48 --out timing`), and give that as `--speed`:
-every run then takes the speed of the run in there that has the same model and schedule. Each row says which it was.
+The measured speed-up is that of the eval run itself: full depth and the method took turns on each batch. Where runs are
+of several checkpoints, whose texts differ in length, that is not the same work: measure the schedules once more for
+equal lengths (`schedule_speed.py`), and give that file as `--speed`. A run without a schedule keeps its own speed. Each
+row says which it was.
 """
 
 from __future__ import annotations
@@ -65,43 +65,40 @@ def at_full_depth(run: Run) -> bool:
     return bool(run.data["config"]["method"]["name"] == "full")
 
 
-def same_work(run: Run) -> str:
-    """What decides the time of a method: the weights, its settings less the schedule's name."""
-    method, weights = run.data["config"]["method"], run.data["config"].get("weights", "model")
-    schedule = method.get("schedule")
-    work = method if schedule is None else {k: v for k, v in schedule.items() if k != "name"}
-    return json.dumps([Path(run.data["config"]["model"]).name, work, weights], sort_keys=True)
-
-
-def speeds(runs: Sequence[Run], measured: Sequence[Run] | None) -> list[Run]:
-    """For each run the one whose speed counts for it."""
-    if measured is None:
-        return list(runs)
-    by_work = {same_work(run): run for run in measured}
-    for run in runs:
-        if same_work(run) not in by_work:
-            raise DataError(f"no run of --speed has the schedule of {run.path}: measure all in one call")
-    return [by_work[same_work(run)] for run in runs]
-
-
-def speed_columns(run: Run, source: Run) -> dict[str, Any]:
+def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Speed-up and where it is from."""
-    config, interval = source.data["config"], source.data.get("measured_speedup_interval")
+    if speed is None or not (at_full_depth(run) or "schedule" in run.data["config"]["method"]):
+        return own_speed(run)
+    about = {k: v for k, v in speed.items() if k not in ("rows", "full_depth", "environment")}
+    source = {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
+    if at_full_depth(run):
+        same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
+        return {**same, "measured_speedup_interval": None, "speed_from": source}
+    wanted = {k: v for k, v in run.data["config"]["method"]["schedule"].items() if k != "name"}
+    for row in speed["rows"]:
+        if row["schedule"] == wanted:
+            return {k: v for k, v in row.items() if k.startswith("measured_speedup")} | {"speed_from": source}
+    raise DataError(f"the file of --speed does not have the schedule of {run.path}: measure all in one call")
+
+
+def own_speed(run: Run) -> dict[str, Any]:
+    """Speed-up within the evaluation."""
+    config, interval = run.data["config"], run.data.get("measured_speedup_interval")
     return {
-        "measured_speedup": source.measured_speedup,
+        "measured_speedup": run.measured_speedup,
         "measured_speedup_interval": None if interval is None else [interval["low"], interval["high"]],
-        "measured_speedup_with_prompt": source.data.get("measured_speedup_with_prompt"),
+        "measured_speedup_with_prompt": run.data.get("measured_speedup_with_prompt"),
         "speed_from": {
             "what": "decoding, full depth and the method in turn on the same batches",
-            "run": "the evaluation itself" if source is run else "a run for timing",
-            "engine": source.data.get("engine", "transformers"),
+            "run": "the evaluation itself",
+            "engine": run.data.get("engine", "transformers"),
             "batch_size": config["settings"]["batch_size"],
             "dtype": config["dtype"],
             "weights": config.get("weights", "model"),
             "device": config["device"],
-            "records": source.data["n"],
-            "date": source.data["environment"]["date"],
-            "threads": source.data["environment"]["threads"],
+            "records": run.data["n"],
+            "date": run.data["environment"]["date"],
+            "threads": run.data["environment"]["threads"],
         },
     }
 
@@ -124,7 +121,12 @@ def retained(run: Run, full: Run, resamples: int) -> dict[str, Any]:
 
 
 def row(
-    run: Run, full: Run, source: Run, label: Mapping[str, str], common: Mapping[str, Any], resamples: int
+    run: Run,
+    full: Run,
+    speed: Mapping[str, Any] | None,
+    label: Mapping[str, str],
+    common: Mapping[str, Any],
+    resamples: int,
 ) -> dict[str, Any]:
     """One line of the table."""
     data, config = run.data, run.data["config"]
@@ -133,7 +135,7 @@ def row(
     return {
         **label,
         "nominal_speedup": data["nominal_speedup"],
-        **speed_columns(run, source),
+        **speed_columns(run, speed),
         "mean_layers": data["speed"]["layers_per_token"],
         "n": data["n"],
         **scores(run),
@@ -184,18 +186,17 @@ def labels(runs: Sequence[Run], full: Run) -> dict[Path, dict[str, str]]:
     return found
 
 
-def build(runs: Sequence[Run], full: Run, measured: Sequence[Run] | None, resamples: int) -> dict[str, Any]:
+def build(runs: Sequence[Run], full: Run, speed: Mapping[str, Any] | None, resamples: int) -> dict[str, Any]:
     """The document."""
     runs = runs if any(run.path == full.path for run in runs) else [full, *runs]
     tuned = [options_of(run) for run in runs if run.data["config"].get("recipe")]
     common = {k: v for k, v in tuned[0].items() if all(o.get(k) == v for o in tuned)} if tuned else {}
     config = full.data["config"]
     named = labels(runs, full)
-    sources = zip(runs, speeds(runs, measured), strict=True)
-    rows = [row(run, full, source, named[run.path], common, resamples) for run, source in sources]
+    rows = [row(run, full, speed, named[run.path], common, resamples) for run in runs]
     return {
         "kind": "quality",
-        "environment": (measured[0] if measured else full).data["environment"],
+        "environment": full.data["environment"] if speed is None else speed["environment"],
         "task": {
             "name": config["task"]["name"],
             "data": config["data"],
@@ -217,15 +218,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="directories of runs")
     parser.add_argument("--full", help="the run at full depth that all are compared with (default: the only one)")
-    parser.add_argument("--speed", nargs="+", help="runs whose speed counts (default: the runs themselves)")
+    parser.add_argument("--speed", type=Path, help="what schedule_speed.py wrote (default: the runs' own speed)")
     parser.add_argument("--resamples", type=int, default=1000, help="draws of the bootstrap (default: 1000)")
     parser.add_argument("--out", required=True, help="file for the table as JSON")
     options = parser.parse_args(argv)
     try:
         runs = load_runs(options.runs)
         full = yardstick(runs, options.full)
-        measured = None if options.speed is None else load_runs(options.speed)
-        document = build(runs, full, measured, options.resamples)
+        speed = None if options.speed is None else json.loads(options.speed.read_text(encoding="utf-8"))
+        document = build(runs, full, speed, options.resamples)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except SkipDecodeError as e:
         print(f"quality_table: {e}", file=sys.stderr)

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from quality_runs import quality_runs
+from checkpoints import save_checkpoint
+from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
 from skipdecode.evaluation.results import Run
+from tiny import LAYERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,30 +83,49 @@ def test_the_best_run_of_a_speed_up_is_compared_with_the_others(runs: dict[str, 
     assert "| 2x | flat | flat | +" in tables.markdown(tables.leads({"leads": [lead]}))
 
 
-def test_speed_may_come_from_a_run_of_its_own(runs: dict[str, Run], tmp_path: Path):
-    timing = tmp_path / "timing"
-    for name, run in runs.items():
-        data = dict(run.data)
-        if data["measured_speedup_interval"] is not None:
-            data["measured_speedup"] = 1.5
-        # A schedule's name does not decide its time.
-        data["config"] = json.loads(json.dumps(data["config"]).replace('"flat-', '"renamed-'))
-        (timing / name).mkdir(parents=True)
-        (timing / name / "run.json").write_text(json.dumps(data))
-    document = built(runs, tmp_path / "table.json", "--speed", str(timing))
-    assert [r["measured_speedup"] for r in document["runs"]] == [1.0, 1.5, 1.5]
-    assert document["runs"][1]["speed_from"]["run"] == "a run for timing"
+def test_speed_may_be_measured_apart_for_equal_lengths(
+    runs: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_checkpoint(tmp_path / "model")
+    place, speed = str(runs["full"].path.parents[1]), tmp_path / "speed.json"
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    command = [
+        place,
+        "--model",
+        str(tmp_path / "model"),
+        "--dtype",
+        "float32",
+        "--batch-size",
+        "3",
+        "--out",
+        str(speed),
+    ]
+    assert script("schedule_speed").main(command) == 0
+    measured = json.loads(speed.read_text())
+    texts = [len(reference) + 1 for reference in REFERENCES]
+    # Every row is fed all but its last token, whatever the model says; a layer is counted for each.
+    assert [row["speed"]["fed_tokens"] for row in measured["rows"]] == [sum(texts) - len(texts)] * 2
+    assert [row["speed"]["layers_per_token"] for row in measured["rows"]] == [4, 2]
+    assert measured["full_depth"]["layers_per_token"] == LAYERS
+    document = built(runs, tmp_path / "table.json", "--speed", str(speed))
+    rows = document["runs"]
+    assert [r["measured_speedup"] for r in rows] == [1.0, *(row["measured_speedup"] for row in measured["rows"])]
+    assert [r["speed_from"]["run"] for r in rows] == ["measured apart"] * 3
+    stamp = speed.stat().st_mtime_ns
+    assert script("schedule_speed").main(command) == 0
+    assert speed.stat().st_mtime_ns == stamp
 
 
 def test_a_yardstick_and_a_speed_for_every_run_are_needed(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     table, out = script("quality_table"), str(tmp_path / "t.json")
+    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"threads": 1}, "rows": []}))
     two, four, full = (str(runs[name].path.parent) for name in ("flat-2x", "flat-4x", "full"))
     for arguments, message in (
         ([two, four], "0 of the runs are at full depth"),
         ([two, "--full", four], "--full must be at full depth"),
-        ([two, four, "--full", full, "--speed", two], "no run of --speed has the schedule of"),
+        ([two, "--full", full, "--speed", str(tmp_path / "speed.json")], "the file of --speed does not have"),
         ([str(tmp_path)], "holds no run"),
     ):
         assert table.main([*arguments, "--out", out]) == 1

@@ -1,0 +1,145 @@
+"""Speed of schedules against full depth for the same work, whatever a checkpoint says under them.
+
+    python benchmarks/schedule_speed.py runs/eval-e2e-* --model runs/e2e-full-b --out runs/speed-e2e.json
+
+The schedules are those of finished runs of `skipdecode eval`; prompts and outputs are as long as the records' prompts
+and references were there, and end tokens end nothing. All schedules and full depth take turns on each batch.
+Evaluations cannot tell this where their checkpoints differ: a model whose texts do not end keeps its batches full,
+which is cheaper a token. Nothing else should run meanwhile. A file that has all schedules already is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quality_table import load_runs
+from tqdm import tqdm
+
+from skipdecode import Schedule
+from skipdecode.decoding import Engine, Request
+from skipdecode.decoding.fast_model import FastModel
+from skipdecode.environment import environment
+from skipdecode.errors import SkipDecodeError
+from skipdecode.evaluation.generate import Outputs, Side, Timing, batches
+from skipdecode.evaluation.results import Run
+from skipdecode.files import write_whole
+from skipdecode.methods.base import Generation, fed_tokens
+from skipdecode.models.hub import load_model
+from skipdecode.textgen.engines import open_fast
+
+
+class Record(NamedTuple):
+    """Lengths of a prompt and of its output, in tokens."""
+
+    prompt: int
+    output: int
+
+
+def records_of(place: Path, limit: int) -> list[Record]:
+    """The first records of a run."""
+    with (place.parent / "outputs.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for _, line in zip(range(limit), lines, strict=False)]
+    return [Record(row["prompt_tokens"], row["reference_tokens"]) for row in rows]
+
+
+def decode(fast: FastModel, schedule: Schedule, records: Sequence[Record]) -> Generation:
+    """A batch, each row to its length; the same token ids in every call."""
+    engine = Engine(fast, schedule, max_rows=len(records), in_order=True)
+    requests = [Request(tuple(3 + (7 * i + j) % 50 for j in range(r.prompt)), r.output) for i, r in enumerate(records)]
+    tokens: list[list[int]] = [[] for _ in records]
+    start = time.perf_counter()
+    for output in engine.run(requests):
+        tokens[output.request].append(output.token)
+    seconds = time.perf_counter() - start
+    prompt = engine.stats.prompt_seconds
+    layers = sum(schedule.budget(i) for row in tokens for i in range(len(row) - 1))
+    return Generation(tokens, prompt, seconds - prompt, layers, fed_tokens(tokens))
+
+
+def measure(fast: FastModel, schedules: Sequence[Schedule], records: Sequence[Record], size: int) -> list[Side]:
+    """Times of each schedule over all records."""
+    timings = [Timing(rows_leave=True) for _ in schedules]
+    groups = batches([r.prompt for r in records], size)
+    for schedule in schedules:
+        decode(fast, schedule, [Record(r.prompt, 4) for r in records[:size]])
+    for number, indices in enumerate(tqdm(groups, unit="batch", disable=None)):
+        for turn in range(len(schedules)):
+            chosen = (number + turn) % len(schedules)
+            timings[chosen].add(decode(fast, schedules[chosen], [records[i] for i in indices]))
+    return [Side([], timing) for timing in timings]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write; returns 0, or 1 with one line that says what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="directories of runs: their schedules, the first's records")
+    parser.add_argument("--model", required=True, help="directory of any checkpoint of the model")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--limit", type=int, default=320, help="records (default: 320)")
+    parser.add_argument("--out", type=Path, required=True, help="file for the speeds as JSON")
+    options = parser.parse_args(argv)
+    try:
+        runs = load_runs(options.runs)
+        works = works_of(runs)
+        if options.out.exists() and all(work in measured(options.out) for work in works):
+            return 0
+        loaded = load_model(options.model, dtype=options.dtype)
+        fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
+    except SkipDecodeError as e:
+        print(f"schedule_speed: {e}", file=sys.stderr)
+        return 1
+    schedules = [Schedule.full(fast.num_layers), *(fast.suited(Schedule.from_dict(work)) for work in works)]
+    records = records_of(runs[0].path, options.limit)
+    full, *sides = measure(fast, schedules, records, options.batch_size)
+    about = {"records": len(records), "batch_size": options.batch_size, "dtype": options.dtype, "engine": fast.name}
+    write_whole(options.out, json.dumps(document(full, sides, works, about), indent=1) + "\n")
+    return 0
+
+
+def works_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The schedules of runs, each once, without the name, which does not decide the time."""
+    given = [run.data["config"]["method"].get("schedule") for run in runs]
+    bare = [{k: v for k, v in schedule.items() if k != "name"} for schedule in given if schedule is not None]
+    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, bare))]
+
+
+def measured(out: Path) -> list[dict[str, Any]]:
+    """The schedules of an earlier call."""
+    return [row["schedule"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]]
+
+
+def document(
+    full: Side, sides: Sequence[Side], works: Sequence[dict[str, Any]], about: dict[str, Any]
+) -> dict[str, Any]:
+    """What is written."""
+    rows = []
+    for side, work in zip(sides, works, strict=True):
+        outputs = Outputs(side, full)
+        gain = outputs.speedup(seed=0, resamples=1000)
+        rows.append(
+            {
+                "schedule": work,
+                "measured_speedup": gain.estimate,
+                "measured_speedup_interval": [gain.low, gain.high],
+                "measured_speedup_with_prompt": outputs.speedup_with_prompt(),
+                "speed": side.timing.to_dict(),
+            }
+        )
+    return {
+        "environment": environment(),
+        "what": "decoding to the lengths of the references, all schedules in turn on the same batches",
+        **about,
+        "full_depth": full.timing.to_dict(),
+        "rows": rows,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
