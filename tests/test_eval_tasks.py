@@ -57,9 +57,9 @@ def test_a_task_file_is_read(tmp_path: Path):
         (
             "max_new_tokens",
             "max_tokens",
-            r"line 4: unknown field 'max_tokens' in mine.yaml \(did you mean 'max_new_tokens'",
+            r"mine.yaml: line 4: unknown field 'max_tokens' \(did you mean 'max_new_tokens'",
         ),
-        ("max_new_tokens: 8\n", "", "lacks the field 'max_new_tokens'"),
+        ("max_new_tokens: 8\n", "", "mine.yaml: the field 'max_new_tokens' is missing"),
         ("max_new_tokens: 8", "max_new_tokens: many", "line 4: max_new_tokens: 'many' is not accepted"),
         ("max_new_tokens: 8", "max_new_tokens: true", "line 4: max_new_tokens: True is not accepted"),
         ("references: [answers, answer]", "references: answer", "line 3: references: 'answer' is not accepted"),
@@ -76,7 +76,7 @@ def test_a_task_file_is_read(tmp_path: Path):
         ("metrics: [bleu]", "metrics: [bleu]\nresponse_tokens: {mean: 3}", "line 6: response_tokens"),
         ("metrics: [bleu]", "metrics: [bleu]\nhub: {id: a, splits: b}", "line 6: unknown field 'splits' in hub"),
         ("metrics: [bleu]", "metrics: [bleu]\nhub: {split: test}", "line 6: hub lacks the field 'id'"),
-        ("metrics: [bleu]", "metrics: [bleu", "line 6: mine.yaml is not YAML"),
+        ("metrics: [bleu]", "metrics: [bleu", "mine.yaml: line 6: not YAML"),
     ],
 )
 def test_a_wrong_task_file_is_refused_by_line(tmp_path: Path, old: str, new: str, message: str):
@@ -130,7 +130,7 @@ def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
         (b'{"text": "a"}', "line 2: no reference: one of answers, answer is needed, the record has text"),
         (b'{"text": ["a"], "answer": "x"}', "line 2: the field 'text' must be text, not list"),
         (b'{"text": "a", "answer": 3}', "line 2: the field 'answer' must be text or a list of texts"),
-        (b'{"text": "a", "id": 1, "answer": "x"}', "line 2: the id '1' was met at line 1 already"),
+        (b'{"text": "a", "id": 1, "answer": "x"}', "line 2: duplicate id: '1' is the id of line 1 too"),
         (b'{"text": "a"', "line 2: not JSON"),
         (b'["a"]', "line 2: not a JSON object: a list"),
         (b'{"text": "\xff", "answer": "x"}', "line 2: not UTF-8"),
@@ -141,6 +141,12 @@ def test_a_wrong_record_stops_with_its_line(tmp_path: Path, second: bytes, messa
     path.write_bytes(b'{"text": "a", "answer": "x"}\n' + second + b"\n")
     with pytest.raises(DataError, match=message):
         load_records(mine(), path)
+
+
+def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path):
+    rows = [{"text": "a"}, {"text": "a", "answer": "x"}, {"answer": "x"}, {"text": "b"}]
+    with pytest.raises(DataError, match=r"d.jsonl: 3 records cannot be used \(2 no reference, .*line 1: .*line 4: "):
+        load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
 
 
 def test_no_record_at_all(tmp_path: Path):

@@ -11,6 +11,7 @@ from skipdecode.schedule import Schedule
 __all__ = ["report"]
 
 _SHOWN_ORDER = 12
+_PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 def report(document: dict[str, Any], schedule_file: Path) -> str:
@@ -41,9 +42,17 @@ def report(document: dict[str, Any], schedule_file: Path) -> str:
                 held_out,
             )
         )
-    model, file = shlex.quote(document["model"]), shlex.quote(str(schedule_file))
-    lines += ["", *_remarks(verdicts), f"next: skipdecode tune {model} --schedule {file} --train records.jsonl"]
+    lines += ["", *_remarks(verdicts), f"next: {shlex.join(_next(document, schedule_file))}"]
     return "\n".join(lines)
+
+
+def _next(document: dict[str, Any], schedule_file: Path) -> list[str]:
+    """The call that tunes on, with the same prompts."""
+    options = document["options"]
+    given = [(f"--{name.replace('_', '-')}", options[name]) for name in _PROMPT if options[name] not in (None, False)]
+    same = [word for flag, value in given for word in ([flag] if value is True else [flag, value])]
+    command = ["skipdecode", "tune", document["model"], "--schedule", str(schedule_file), *same]
+    return [*command, "--train", options["data"], "--dev", "dev.jsonl", "--out", "tuned"]
 
 
 def _row(name: str, *cells: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.tasks import HubSource, Task
 from skipdecode.jsonl import read_objects
+from skipdecode.tuning.data import Reject, reject_summary
 
 __all__ = ["Record", "Records", "load_records"]
 
@@ -80,7 +81,7 @@ def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool =
     ------
     DataError
         A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice (all unless
-        `skip_bad`), a file that cannot be opened, or no record left to score.
+        `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
     """
     rows: Iterable[tuple[int, dict[str, Any] | DataError]]
     if data is not None:
@@ -89,7 +90,13 @@ def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool =
         rows = _hub(task.hub)
     else:
         raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
-    items, skipped = _read(task, rows, skip_bad)
+    items, skipped, wrong = _read(task, rows)
+    if wrong and not skip_bad:
+        summary = reject_summary([Reject(line, why) for line, why in wrong])
+        raise DataError(
+            f"{data or (task.hub and task.hub.id)}: {summary}; mend them, or skip them with --bad-records skip"
+        )
+    skipped = sorted(skipped + wrong)
     if task.merge_same_prompt:
         items = _merged(task, items)
     if not items:
@@ -121,18 +128,18 @@ def _hub(source: HubSource) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _read(
-    task: Task, rows: Iterable[tuple[int, dict[str, Any] | DataError]], skip_bad: bool
-) -> tuple[list[Record], list[tuple[int, str]]]:
+    task: Task, rows: Iterable[tuple[int, dict[str, Any] | DataError]]
+) -> tuple[list[Record], list[tuple[int, str]], list[tuple[int, str]]]:
+    """Records; lines without a prompt or a reference, which are left out; lines that cannot be read."""
     items: list[Record] = []
     skipped: list[tuple[int, str]] = []
+    wrong: list[tuple[int, str]] = []
     first_line: dict[str, int] = {}
     for line, row in rows:
         try:
             record = _record(task, line, row, first_line)
         except DataError as e:
-            if not skip_bad:
-                raise DataError(str(e), line) from None
-            skipped.append((line, str(e)))
+            wrong.append((line, str(e)))
             continue
         if not any(value.strip() for value in record.values.values()):
             skipped.append((line, "empty prompt"))
@@ -140,7 +147,7 @@ def _read(
             skipped.append((line, "no reference text"))
         else:
             items.append(record)
-    return items, skipped
+    return items, skipped, wrong
 
 
 def _record(task: Task, line: int, row: dict[str, Any] | DataError, first_line: dict[str, int]) -> Record:
@@ -149,7 +156,7 @@ def _record(task: Task, line: int, row: dict[str, Any] | DataError, first_line: 
         raise DataError(f"{row}; a line must hold one JSON object in UTF-8")
     identity = str(row.get("id", line))
     if identity in first_line:
-        raise DataError(f"the id {identity!r} was met at line {first_line[identity]} already; ids must differ")
+        raise DataError(f"duplicate id: {identity!r} is the id of line {first_line[identity]} too")
     first_line[identity] = line
     values = {name: _text(row, name) for name in task.prompt_fields()}
     return Record(identity, values, _references(task, row), line)

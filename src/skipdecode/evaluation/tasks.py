@@ -138,7 +138,7 @@ def load_task(name_or_file: str | Path) -> Task:
     """
     text = str(name_or_file)
     if text in task_names():
-        return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"), f"{text}.yaml")
+        return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"))
     path = Path(name_or_file)
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"unknown task {text!r}: accepted are {', '.join(task_names())} and task files (*.yaml)")
@@ -146,7 +146,10 @@ def load_task(name_or_file: str | Path) -> Task:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise DataError(f"the task file {path} is not UTF-8: {e}") from None
-    return _parse(content, path.name)
+    try:
+        return _parse(content)
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from None
 
 
 def _presets() -> Any:
@@ -156,7 +159,7 @@ def _presets() -> Any:
 # ---------------------------------------------------------------------- reading with line numbers
 
 
-def _parse(text: str, where: str) -> Task:
+def _parse(text: str) -> Task:
     try:
         import yaml
     except ImportError:
@@ -167,24 +170,24 @@ def _parse(text: str, where: str) -> Task:
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         problem = getattr(e, "problem", None) or "cannot be read"
-        raise DataError(f"{where} is not YAML: {problem}", mark.line + 1 if mark else None) from None
+        raise DataError(f"not YAML: {problem}", mark.line + 1 if mark else None) from None
     if node is None or not isinstance(data, dict):
-        raise DataError(f"{where} must hold fields and values, such as 'prompt: \"{{text}}\"'")
+        raise DataError("it must hold fields and values, such as 'prompt: \"{text}\"'")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    return _task(data, lines, where)
+    return _task(data, lines)
 
 
-def _task(data: dict[str, Any], lines: dict[str, int], where: str) -> Task:
-    _known(data, lines, Task, where)
+def _task(data: dict[str, Any], lines: dict[str, int]) -> Task:
+    _known(data, lines, Task)
     values = dict(data)
     for name, kind in _KINDS.items():
         if name in values:
             values[name] = _checked(name, values[name], kind, lines[name])
     for name in ("name", "prompt", "references", "metrics", "max_new_tokens"):
         if name not in values:
-            raise DataError(f"{where} lacks the field {name!r}")
+            raise DataError(f"the field {name!r} is missing")
     if "hub" in values:
-        values["hub"] = _hub(values["hub"], lines["hub"], where)
+        values["hub"] = _hub(values["hub"], lines["hub"])
     task = Task(**values)
     _check_metrics(task, lines["metrics"])
     _check_prompt(task, lines)
@@ -224,19 +227,19 @@ def _checked(name: str, value: Any, kind: type, line: int) -> Any:
     return value
 
 
-def _known(data: Mapping[Any, Any], lines: Mapping[str, int], kind: type, where: str) -> None:
+def _known(data: Mapping[Any, Any], lines: Mapping[str, int], kind: type, where: str = "") -> None:
     accepted = [f.name for f in fields(kind)]
     for name in data:
         if name not in accepted:
             near = difflib.get_close_matches(str(name), accepted, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise DataError(
-                f"unknown field {name!r} in {where}{hint}: accepted are {', '.join(accepted)}", lines.get(str(name))
+                f"unknown field {name!r}{where}{hint}: accepted are {', '.join(accepted)}", lines.get(str(name))
             )
 
 
-def _hub(data: dict[str, Any], line: int, where: str) -> HubSource:
-    _known(data, dict.fromkeys(map(str, data), line), HubSource, f"hub of {where}")
+def _hub(data: dict[str, Any], line: int) -> HubSource:
+    _known(data, dict.fromkeys(map(str, data), line), HubSource, " in hub")
     if not isinstance(data.get("id"), str):
         raise DataError("hub lacks the field 'id', the dataset's name", line)
     for name, value in data.items():

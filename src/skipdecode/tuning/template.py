@@ -122,7 +122,7 @@ def _text(record: Mapping[str, Any], name: str) -> str:
         present = ", ".join(map(repr, record)) or "none"
         raise DataError(f"missing field: {name!r}; the record has {present}")
     value = record[name]
-    if not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field is no text: {name!r} is a {type(value).__name__}")
     text = str(value)
     if any("\ud800" <= character <= "\udfff" for character in text):
