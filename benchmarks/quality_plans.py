@@ -217,8 +217,8 @@ PLANS = {
         speedups=(2, 3),
         checkpoints={
             "full-a": full_depth("", E2E_SEQ_LEN, 100),
-            "even-b": tuned("even-3x", sampled(160, 2), files("even", 2, 3)),
-            "full-b": full_depth("full-a", E2E_SEQ_LEN, 160),
+            "even-b": tuned("even-3x", sampled(120, 2), files("even", 2, 3)),
+            "full-b": full_depth("full-a", E2E_SEQ_LEN, 120),
         },
         yardstick="full-b",
         timed=False,

@@ -74,11 +74,16 @@ def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     if at_full_depth(run):
         same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
         return {**same, "measured_speedup_interval": None, "speed_from": source}
-    wanted = {k: v for k, v in run.data["config"]["method"]["schedule"].items() if k != "name"}
+    wanted = work_of(run.data["config"]["method"]["schedule"])
     for row in speed["rows"]:
-        if row["schedule"] == wanted:
+        if row["work"] == wanted:
             return {k: v for k, v in row.items() if k.startswith("measured_speedup")} | {"speed_from": source}
-    raise DataError(f"the file of --speed does not have the schedule of {run.path}: measure all in one call")
+    raise DataError(f"the file of --speed does not have the depths of {run.path}: measure all in one call")
+
+
+def work_of(schedule: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a schedule decides its time: the depths, for one layer takes the time of another."""
+    return {name: schedule[name] for name in ("num_layers", "budgets", "prompt")}
 
 
 def own_speed(run: Run) -> dict[str, Any]:

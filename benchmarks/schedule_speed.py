@@ -3,9 +3,11 @@
     python benchmarks/schedule_speed.py runs/eval-e2e-* --model runs/e2e-full-b --out runs/speed-e2e.json
 
 The schedules are those of finished runs of `skipdecode eval`; prompts and outputs are as long as the records' prompts
-and references were there, and end tokens end nothing. All schedules and full depth take turns on each batch.
-Evaluations cannot tell this where their checkpoints differ: a model whose texts do not end keeps its batches full,
-which is cheaper a token. Nothing else should run meanwhile. A file that has all schedules already is left alone.
+and references were there, and end tokens end nothing. Schedules of the same depths do the same work, whatever their
+order of layers, so they are timed once. All of them and full depth take turns on each batch, several times over; the
+median of a batch counts. Evaluations cannot tell this where their checkpoints differ: a model whose texts do not end
+keeps its batches full, which is cheaper a token. Nothing else should run meanwhile. A file that has all depths already
+is left alone.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from quality_table import load_runs
+from quality_table import load_runs, work_of
 from tqdm import tqdm
 
 from skipdecode import Schedule
@@ -32,6 +36,8 @@ from skipdecode.files import write_whole
 from skipdecode.methods.base import Generation, fed_tokens
 from skipdecode.models.hub import load_model
 from skipdecode.textgen.engines import open_fast
+
+ROUNDS = 3
 
 
 class Record(NamedTuple):
@@ -64,14 +70,18 @@ def decode(fast: FastModel, schedule: Schedule, records: Sequence[Record]) -> Ge
 
 def measure(fast: FastModel, schedules: Sequence[Schedule], records: Sequence[Record], size: int) -> list[Side]:
     """Times of each schedule over all records."""
-    timings = [Timing(rows_leave=True) for _ in schedules]
-    groups = batches([r.prompt for r in records], size)
+    groups = [[records[i] for i in indices] for indices in batches([r.prompt for r in records], size)]
+    found: dict[tuple[int, int], list[Generation]] = {}
     for schedule in schedules:
-        decode(fast, schedule, [Record(r.prompt, 4) for r in records[:size]])
-    for number, indices in enumerate(tqdm(groups, unit="batch", disable=None)):
-        for turn in range(len(schedules)):
-            chosen = (number + turn) % len(schedules)
-            timings[chosen].add(decode(fast, schedules[chosen], [records[i] for i in indices]))
+        decode(fast, schedule, [Record(r.prompt, 4) for r in groups[0]])
+    turns = [(batch, turn) for _ in range(ROUNDS) for batch in range(len(groups)) for turn in range(len(schedules))]
+    for batch, turn in tqdm(turns, unit="batch"):
+        chosen = (batch + turn) % len(schedules)
+        found.setdefault((chosen, batch), []).append(decode(fast, schedules[chosen], groups[batch]))
+    timings = [Timing(rows_leave=True) for _ in schedules]
+    for (chosen, _), rounds in sorted(found.items(), key=lambda item: item[0]):
+        prompt, seconds = (median(getattr(g, name) for g in rounds) for name in ("prompt_seconds", "decode_seconds"))
+        timings[chosen].add(replace(rounds[0], prompt_seconds=prompt, decode_seconds=seconds))
     return [Side([], timing) for timing in timings]
 
 
@@ -82,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="directory of any checkpoint of the model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--limit", type=int, default=320, help="records (default: 320)")
+    parser.add_argument("--limit", type=int, default=192, help="records (default: 192)")
     parser.add_argument("--out", type=Path, required=True, help="file for the speeds as JSON")
     options = parser.parse_args(argv)
     try:
@@ -95,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkipDecodeError as e:
         print(f"schedule_speed: {e}", file=sys.stderr)
         return 1
-    schedules = [Schedule.full(fast.num_layers), *(fast.suited(Schedule.from_dict(work)) for work in works)]
+    schedules = [Schedule.full(fast.num_layers), *(fast.suited(any_order(work)) for work in works)]
     records = records_of(runs[0].path, options.limit)
     full, *sides = measure(fast, schedules, records, options.batch_size)
     about = {"records": len(records), "batch_size": options.batch_size, "dtype": options.dtype, "engine": fast.name}
@@ -104,15 +114,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def works_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The schedules of runs, each once, without the name, which does not decide the time."""
+    """What the schedules of runs ask of an engine, each once."""
     given = [run.data["config"]["method"].get("schedule") for run in runs]
-    bare = [{k: v for k, v in schedule.items() if k != "name"} for schedule in given if schedule is not None]
-    return [json.loads(text) for text in dict.fromkeys(map(json.dumps, bare))]
+    return [json.loads(text) for text in dict.fromkeys(json.dumps(work_of(s)) for s in given if s is not None)]
+
+
+def any_order(work: dict[str, Any]) -> Schedule:
+    """A schedule that does the work."""
+    layers = work["num_layers"]
+    return Schedule(layers, tuple(range(1, layers - 1)), tuple(work["budgets"]), prompt=work["prompt"])
 
 
 def measured(out: Path) -> list[dict[str, Any]]:
-    """The schedules of an earlier call."""
-    return [row["schedule"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]]
+    """The work of an earlier call."""
+    return [row["work"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]]
 
 
 def document(
@@ -125,7 +140,7 @@ def document(
         gain = outputs.speedup(seed=0, resamples=1000)
         rows.append(
             {
-                "schedule": work,
+                "work": work,
                 "measured_speedup": gain.estimate,
                 "measured_speedup_interval": [gain.low, gain.high],
                 "measured_speedup_with_prompt": outputs.speedup_with_prompt(),
@@ -134,7 +149,8 @@ def document(
         )
     return {
         "environment": environment(),
-        "what": "decoding to the lengths of the references, all schedules in turn on the same batches",
+        "what": "decoding to the lengths of the references, all depths in turn on the same batches, medians of rounds",
+        "rounds": ROUNDS,
         **about,
         "full_depth": full.timing.to_dict(),
         "rows": rows,
