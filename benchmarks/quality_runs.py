@@ -144,7 +144,8 @@ class Steps:
             label = f"{plan.prefix}-{name}"
             self.evaluate(name, self.evaluation(name), made.methods, "--bertscore-model", "minilm", "--name", label)
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
-        speed = self.runs / f"speed-{plan.results}"
+        # Of all tables with the same records and lengths.
+        speed = self.runs / f"speed-{plan.prefix}.json"
         if plan.timed:
             model = self.checkpoint(plan.yardstick)
             timing = [sys.executable, HERE / "schedule_speed.py", *evaluations, "--model", model]

@@ -97,9 +97,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         runs = load_runs(options.runs)
-        works = works_of(runs)
-        if options.out.exists() and all(work in measured(options.out) for work in works):
+        done = measured(options.out) if options.out.exists() else []
+        missing = [work for work in works_of(runs) if work not in done]
+        if not missing:
             return 0
+        # All anew, for only what took turns can be compared.
+        works = [*done, *missing]
         loaded = load_model(options.model, dtype=options.dtype)
         fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
     except SkipDecodeError as e:
