@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -215,6 +216,10 @@ def test_block_influence_measures_less_and_the_report_is_for_people(files: Files
     assert "held out" in printed
     assert f"in the order {USELESS} " in printed
     assert str(out / "schedule.json") in printed
+    command = shlex.split(printed.partition("next: skipdecode ")[2])
+    mine = {"dev.jsonl": files["data"], "tuned": str(tmp_path / "tuned")}
+    assert main([*(mine.get(word, word) for word in command), "--steps", "1", "--batch-size", "2"]) == 0
+    assert (tmp_path / "tuned" / "skipdecode.json").exists()
     document = json.loads((out / "calibration.json").read_text())
     assert document["rounds"] == []
     influence = document["block_influence"]
