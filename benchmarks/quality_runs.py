@@ -113,8 +113,9 @@ class Steps:
                 for name, schedule in self.plan.calibrated(curve, speedup).items():
                     self.save(schedule, self.schedules / f"{name}-{speedup}x.json")
 
-    def evaluate(self, name: str, out: Path, methods: Sequence[str], *more: str) -> None:
+    def evaluate(self, name: str, methods: Sequence[str]) -> None:
         """Those methods on the test records that have not been there yet. Greedy, bf16."""
+        out = self.evaluation(name)
         record = out / "methods.txt"
         done = record.read_text(encoding="utf-8").split() if record.exists() else []
         methods = [m for m in methods if m not in done]
@@ -122,8 +123,9 @@ class Steps:
             return
         head = ["skipdecode", "eval", self.checkpoint(name), "--task", self.plan.task]
         data = ["--data", self.data / "test.jsonl", "--dtype", "bfloat16", "--no-teacher-forced"]
+        about = ["--bertscore-model", "minilm", "--name", self.checkpoint(name).name]
         chosen = ["--out", out, "--methods", *map(self.place, methods)]
-        self.call(*head, *data, *self.plan.evaluation, *more, *chosen)
+        self.call(*head, *data, *self.plan.evaluation, *about, *chosen)
         if not self.dry_run:
             record.write_text("\n".join([*done, *methods, ""]), encoding="utf-8")
 
@@ -141,8 +143,7 @@ class Steps:
         for name, made in plan.checkpoints.items():
             self.tune(name, made)
         for name, made in plan.checkpoints.items():
-            label = f"{plan.prefix}-{name}"
-            self.evaluate(name, self.evaluation(name), made.methods, "--bertscore-model", "minilm", "--name", label)
+            self.evaluate(name, made.methods)
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
         # Of all tables with the same records and lengths.
         speed = self.runs / f"speed-{plan.prefix}.json"

@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         speed = None if options.speed is None else json.loads(options.speed.read_text(encoding="utf-8"))
         document = build(runs, full, speed, options.resamples)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    except SkipDecodeError as e:
+    except (SkipDecodeError, OSError) as e:
         print(f"quality_table: {e}", file=sys.stderr)
         return 1
     print(f"{len(runs)} runs against {full.path.parent.name}: {options.out}")

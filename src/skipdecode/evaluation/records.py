@@ -85,23 +85,21 @@ def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool =
     """
     rows: Iterable[tuple[int, dict[str, Any] | DataError]]
     if data is not None:
-        rows = read_objects(Path(data))
+        source, rows = str(data), read_objects(Path(data))
     elif task.hub is not None:
-        rows = _hub(task.hub)
+        source, rows = task.hub.id, _hub(task.hub)
     else:
         raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
     items, skipped, wrong = _read(task, rows)
     if wrong and not skip_bad:
         summary = reject_summary([Reject(line, why) for line, why in wrong])
-        raise DataError(
-            f"{data or (task.hub and task.hub.id)}: {summary}; mend them, or skip them with --bad-records skip"
-        )
+        raise DataError(f"{source}: {summary}; mend them, or skip them with --bad-records skip")
     skipped = sorted(skipped + wrong)
     if task.merge_same_prompt:
         items = _merged(task, items)
     if not items:
         why = f" ({len(skipped)} left out, the first at line {skipped[0][0]}: {skipped[0][1]})" if skipped else ""
-        raise DataError(f"no record to score in {data or (task.hub and task.hub.id)}{why}")
+        raise DataError(f"no record to score in {source}{why}")
     return Records(tuple(items), tuple(skipped))
 
 

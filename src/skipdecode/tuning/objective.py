@@ -23,7 +23,7 @@ from torch import Tensor
 
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import unwrap
-from skipdecode.tuning.collate import IGNORE, Batch
+from skipdecode.tuning.collate import Batch
 from skipdecode.tuning.token_loss import token_losses
 
 __all__ = ["Losses", "Objective", "Teacher", "response_logits"]
@@ -127,7 +127,7 @@ class Objective:
         student = response_logits(model, batch).flatten(0, 1)
         teacher = None if self._teacher is None else self._teacher.logits(batch).flatten(0, 1)
         sums = token_losses(student, batch.targets.flatten(), teacher, self._weight, self._temperature)
-        return Losses(*sums, int((batch.targets != IGNORE).sum()))
+        return Losses(*sums, batch.response_tokens)
 
 
 @contextlib.contextmanager
