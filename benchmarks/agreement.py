@@ -27,18 +27,18 @@ import torch
 from tqdm import tqdm
 
 from skipdecode import Schedule, attach
-from skipdecode.decoding.budget_policy import DepthOrder
-from skipdecode.decoding.fast_model import FastModel, TokenRows
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
+from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.engine_backend import EngineBackend
+from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.transformers_backend import TransformersBackend, end_tokens
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.prompts import encode_prompt
 from skipdecode.evaluation.records import load_records
 from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.families import unwrap
-from skipdecode.models.hub import load_model
-from skipdecode.textgen.backend import GenerationSettings
-from skipdecode.textgen.engine_backend import EngineBackend
-from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
+from skipdecode.models.loading.hub import load_model
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
 Rows = Sequence[Sequence[int]]

@@ -22,9 +22,9 @@ import torch
 from tqdm import tqdm
 
 from skipdecode import Schedule, attach
-from skipdecode.bench.geometries import GEOMETRIES, build
-from skipdecode.bench.step_cost import measure_cost
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
+from skipdecode.performance.bench.geometries import GEOMETRIES, build
+from skipdecode.performance.step_cost import measure_cost
 
 
 @torch.inference_mode()

@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from skipdecode.kernels import backend_for
-from skipdecode.kernels.spec import LinearSpec
+from skipdecode.engine.kernels import backend_for
+from skipdecode.engine.kernels.spec import LinearSpec
 
 SHAPES = {
     "SmolLM2-135M qkv": (960, 576),

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.plots import Point, Series, line_figure
-from skipdecode.plots.output import png
 from skipdecode.reporting.depth import calibration_sections
+from skipdecode.reporting.plots import Point, Series, line_figure
+from skipdecode.reporting.plots.output import png
 from skipdecode.reporting.quality import quality_sections
 from skipdecode.reporting.sources import read_source
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skipdecode import Schedule
-from skipdecode.methods.schedules import Budget, build_schedule
+from skipdecode.schedule.published import Budget, build_schedule
 
 TASKS = Path(__file__).parent / "tasks"
 CALIBRATED = ("calibrated", "curve", "pruned")

@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import RUN_FILE, Run, load_run
-from skipdecode.files import write_whole
-from skipdecode.names import curve_name
+from skipdecode.schedule.names import curve_name
 
 NEEDED = ("bleu", "rougeL", "bertscore_f1")
 

@@ -26,16 +26,16 @@ from quality_table import load_runs, work_of
 from tqdm import tqdm
 
 from skipdecode import Schedule
-from skipdecode.decoding import Engine, Request
-from skipdecode.decoding.fast_model import FastModel
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.engine import Engine, Request
+from skipdecode.engine.engines import open_fast
+from skipdecode.engine.fast_model import FastModel
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.generate import Outputs, Side, Timing, batches
+from skipdecode.evaluation.methods.base import Generation, fed_tokens
 from skipdecode.evaluation.results import Run
-from skipdecode.files import write_whole
-from skipdecode.methods.base import Generation, fed_tokens
-from skipdecode.models.hub import load_model
-from skipdecode.textgen.engines import open_fast
+from skipdecode.models.loading.hub import load_model
 
 ROUNDS = 3
 

@@ -30,20 +30,20 @@ from typing import Any, NamedTuple
 import torch
 
 from skipdecode import Schedule
-from skipdecode.decoding import Engine, Request
-from skipdecode.decoding.batch_cost import BatchCost
-from skipdecode.decoding.cost_probe import CostProbe
-from skipdecode.decoding.fast_model import FastModel
-from skipdecode.decoding.histogram import LogHistogram
-from skipdecode.decoding.simulator import POLICIES, Simulation, simulate
-from skipdecode.decoding.traces import Arrival, poisson
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
+from skipdecode.engine import Engine, Request
+from skipdecode.engine.engines import open_fast
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.evaluation.methods.base import end_tokens
 from skipdecode.evaluation.prompts import encode_prompt
 from skipdecode.evaluation.records import load_records
 from skipdecode.evaluation.tasks import load_task
-from skipdecode.methods.base import end_tokens
-from skipdecode.models.hub import load_model
-from skipdecode.textgen.engines import open_fast
+from skipdecode.models.loading.hub import load_model
+from skipdecode.performance.batch_cost import BatchCost
+from skipdecode.performance.cost_probe import CostProbe
+from skipdecode.performance.simulate.histogram import LogHistogram
+from skipdecode.performance.simulate.simulator import POLICIES, Simulation, simulate
+from skipdecode.performance.simulate.traces import Arrival, poisson
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
 

@@ -26,7 +26,7 @@ import httpx
 import psutil
 from serve_load import gauge, server
 
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
 from skipdecode.serving.auth import ENVIRONMENT_VARIABLE
 
 KEY = "the-key-of-this-run"

@@ -32,11 +32,11 @@ import psutil
 import uvloop
 
 from skipdecode import Schedule
-from skipdecode.decoding import Engine, Request
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
+from skipdecode.engine import Engine, Request
+from skipdecode.engine.transformers_backend import end_tokens
 from skipdecode.models.families import decoder_layers
-from skipdecode.models.hub import load_model
-from skipdecode.textgen.transformers_backend import end_tokens
+from skipdecode.models.loading.hub import load_model
 
 FULL = "full"
 SUBJECTS = ("The old bridge", "A small boat", "My neighbour", "The first train", "A good teacher", "The night market")

@@ -20,14 +20,14 @@ import torch
 from tqdm import tqdm
 
 from skipdecode import Schedule, attach
-from skipdecode.allocator import keep_freed_memory
-from skipdecode.bench.geometries import GEOMETRIES, build
-from skipdecode.environment import environment
+from skipdecode.common.allocator import keep_freed_memory
+from skipdecode.common.environment import environment
+from skipdecode.data.examples import Example
+from skipdecode.performance.bench.geometries import GEOMETRIES, build
 from skipdecode.tuning.adapters import add_lora, make_optimizer
 from skipdecode.tuning.arithmetic import make_accelerator
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import Objective
 from skipdecode.tuning.step import TrainStep
 

@@ -33,14 +33,14 @@ os.environ |= {
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
+from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine.transformers_backend import TransformersBackend, end_tokens
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.prompts import encode_prompt
 from skipdecode.evaluation.records import load_records
 from skipdecode.evaluation.tasks import load_task
-from skipdecode.models.hub import load_model
-from skipdecode.textgen.backend import GenerationSettings
-from skipdecode.textgen.transformers_backend import TransformersBackend, end_tokens
+from skipdecode.models.loading.hub import load_model
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
 MODES = ("nested", "where")

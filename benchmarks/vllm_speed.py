@@ -34,7 +34,7 @@ os.environ |= {
 }
 
 from skipdecode import Schedule
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
 
 PARTS = ("full_depth_overhead", "lockstep_8_nominal_2x", "mixed_32_linear_2x", "poisson_flat_2x")
 SLOTS = {"full_depth_overhead": 8, "lockstep_8_nominal_2x": 8, "mixed_32_linear_2x": 32, "poisson_flat_2x": 32}

@@ -15,9 +15,9 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from skipdecode import Schedule, attach
-from skipdecode.models.hub import load_model
-from skipdecode.tuning.data import load_examples
-from skipdecode.tuning.template import Template
+from skipdecode.data.examples import load_examples
+from skipdecode.data.template import Template
+from skipdecode.models.loading.hub import load_model
 
 
 def main(argv: list[str] | None = None) -> Trainer:

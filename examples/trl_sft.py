@@ -19,7 +19,7 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from skipdecode import Schedule, attach
-from skipdecode.models.hub import SCHEDULE_FILE, load_model
+from skipdecode.models.loading.hub import SCHEDULE_FILE, load_model
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skipdecode.models import hub_probe
+from skipdecode.models.loading import hub_probe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from skipdecode import Schedule
-from skipdecode.bench.geometries import build
-from skipdecode.decoding import Engine, Request
+from skipdecode.engine import Engine, Request
+from skipdecode.performance.bench.geometries import build
 from tiny import tiny_model
 
 ROWS, PROMPT, NEW = 16, 120, 24

@@ -15,7 +15,7 @@ import httpx
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule
-from skipdecode.decoding import Engine, Request, Sampling
+from skipdecode.engine import Engine, Request, Sampling
 from skipdecode.serving.auth import KeyRing
 from skipdecode.serving.limits import Limits
 from skipdecode.serving.server import Binding, make_server

@@ -7,7 +7,7 @@ import pytest
 
 CODE = """
 import ctypes, platform, resource
-from skipdecode.allocator import keep_freed_memory
+from skipdecode.common.allocator import keep_freed_memory
 done = keep_freed_memory()
 import mmap
 def faults():

@@ -12,13 +12,13 @@ import torch
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
+from skipdecode.data.prompts import EncodedPrompt
+from skipdecode.data.records import Record
+from skipdecode.data.run import make_batches
+from skipdecode.data.stopping import StopStrings
+from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine.transformers_backend import TransformersBackend
 from skipdecode.errors import UsageError
-from skipdecode.textgen.backend import GenerationSettings
-from skipdecode.textgen.prompts import EncodedPrompt
-from skipdecode.textgen.records import Record
-from skipdecode.textgen.run import make_batches
-from skipdecode.textgen.stopping import StopStrings
-from skipdecode.textgen.transformers_backend import TransformersBackend
 from tiny import LAYERS, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from skipdecode import Schedule
-from skipdecode.bench import machine
-from skipdecode.bench import measure as measure_module
-from skipdecode.bench.geometries import build
-from skipdecode.bench.measure import measure
-from skipdecode.bench.peers import make_peer
-from skipdecode.bench.peers.base import Peer
-from skipdecode.bench.profile import profile
-from skipdecode.bench.workload import Workload
 from skipdecode.cli import main
 from skipdecode.errors import UsageError
-from skipdecode.geometry import ModelGeometry
+from skipdecode.performance import machine
+from skipdecode.performance.bench import measure as measure_module
+from skipdecode.performance.bench.geometries import build
+from skipdecode.performance.bench.measure import measure
+from skipdecode.performance.bench.peers import make_peer
+from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.profile import profile
+from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.geometry import ModelGeometry
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 

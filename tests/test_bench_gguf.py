@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skipdecode import Schedule
-from skipdecode.bench.gguf_file import KINDS, write_gguf
-from skipdecode.bench.measure import measure
-from skipdecode.bench.peers import make_peer
-from skipdecode.bench.workload import Workload
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.geometry import ModelGeometry
+from skipdecode.performance.bench.gguf_file import KINDS, write_gguf
+from skipdecode.performance.bench.measure import measure
+from skipdecode.performance.bench.peers import make_peer
+from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.geometry import ModelGeometry
 from tiny import LAYERS, tiny_model
 
 PLAIN: dict[str, dict[str, Any]] = {

@@ -24,10 +24,10 @@ from skipdecode.calibration.run import calibrate
 from skipdecode.calibration.settings import Settings
 from skipdecode.calibration.store import MeasurementStore
 from skipdecode.cli import main
-from skipdecode.cost import CostModel
+from skipdecode.data.examples import Example
 from skipdecode.models.families import decoder_layers
+from skipdecode.performance.cost import CostModel
 from skipdecode.tuning.collate import IGNORE, collate
-from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import Objective, response_logits
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
 

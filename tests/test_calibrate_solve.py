@@ -22,8 +22,8 @@ from skipdecode.calibration.settings import Settings
 from skipdecode.calibration.store import MeasurementStore
 from skipdecode.calibration.table import LossTable, bucket_starts
 from skipdecode.calibration.workload import Workload, layers_only
-from skipdecode.cost import CostModel
 from skipdecode.errors import DataError, TargetError, UsageError
+from skipdecode.performance.cost import CostModel
 
 LAYERS = 12
 COST = CostModel(LAYERS, batch=4, fixed_seconds=2.0, layer_seconds=1.0, kv_seconds=0.01)

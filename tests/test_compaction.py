@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
-from skipdecode.decoding.fast_model import FastModel
-from skipdecode.decoding.model_spec import READERS
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.model_spec import READERS
 from tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(

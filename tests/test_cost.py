@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from skipdecode import Schedule, attach
-from skipdecode.bench.machine import measure_machine
-from skipdecode.bench.step_cost import measure_cost
-from skipdecode.cost import CostModel, Machine
-from skipdecode.cost_solve import assess, solve, why_flat
-from skipdecode.decoding.fast_model import FastModel
+from skipdecode.engine.fast_model import FastModel
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
-from skipdecode.geometry import ModelGeometry
 from skipdecode.models.families import decoder_layers
+from skipdecode.performance.cost import CostModel, Machine
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.machine import measure_machine
+from skipdecode.performance.solve import assess, solve, why_flat
+from skipdecode.performance.step_cost import measure_cost
 from tiny import LAYERS, OPTIONS, tiny_model
 
 SMOLLM2 = LlamaConfig(

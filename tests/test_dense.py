@@ -18,21 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from skipdecode import Schedule, attach
-from skipdecode.bench.measure import measure
-from skipdecode.bench.peers.fast import EnginePeer
-from skipdecode.bench.profile import profile
-from skipdecode.bench.workload import Workload
-from skipdecode.decoding import Engine, Request
-from skipdecode.decoding.cost_probe import CostProbe
-from skipdecode.decoding.dense_model import DenseModel
-from skipdecode.decoding.fast_model import TokenRows
-from skipdecode.decoding.model_spec import READERS
-from skipdecode.decoding.open_model import open_model
+from skipdecode.engine import Engine, Request
+from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine.dense_model import DenseModel
+from skipdecode.engine.engine_backend import EngineBackend
+from skipdecode.engine.fast_model import TokenRows
+from skipdecode.engine.kernels import graphs
+from skipdecode.engine.kernels.slabs import row_bucket, token_bucket
+from skipdecode.engine.model_spec import READERS
+from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UsageError
-from skipdecode.kernels import graphs
-from skipdecode.kernels.slabs import row_bucket, token_bucket
-from skipdecode.textgen.backend import GenerationSettings
-from skipdecode.textgen.engine_backend import EngineBackend
+from skipdecode.performance.bench.measure import measure
+from skipdecode.performance.bench.peers.fast import EnginePeer
+from skipdecode.performance.bench.profile import profile
+from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.cost_probe import CostProbe
 from tiny import LAYERS, VOCAB, tiny_model
 
 NEW = 12

@@ -9,8 +9,8 @@ import torch
 
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
-from skipdecode.decoding import Engine, Request, Sampling, SchedulePolicy
-from skipdecode.decoding.model_spec import READERS
+from skipdecode.engine import Engine, Request, Sampling, SchedulePolicy
+from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
 from tiny import LAYERS, VOCAB, tiny_model
 

@@ -12,13 +12,13 @@ from peft import LoraConfig, get_peft_model
 
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.decoding.fast_model import FastModel
+from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine.engine_backend import EngineBackend
+from skipdecode.engine.engines import open_backends
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.kernels import build
+from skipdecode.engine.transformers_backend import TransformersBackend
 from skipdecode.errors import UsageError
-from skipdecode.kernels import build
-from skipdecode.textgen.backend import GenerationSettings
-from skipdecode.textgen.engine_backend import EngineBackend
-from skipdecode.textgen.engines import open_backends
-from skipdecode.textgen.transformers_backend import TransformersBackend
 from textgen_tools import byte_tokenizer, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
 

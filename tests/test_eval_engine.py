@@ -9,13 +9,13 @@ import pytest
 
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.decoding.fast_model import FastModel
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.kernels import build
+from skipdecode.evaluation.methods.calm import Calm
+from skipdecode.evaluation.methods.engined import Engined, on_engine
+from skipdecode.evaluation.methods.full import Full
+from skipdecode.evaluation.methods.scheduled import Scheduled
 from skipdecode.evaluation.results import Run, load_run
-from skipdecode.kernels import build
-from skipdecode.methods.calm import Calm
-from skipdecode.methods.engined import Engined, on_engine
-from skipdecode.methods.full import Full
-from skipdecode.methods.scheduled import Scheduled
 from textgen_tools import save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
 

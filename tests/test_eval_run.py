@@ -13,12 +13,16 @@ import torch
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.evaluation.buckets import buckets_of
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.fidelity import free_running, ratio_score
 from skipdecode.evaluation.generate import batches
+from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.methods.full import Full
+from skipdecode.evaluation.methods.scheduled import Scheduled
+from skipdecode.evaluation.methods.self_speculation import SelfSpeculation
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run, check_directory, load_run
@@ -26,10 +30,6 @@ from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.settings import Settings, Subject
 from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
-from skipdecode.methods.base import Method
-from skipdecode.methods.full import Full
-from skipdecode.methods.scheduled import Scheduled
-from skipdecode.methods.self_speculation import SelfSpeculation
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
-from skipdecode.models.hub import load_model
+from skipdecode.models.loading.hub import load_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.decoding import Engine, GatedEngine, Request, Sampling, open_engine
+from skipdecode.engine import Engine, GatedEngine, Request, Sampling, open_engine
 from skipdecode.errors import ScheduleError, UnsupportedModelError
 from tiny import LAYERS, OPTIONS, tiny_model
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.bench.machine import measure_bandwidth
 from skipdecode.cli import main
-from skipdecode.decoding import Engine, Request
-from skipdecode.decoding.dense_model import DenseModel
-from skipdecode.decoding.model_spec import READERS
+from skipdecode.engine import Engine, Request
+from skipdecode.engine.dense_model import DenseModel
+from skipdecode.engine.model_spec import READERS
+from skipdecode.performance.machine import measure_bandwidth
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 

@@ -16,9 +16,9 @@ from checkpoints import logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError, UsageError
-from skipdecode.models import smollm2
-from skipdecode.models.hub import load_config, load_model
-from skipdecode.models.store import add_model
+from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.hub import load_config, load_model
+from skipdecode.models.loading.store import add_model
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

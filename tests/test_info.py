@@ -13,7 +13,7 @@ import torch
 import skipdecode
 from skipdecode.cli import main
 from skipdecode.models.families import FAMILIES
-from skipdecode.models.store import add_model
+from skipdecode.models.loading.store import add_model
 
 
 @pytest.fixture(autouse=True)

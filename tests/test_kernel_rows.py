@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from skipdecode.kernels import backend_for
-from skipdecode.kernels.spec import LinearSpec
+from skipdecode.engine.kernels import backend_for
+from skipdecode.engine.kernels.spec import LinearSpec
 
 
 @pytest.mark.parametrize("columns", [96, 1536])

@@ -8,11 +8,11 @@ import shutil
 import pytest
 import torch
 
+from skipdecode.engine.kernels import backend_for, build
+from skipdecode.engine.kernels.greedy import greedy
+from skipdecode.engine.kernels.reference import TorchBackend
+from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec
 from skipdecode.errors import UsageError
-from skipdecode.kernels import backend_for, build
-from skipdecode.kernels.greedy import greedy
-from skipdecode.kernels.reference import TorchBackend
-from skipdecode.kernels.spec import AttentionSpec, LinearSpec
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
@@ -141,7 +141,7 @@ def test_likeliest_tokens_match_torch_and_ties_go_to_the_first(vocabulary):
 
 
 def test_operator_compiles_and_matches():
-    from skipdecode.kernels.op import skinny_linear
+    from skipdecode.engine.kernels.op import skinny_linear
 
     torch.manual_seed(0)
     x, weight, bias = torch.randn(3, 40).bfloat16().float(), torch.randn(11, 40).bfloat16(), torch.randn(11)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skipdecode.decoding.kv import PagedKV
+from skipdecode.engine.kv import PagedKV
 
 
 def store(pages=20, slots=2, tokens=16):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError
-from skipdecode.layer_order import bottom_up
-from skipdecode.levels import fewest_levels, with_levels
+from skipdecode.schedule.levels import fewest_levels, with_levels
+from skipdecode.schedule.order import bottom_up
 
 LAYERS = 12
 CURVES = st.lists(st.integers(2, LAYERS), min_size=1, max_size=24).map(lambda b: tuple(sorted(b, reverse=True)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skipdecode import Schedule
-from skipdecode.decoding import Engine, Request
+from skipdecode.engine import Engine, Request
 from tiny import LAYERS, tiny_model
 
 FALLING = Schedule.from_speedup(LAYERS, 2, 20)

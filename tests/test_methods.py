@@ -9,14 +9,14 @@ import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
-from skipdecode.methods import METHODS
-from skipdecode.methods.base import end_tokens
-from skipdecode.methods.calm import Calm
-from skipdecode.methods.full import Full
-from skipdecode.methods.prompt_lookup import PromptLookup
-from skipdecode.methods.scheduled import Scheduled
-from skipdecode.methods.schedules import SCHEDULES, Budget, build_schedule
-from skipdecode.methods.self_speculation import SelfSpeculation
+from skipdecode.evaluation.methods import METHODS
+from skipdecode.evaluation.methods.base import end_tokens
+from skipdecode.evaluation.methods.calm import Calm
+from skipdecode.evaluation.methods.full import Full
+from skipdecode.evaluation.methods.prompt_lookup import PromptLookup
+from skipdecode.evaluation.methods.scheduled import Scheduled
+from skipdecode.evaluation.methods.self_speculation import SelfSpeculation
+from skipdecode.schedule.published import SCHEDULES, Budget, build_schedule
 from tiny import LAYERS, tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7], [11, 12, 13, 14]]

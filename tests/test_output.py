@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from skipdecode.data.output import FileWriter, StreamWriter, check_output, open_writer
+from skipdecode.data.partial import PartialFile
 from skipdecode.errors import OutputError
-from skipdecode.textgen.output import FileWriter, StreamWriter, check_output, open_writer
-from skipdecode.textgen.partial import PartialFile
 from textgen_tools import read_rows
 
 SETTINGS = {"temperature": 0.0, "input": {"path": "in.jsonl", "bytes": 10}}

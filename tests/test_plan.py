@@ -14,10 +14,10 @@ import pytest
 from matplotlib import image
 
 from skipdecode import Schedule
-from skipdecode.bench import cost_source, machine
 from skipdecode.cli import main
-from skipdecode.cost import CostModel
-from skipdecode.text_plot import schedule_picture, shows_blocks
+from skipdecode.performance import cost_source, machine
+from skipdecode.performance.cost import CostModel
+from skipdecode.schedule.draw import schedule_picture, shows_blocks
 from tiny import LAYERS, tiny_model
 
 SMOLLM2 = {

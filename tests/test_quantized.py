@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.decoding import Engine, Request
-from skipdecode.decoding.fast_model import FastModel
+from skipdecode.engine import Engine, Request
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.kernels import backend_for
+from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
+from skipdecode.engine.kernels.reference import TorchBackend
+from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.errors import UsageError
-from skipdecode.kernels import backend_for
-from skipdecode.kernels.quantize import QUANTIZATIONS, quantize
-from skipdecode.kernels.reference import TorchBackend
-from skipdecode.kernels.spec import LinearSpec
 from tiny import LAYERS, tiny_model
 
 CPU = torch.device("cpu")

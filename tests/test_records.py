@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
+from skipdecode.data import source as source_module
+from skipdecode.data.prompts import PromptEncoder
+from skipdecode.data.records import Record, read_records, survey
+from skipdecode.data.source import PromptSource
 from skipdecode.errors import DataError, UsageError
-from skipdecode.textgen import source as source_module
-from skipdecode.textgen.prompts import PromptEncoder
-from skipdecode.textgen.records import Record, read_records, survey
-from skipdecode.textgen.source import PromptSource
 from textgen_tools import write_rows
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from skipdecode.common.registry import Registry
 from skipdecode.errors import UsageError
-from skipdecode.registry import Registry
 
 
 def test_get_imports_only_what_is_asked_for():

@@ -15,7 +15,7 @@ from html_page import read_page
 from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.plots import Point, Series, line_figure
+from skipdecode.reporting.plots import Point, Series, line_figure
 
 ROOT = Path(__file__).parents[1]
 CALIBRATION: dict[str, Any] = {

@@ -7,8 +7,8 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from skipdecode.decoding.requests import Request, Sampling
-from skipdecode.decoding.sampling import RowSampler, choose
+from skipdecode.engine.requests import Request, Sampling
+from skipdecode.engine.sampling import RowSampler, choose
 from skipdecode.errors import UsageError
 
 VOCAB = 40

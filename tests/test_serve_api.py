@@ -21,8 +21,8 @@ from serve_tools import (
     tiny_service,
     until,
 )
-from skipdecode.decoding import Sampling
-from skipdecode.textgen.row_seeds import row_seed
+from skipdecode.engine import Sampling
+from skipdecode.engine.row_seeds import row_seed
 from tiny import LAYERS
 
 NEW = 24

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skipdecode import Schedule
-from skipdecode.decoding import Engine, GatedEngine, Request, Sampling
+from skipdecode.engine import Engine, GatedEngine, Request, Sampling
 from skipdecode.errors import ScheduleError
 from tiny import LAYERS, tiny_model
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import byte_tokenizer
-from skipdecode.decoding import StepOutput
+from skipdecode.engine import StepOutput
 from skipdecode.serving.text_stream import TextStream
 
 TOKENIZER = byte_tokenizer()

@@ -15,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.cli import main
-from skipdecode.cost import CostModel, Machine
-from skipdecode.decoding.batch_cost import BatchCost
-from skipdecode.decoding.budget_policy import DepthOrder, SchedulePolicy
-from skipdecode.decoding.histogram import LogHistogram
-from skipdecode.decoding.simulator import POLICIES, capacity, new_scheduler, simulate
-from skipdecode.decoding.traces import (
+from skipdecode.engine.depth import DepthOrder, SchedulePolicy
+from skipdecode.engine.scheduler import RequestSize
+from skipdecode.errors import DataError, ScheduleError, UsageError
+from skipdecode.performance.batch_cost import BatchCost
+from skipdecode.performance.cost import CostModel, Machine
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.simulate.histogram import LogHistogram
+from skipdecode.performance.simulate.simulator import POLICIES, capacity, new_scheduler, simulate
+from skipdecode.performance.simulate.traces import (
     Arrival,
     all_at_once,
     bursts,
@@ -32,9 +35,6 @@ from skipdecode.decoding.traces import (
     poisson,
     uniform,
 )
-from skipdecode.decoding.waves import RequestSize
-from skipdecode.errors import DataError, ScheduleError, UsageError
-from skipdecode.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
 LAYERS = 8
@@ -246,8 +246,8 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
     """Steps, layers and layer reads of the engine on a tiny model; its seconds are compared elsewhere."""
     import torch
 
-    from skipdecode.decoding import engine as engine_module
-    from skipdecode.decoding.requests import Request
+    from skipdecode.engine import fast as engine_module
+    from skipdecode.engine.requests import Request
     from tiny import tiny_model
 
     torch.set_num_threads(1)
@@ -347,8 +347,8 @@ def test_measured_costs_are_met_and_lines_join_them():
 
 
 def test_the_fast_path_is_measured_for_every_number_of_rows():
-    from skipdecode.decoding.cost_probe import CostProbe
-    from skipdecode.decoding.fast_model import FastModel
+    from skipdecode.engine.fast_model import FastModel
+    from skipdecode.performance.cost_probe import CostProbe
     from tiny import tiny_model
 
     model = FastModel(tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024), "torch")

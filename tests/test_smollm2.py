@@ -14,8 +14,8 @@ import torch
 from checkpoints import logits, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode.errors import MissingExtraError, ModelLoadError
-from skipdecode.models import smollm2
-from skipdecode.models.hub import cached_models, load_config, load_model
+from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.hub import cached_models, load_config, load_model
 from tiny import tiny_model
 
 

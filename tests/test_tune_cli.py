@@ -16,7 +16,7 @@ import pytest
 import skipdecode
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.models.hub import load_model
+from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.run_log import read_log
 from tuning_data import LAYERS, records, save_model, write_jsonl
 

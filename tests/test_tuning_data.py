@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import byte_tokenizer
+from skipdecode.data.examples import Example, load_examples
+from skipdecode.data.template import Template
 from skipdecode.errors import DataError, UsageError
 from skipdecode.tuning.collate import IGNORE, GroupedBatches, collate
-from skipdecode.tuning.data import Example, load_examples
-from skipdecode.tuning.template import Template
 from tuning_data import records, write_jsonl
 
 TEMPLATE = Template("{colour} {thing}\n", "ref")

@@ -14,10 +14,10 @@ import torch
 from torch.nn import functional
 
 from skipdecode import Schedule, attach
+from skipdecode.data.examples import Example
 from skipdecode.tuning.adapters import make_optimizer
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import Objective, Teacher, response_logits
 from skipdecode.tuning.step import TrainStep
 from skipdecode.tuning.token_loss import token_losses

@@ -16,11 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
+from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError
-from skipdecode.models.hub import load_model
+from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import Objective
 from skipdecode.tuning.run_log import read_log
 from skipdecode.tuning.trainer import Tuner

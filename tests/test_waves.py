@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from skipdecode.decoding.budget_policy import DepthOrder
-from skipdecode.decoding.waves import RequestSize, Scheduler
+from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
@@ -19,7 +19,7 @@ def sizes(*new_tokens, pages=1):
 
 def test_scheduling_imports_no_torch():
     code = (
-        "import sys, skipdecode.decoding.waves, skipdecode.decoding.budget_policy, skipdecode.decoding.requests; "
+        "import sys, skipdecode.engine.scheduler, skipdecode.engine.depth, skipdecode.engine.requests; "
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

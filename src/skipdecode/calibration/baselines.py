@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from skipdecode.budgets import least_budget
 from skipdecode.calibration.workload import Workload
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.budgets import least_budget
 
 __all__ = ["deepest_flat", "evenly_spaced", "paper_within"]
 

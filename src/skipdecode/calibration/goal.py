@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from skipdecode.budgets import least_budget
 from skipdecode.calibration.baselines import deepest_flat, evenly_spaced, paper_within
 from skipdecode.calibration.settings import Settings
 from skipdecode.calibration.workload import Workload, layers_only
-from skipdecode.cost import CostModel
 from skipdecode.errors import TargetError, UsageError
+from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.budgets import least_budget
 
 __all__ = ["Goal", "set_goal"]
 

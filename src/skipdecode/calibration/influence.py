@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skipdecode.data.examples import Example
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
 from skipdecode.tuning.collate import IGNORE, collate
-from skipdecode.tuning.data import Example
 from skipdecode.tuning.objective import response_logits
 
 __all__ = ["block_influence"]

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.calibration.store import MeasurementStore
+from skipdecode.data.examples import Example
 from skipdecode.errors import DataError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, collate
-from skipdecode.tuning.data import Example
 
 __all__ = ["LossMeter", "identity_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from skipdecode.cost import Use
 from skipdecode.errors import UsageError
+from skipdecode.performance.cost import Use
 
 __all__ = ["Method", "Settings"]
 

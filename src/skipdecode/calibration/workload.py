@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from skipdecode.cost import CostModel, Use
 from skipdecode.errors import DataError
+from skipdecode.performance.cost import CostModel, Use
 from skipdecode.schedule import Schedule
 
 __all__ = ["Workload", "layers_only"]

@@ -15,16 +15,16 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.bench.geometries import GEOMETRIES
-from skipdecode.bench.peers import DRAFTING, PEERS
-from skipdecode.bench.workload import Workload
 from skipdecode.cli.bench_report import report
-from skipdecode.cli.options import option
-from skipdecode.cli.thread_options import ThreadOptions
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.threads import ThreadOptions
 from skipdecode.errors import OutputError, UsageError
+from skipdecode.performance.bench.geometries import GEOMETRIES
+from skipdecode.performance.bench.peers import DRAFTING, PEERS
+from skipdecode.performance.bench.workload import Workload
 
 if TYPE_CHECKING:
-    from skipdecode.bench.peers.base import Peer
+    from skipdecode.performance.bench.peers.base import Peer
 
 __all__ = ["Config", "run"]
 
@@ -71,7 +71,7 @@ def run(config: Config) -> int:
     if config.out is not None:
         _write(config.out, (json.dumps(document, indent=1) + "\n").encode())
     if config.png is not None:
-        from skipdecode.plots import speed_png
+        from skipdecode.reporting.plots import speed_png
 
         _write(config.png, speed_png(document["rows"]))
     print("\n".join(report(document)))
@@ -90,9 +90,9 @@ def _checked(config: Config) -> Workload:
 
 def _measured(config: Config, workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
-    from skipdecode.bench.measure import measure
-    from skipdecode.bench.profile import profile
-    from skipdecode.environment import environment
+    from skipdecode.common.environment import environment
+    from skipdecode.performance.bench.measure import measure
+    from skipdecode.performance.bench.profile import profile
 
     config.use_threads()
     model, peers = _peers(config, workload)
@@ -114,10 +114,10 @@ def _peers(config: Config, workload: Workload) -> tuple[Any, list[Peer]]:
     """The model, and the engines that are to run it."""
     import torch
 
-    from skipdecode.bench.geometries import build
-    from skipdecode.bench.peers import make_peer
     from skipdecode.models.families import unwrap
-    from skipdecode.models.hub import choose_device, load_model
+    from skipdecode.models.loading.hub import choose_device, load_model
+    from skipdecode.performance.bench.geometries import build
+    from skipdecode.performance.bench.peers import make_peer
 
     tokenizer = None
     if config.geometry is not None:
@@ -135,7 +135,7 @@ def _peers(config: Config, workload: Workload) -> tuple[Any, list[Peer]]:
 
 def _text(tokenizer: Any) -> list[int]:
     """The demo's prompts, a line each: what drafting methods continue."""
-    listed = json.loads(resources.files("skipdecode").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
+    listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
     ids: list[int] = tokenizer("\n".join(prompt["text"] for prompt in listed))["input_ids"]
     return ids
 

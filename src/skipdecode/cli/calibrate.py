@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skipdecode.calibration.settings import Settings
 from skipdecode.cli.calibrate_report import report
-from skipdecode.cli.options import option
-from skipdecode.cli.record_options import RecordOptions, make_template, read_examples
-from skipdecode.cost import CostModel
-from skipdecode.environment import environment
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
 from skipdecode.errors import DataError, MissingExtraError, OutputError, UsageError
-from skipdecode.files import write_whole
+from skipdecode.performance.cost import CostModel
 
 if TYPE_CHECKING:
     from skipdecode.calibration.goal import Goal
     from skipdecode.calibration.run import Calibration
+    from skipdecode.data.examples import Example
     from skipdecode.models.attach import Attachment
-    from skipdecode.models.hub import LoadedModel
-    from skipdecode.tuning.data import Example
+    from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
 
@@ -87,7 +87,7 @@ def run(config: Config) -> int:
     out = Path(config.out)
     _check(config, out)
     try:
-        import skipdecode.tuning.data  # noqa: F401
+        import skipdecode.data.examples  # noqa: F401
     except ImportError:
         raise MissingExtraError("calibration", "tune") from None
     cost = _cost(config) if config.target_speedup is not None and config.cost is not None else None
@@ -147,7 +147,7 @@ def _cost(config: Config) -> CostModel:
 
 
 def _found_cost(config: Config, prompt_len: int) -> tuple[CostModel, str]:
-    from skipdecode.bench.cost_source import find_cost
+    from skipdecode.performance.cost_source import find_cost
 
     source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
     return source.cost, source.origin
@@ -156,7 +156,7 @@ def _found_cost(config: Config, prompt_len: int) -> tuple[CostModel, str]:
 def _load(config: Config) -> LoadedModel:
     import torch
 
-    from skipdecode.models.hub import load_model
+    from skipdecode.models.loading.hub import load_model
 
     # Only devices with arithmetic for it take the checkpoint's own half-precision type.
     return load_model(config.model, dtype="auto" if torch.cuda.is_available() else "float32")
@@ -164,7 +164,7 @@ def _load(config: Config) -> LoadedModel:
 
 def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    from skipdecode.tuning.data import reject_summary
+    from skipdecode.data.examples import reject_summary
 
     examples, rejects = read_examples(config, Path(config.data), loaded.model, loaded.tokenizer)
     if rejects:
@@ -263,7 +263,7 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
 
 
 def _draw_picture(found: Calibration, goal: Goal, out: Path) -> None:
-    from skipdecode.plots import calibration_figure, png
+    from skipdecode.reporting.plots import calibration_figure, png
 
     if found.rounds:
         first = found.rounds[0]

@@ -17,22 +17,22 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.demo_page import Outcome, Part, document, page
-from skipdecode.cli.engine_options import EngineOptions
-from skipdecode.cli.model_options import ModelOptions
-from skipdecode.cli.options import option
-from skipdecode.cli.thread_options import ThreadOptions
+from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options.model import ModelOptions
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.threads import ThreadOptions
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.models.hub import LoadedModel
-    from skipdecode.textgen.backend import BatchResult
-    from skipdecode.textgen.prompts import EncodedPrompt
+    from skipdecode.data.prompts import EncodedPrompt
+    from skipdecode.engine.backend import BatchResult
+    from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
 
 _DEFAULT = "smollm2-135m"
-_ADAPTER = "adapters/e2e-smollm2-135m"
+_ADAPTER = "models/adapters/e2e-smollm2-135m"
 
 _QUICK_PROMPTS = ("record-1", "record-2", "chat-1")
 _QUICK_TOKENS = 16
@@ -116,17 +116,17 @@ def _settings(config: Config) -> list[_Setting]:
 
 
 def _load(config: Config, name: str) -> LoadedModel:
-    from skipdecode.models.hub import load_model
+    from skipdecode.models.loading.hub import load_model
 
     config.use_threads()
     return load_model(name, dtype=config.dtype, device=config.device)
 
 
 def _prompts(config: Config, loaded: LoadedModel, kinds: list[str], form: str, *, chat: bool) -> list[EncodedPrompt]:
-    from skipdecode.textgen.prompts import PromptEncoder, context_length
-    from skipdecode.textgen.records import Record
+    from skipdecode.data.prompts import PromptEncoder, context_length
+    from skipdecode.data.records import Record
 
-    listed = json.loads(resources.files("skipdecode").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
+    listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
     wanted = [p for p in listed if p["kind"] in kinds and (not config.quick or p["id"] in _QUICK_PROMPTS)]
     ask = {"record": _INSTRUCTION if chat else "", "chat": ""}
     records = [Record(i, i + 1, p["id"], form.format(ask[p["kind"]] + p["text"])) for i, p in enumerate(wanted)]
@@ -175,9 +175,9 @@ def _outcomes(config: Config, setting: _Setting) -> Part:
     """Every schedule on all prompts in one batch, in turn, for exactly as many tokens."""
     from tqdm import tqdm
 
-    from skipdecode.textgen.backend import GenerationSettings
-    from skipdecode.textgen.engines import open_backends
-    from skipdecode.textgen.report import note
+    from skipdecode.data.report import note
+    from skipdecode.engine.backend import GenerationSettings
+    from skipdecode.engine.engines import open_backends
 
     loaded = setting.loaded
     source = open_backends(loaded.model, loaded.tokenizer, config.engine, note, config.weights)

@@ -12,7 +12,7 @@ from skipdecode.cli.columns import side_by_side, table
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.textgen.backend import BatchResult
+    from skipdecode.engine.backend import BatchResult
 
 __all__ = ["Outcome", "Part", "document", "page"]
 
@@ -63,7 +63,7 @@ class Part:
 
 def document(config: dict[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
     """All parts, JSON-ready."""
-    from skipdecode.environment import environment
+    from skipdecode.common.environment import environment
 
     return {
         "config": config,

@@ -21,23 +21,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.engine_options import EngineOptions
-from skipdecode.cli.method_options import MethodOptions, check_method_options, choose_method, each_method
-from skipdecode.cli.model_options import ModelOptions
-from skipdecode.cli.options import option
-from skipdecode.cli.record_options import recorded_prompt
+from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
+from skipdecode.cli.options.model import ModelOptions
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.errors import SkipDecodeError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from skipdecode.evaluation.compare import Pair
+    from skipdecode.evaluation.methods.base import Method
     from skipdecode.evaluation.metrics import Metric
     from skipdecode.evaluation.records import Records
     from skipdecode.evaluation.results import Run
     from skipdecode.evaluation.tasks import Task
-    from skipdecode.methods.base import Method
-    from skipdecode.models.hub import LoadedModel
+    from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
 
@@ -118,8 +118,8 @@ def _compare(config: Config) -> int:
 
 
 def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
+    from skipdecode.common.files import write_whole
     from skipdecode.evaluation.tables import pairs_table, runs_table
-    from skipdecode.files import write_whole
 
     if config.report is not None:
         from skipdecode.reporting.report import html_report, run_sources
@@ -190,15 +190,15 @@ def _runs(
     directory: Path,
 ) -> list[Run]:
     from skipdecode.cli.eval_progress import Bars
+    from skipdecode.data.prompts import context_length
     from skipdecode.evaluation.kept import unfinished
+    from skipdecode.evaluation.methods.base import end_tokens
+    from skipdecode.evaluation.methods.engined import on_engine
     from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
-    from skipdecode.methods.base import end_tokens
-    from skipdecode.methods.engined import on_engine
     from skipdecode.models.families import decoder_layers, unwrap
-    from skipdecode.models.hub import load_model
-    from skipdecode.textgen.prompts import context_length
+    from skipdecode.models.loading.hub import load_model
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = _recipe(loaded)

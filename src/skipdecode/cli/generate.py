@@ -17,24 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.engine_options import EngineOptions
-from skipdecode.cli.model_options import ModelOptions
-from skipdecode.cli.options import option
-from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
-from skipdecode.cli.thread_options import ThreadOptions
+from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options.model import ModelOptions
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options.threads import ThreadOptions
 from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.cli.schedule_options import ScheduleChoice
-    from skipdecode.models.hub import LoadedModel
+    from skipdecode.cli.options.schedule import ScheduleChoice
+    from skipdecode.data.output import RowWriter
+    from skipdecode.data.report import BadRows
+    from skipdecode.data.run import Job
+    from skipdecode.data.source import PromptSource
+    from skipdecode.data.summary import RunSummary
+    from skipdecode.engine.backend import GenerationSettings
+    from skipdecode.engine.engines import BackendSource
+    from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.schedule import Schedule
-    from skipdecode.textgen.backend import GenerationSettings
-    from skipdecode.textgen.engines import BackendSource
-    from skipdecode.textgen.output import RowWriter
-    from skipdecode.textgen.report import BadRows
-    from skipdecode.textgen.run import Job
-    from skipdecode.textgen.source import PromptSource
-    from skipdecode.textgen.summary import RunSummary
 
 __all__ = ["Config", "run"]
 
@@ -96,8 +96,8 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
-    from skipdecode.textgen.output import check_output, open_writer
-    from skipdecode.textgen.report import BadRows, note
+    from skipdecode.data.output import check_output, open_writer
+    from skipdecode.data.report import BadRows, note
 
     settings = _checked_settings(config)
     check_output(config.output, overwrite=config.overwrite)
@@ -126,7 +126,7 @@ def run(config: Config) -> int:
 
 
 def _checked_settings(config: Config) -> GenerationSettings:
-    from skipdecode.textgen.backend import GenerationSettings
+    from skipdecode.engine.backend import GenerationSettings
 
     check_schedule_options(config)
     if config.prompts and config.input is not None:
@@ -148,7 +148,7 @@ def _same_file(one: str, other: str) -> bool:
 
 
 def _source(config: Config) -> PromptSource:
-    from skipdecode.textgen.source import PromptSource
+    from skipdecode.data.source import PromptSource
 
     if config.prompts:
         return PromptSource.of_prompts(config.prompts)
@@ -157,8 +157,8 @@ def _source(config: Config) -> PromptSource:
 
 def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
     """Read the input once: report what is wrong with it, return the number of rows."""
-    from skipdecode.textgen.records import survey
-    from skipdecode.textgen.report import note
+    from skipdecode.data.records import survey
+    from skipdecode.data.report import note
 
     found = survey(source, config.field, stop_on_error=config.on_error == "stop", report=bad_rows.add)
     if found.bad == found.rows:
@@ -173,10 +173,10 @@ def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
 
 
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
+    from skipdecode.data.report import note, schedule_line
+    from skipdecode.engine.engines import open_backends
     from skipdecode.models.families import decoder_layers, unwrap
-    from skipdecode.models.hub import load_model
-    from skipdecode.textgen.engines import open_backends
-    from skipdecode.textgen.report import note, schedule_line
+    from skipdecode.models.loading.hub import load_model
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
@@ -213,9 +213,9 @@ def _job(
     runs: tuple[BackendSource, Schedule],
     rows: int,
 ) -> Job:
-    from skipdecode.textgen.prompts import PromptEncoder, context_length
-    from skipdecode.textgen.run import CompareWith, Job, RowMaker
-    from skipdecode.textgen.stopping import StopStrings
+    from skipdecode.data.prompts import PromptEncoder, context_length
+    from skipdecode.data.run import CompareWith, Job, RowMaker
+    from skipdecode.data.stopping import StopStrings
 
     tokenizer = loaded.tokenizer
     backends, schedule = runs
@@ -238,9 +238,9 @@ def _job(
 def _generate(
     source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int, bad_rows: BadRows
 ) -> RunSummary:
-    from skipdecode.textgen.records import read_records
-    from skipdecode.textgen.report import note, progress_bar
-    from skipdecode.textgen.run import generate_rows, refuse_bad_rows
+    from skipdecode.data.records import read_records
+    from skipdecode.data.report import note, progress_bar
+    from skipdecode.data.run import generate_rows, refuse_bad_rows
 
     if config.on_error == "stop":
         refuse_bad_rows(read_records(source, config.field), job.encoder)
@@ -252,9 +252,9 @@ def _generate(
 
 
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:
-    from skipdecode.environment import environment
-    from skipdecode.files import write_whole
-    from skipdecode.textgen.report import note, summary_lines
+    from skipdecode.common.environment import environment
+    from skipdecode.common.files import write_whole
+    from skipdecode.data.report import note, summary_lines
 
     for line in summary_lines(summary):
         note(line)

@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.cli.options import option
+from skipdecode.cli.options.option import option
 
 __all__ = ["Config", "run"]
 
@@ -34,10 +34,10 @@ def run(config: Config) -> int:
 
 def _report() -> dict[str, Any]:
     from skipdecode import __version__
-    from skipdecode.environment import environment
+    from skipdecode.common.environment import environment
+    from skipdecode.common.paths import cache_dir
     from skipdecode.models.families import FAMILIES
-    from skipdecode.models.store import cached_models
-    from skipdecode.paths import cache_dir
+    from skipdecode.models.loading.store import cached_models
 
     machine = environment()
     models = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in cached_models()]

@@ -13,19 +13,19 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from skipdecode import layer_order
-from skipdecode.cli.engine_options import EngineOptions
-from skipdecode.cli.model_options import ModelOptions
-from skipdecode.cli.options import option
+from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options.model import ModelOptions
+from skipdecode.cli.options.option import option
 from skipdecode.cli.plan_report import Plan, document, report
-from skipdecode.cost_solve import assess, solve, why_flat
+from skipdecode.common.files import write_whole
 from skipdecode.errors import UsageError
-from skipdecode.files import write_whole
+from skipdecode.performance.solve import assess, solve, why_flat
 from skipdecode.schedule import Schedule
-from skipdecode.text_plot import schedule_picture, shows_blocks
+from skipdecode.schedule import order as layer_order
+from skipdecode.schedule.draw import schedule_picture, shows_blocks
 
 if TYPE_CHECKING:
-    from skipdecode.cost import CostModel, Use
+    from skipdecode.performance.cost import CostModel, Use
 
 __all__ = ["Config", "run"]
 
@@ -70,7 +70,7 @@ class Config(ModelOptions, EngineOptions):
 def run(config: Config) -> int:
     """Plan, print, and write what was asked for."""
     _check(config)
-    from skipdecode.bench.cost_source import find_cost
+    from skipdecode.performance.cost_source import find_cost
 
     source = find_cost(
         config.model,
@@ -91,7 +91,7 @@ def run(config: Config) -> int:
     if config.out is not None:
         write_whole(config.out, schedule.to_json(indent=1) + "\n")
     if config.png is not None:
-        from skipdecode.plots import depth_figure, png
+        from skipdecode.reporting.plots import depth_figure, png
 
         title = f"{config.model}: {figures.nominal_speedup:.2f}x nominal, {figures.speedup:.2f}x predicted"
         write_whole(config.png, png(depth_figure(schedule, config.seq_len, title=title)))

@@ -8,9 +8,9 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skipdecode.bench.cost_source import CostSource
     from skipdecode.cli.plan import Config
-    from skipdecode.cost_solve import Assessment
+    from skipdecode.performance.cost_source import CostSource
+    from skipdecode.performance.solve import Assessment
     from skipdecode.schedule import Schedule
 
 __all__ = ["Plan", "document", "report"]

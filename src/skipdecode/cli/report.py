@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import option
+from skipdecode.cli.options.option import option
+from skipdecode.common.files import write_whole
 from skipdecode.errors import DataError
-from skipdecode.files import write_whole
 
 if TYPE_CHECKING:
     from skipdecode.reporting.sources import Source

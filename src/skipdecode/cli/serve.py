@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.engine_options import EngineOptions
-from skipdecode.cli.model_options import ModelOptions
-from skipdecode.cli.options import option
-from skipdecode.cli.schedule_options import read_schedule
-from skipdecode.cli.thread_options import ThreadOptions
+from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options.model import ModelOptions
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.schedule import read_schedule
+from skipdecode.cli.options.threads import ThreadOptions
+from skipdecode.engine.backend import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
-from skipdecode.textgen.backend import ENGINES
 
 if TYPE_CHECKING:
     from skipdecode.serving.limits import Limits
@@ -76,9 +76,9 @@ def run(config: Config) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
+    from skipdecode.data.report import note
     from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
     from skipdecode.serving.server import Binding, is_loopback, open_socket, run_server
-    from skipdecode.textgen.report import note
 
     keys = KeyRing.read(config.api_keys)
     binding = Binding(config.host, config.port, config.drain_seconds, config.max_connections, config.log_level)
@@ -145,10 +145,10 @@ def _limits(config: Config) -> Limits:
 
 
 def _service(config: Config) -> Service:
+    from skipdecode.data.report import note
     from skipdecode.models.families import decoder_layers, unwrap
-    from skipdecode.models.hub import load_model
+    from skipdecode.models.loading.hub import load_model
     from skipdecode.serving.service import open_service
-    from skipdecode.textgen.report import note
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
@@ -171,8 +171,8 @@ def _service(config: Config) -> Service:
 
 
 def _run_vllm(config: Config) -> int:
-    from skipdecode.models.hub import load_config
-    from skipdecode.models.locate import adapter_dir
+    from skipdecode.models.loading.hub import load_config
+    from skipdecode.models.loading.locate import adapter_dir
     from skipdecode.serving.vllm_server import vllm_command
 
     if config.weights != "model":

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from skipdecode.cli.columns import table
-from skipdecode.cli.options import option
-from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
-from skipdecode.cost import CostModel, Machine
-from skipdecode.decoding.batch_cost import BatchCost
-from skipdecode.decoding.simulator import POLICIES, Simulation, best_join_below, capacity, simulate
-from skipdecode.decoding.traces import all_at_once, bursts, make_trace, parse_lengths
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.errors import DataError, UsageError
+from skipdecode.performance.batch_cost import BatchCost
+from skipdecode.performance.cost import CostModel, Machine
+from skipdecode.performance.simulate.simulator import POLICIES, Simulation, best_join_below, capacity, simulate
+from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from skipdecode.decoding.simulator import Admission
-    from skipdecode.decoding.traces import Arrival
+    from skipdecode.performance.simulate.simulator import Admission
+    from skipdecode.performance.simulate.traces import Arrival
 
 __all__ = ["Config", "run"]
 
@@ -192,11 +192,11 @@ def _read_cost(path: Path) -> CostModel:
 
 
 def _predicted(config: Config, name: str) -> BatchCost:
-    from skipdecode.bench.cost_source import find_geometry
+    from skipdecode.performance.cost_source import find_geometry
 
     geometry, dtype = find_geometry(name)
     if config.bandwidth is None or config.flops is None:
-        from skipdecode.bench.machine import measure_machine
+        from skipdecode.performance.machine import measure_machine
 
         machine = measure_machine("cpu", dtype)
     else:

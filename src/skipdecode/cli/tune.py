@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import option
-from skipdecode.cli.record_options import RecordOptions, read_examples
-from skipdecode.cli.schedule_options import ScheduleOptions, check_schedule_options, choose_schedule
-from skipdecode.environment import environment
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.records import RecordOptions, read_examples
+from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.common.environment import environment
 from skipdecode.errors import MissingExtraError, OutputError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -31,8 +31,8 @@ from skipdecode.tuning.recipe import (
 )
 
 if TYPE_CHECKING:
-    from skipdecode.models.hub import LoadedModel
-    from skipdecode.tuning.data import Example
+    from skipdecode.data.examples import Example
+    from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.tuning.trainer import TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
@@ -137,7 +137,7 @@ def _check_out(out: Path, resume: bool) -> None:
 def _load(config: Config) -> LoadedModel:
     import torch
 
-    from skipdecode.models.hub import load_model
+    from skipdecode.models.loading.hub import load_model
 
     # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
@@ -152,7 +152,7 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
-    from skipdecode.tuning.data import reject_summary
+    from skipdecode.data.examples import reject_summary
 
     limit = config.train_records if name == "train" else config.dev_records
     examples, rejects = read_examples(config, Path(getattr(config, name)), loaded.model, loaded.tokenizer, limit)

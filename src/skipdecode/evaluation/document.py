@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skipdecode.environment import environment
+from skipdecode.common.environment import environment
 from skipdecode.evaluation.buckets import Bucket, buckets_of
 from skipdecode.evaluation.generate import Outputs
+from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.results import FORMAT, OUTPUTS_FILE
 from skipdecode.evaluation.scored import Scored
 from skipdecode.evaluation.settings import Settings
-from skipdecode.methods.base import Method
 
 __all__ = ["document"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from skipdecode.evaluation.bootstrap import Interval, compare
 from skipdecode.evaluation.kept import Kept
-from skipdecode.methods.base import Generation, Method
+from skipdecode.evaluation.methods.base import Generation, Method
 
 __all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 

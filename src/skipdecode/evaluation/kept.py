@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import OutputError
-from skipdecode.files import write_whole
-from skipdecode.methods.base import Generation
+from skipdecode.evaluation.methods.base import Generation
 
 __all__ = ["Kept", "unfinished"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.common.registry import Registry
 from skipdecode.errors import DataError, UsageError
-from skipdecode.registry import Registry
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "MetricOptions", "make_metrics"]
 

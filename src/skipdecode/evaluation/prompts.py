@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from skipdecode.data.examples import Reject, reject_summary
 from skipdecode.errors import DataError
 from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.tasks import Task
-from skipdecode.tuning.data import Reject, reject_summary
 
 __all__ = ["encode_prompt", "encode_prompts", "reference_ids", "reference_tokens"]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.jsonl import read_objects
+from skipdecode.data.examples import Reject, reject_summary
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.tasks import HubSource, Task
-from skipdecode.jsonl import read_objects
-from skipdecode.tuning.data import Reject, reject_summary
 
 __all__ = ["Record", "Records", "load_records"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import DataError, OutputError
-from skipdecode.files import write_whole
 
 __all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "check_directory", "load_run", "save_run"]
 

@@ -15,6 +15,7 @@ from skipdecode.evaluation.document import document
 from skipdecode.evaluation.fidelity import FREE_RUNNING, LIKELIHOOD, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
 from skipdecode.evaluation.kept import Kept
+from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.prompts import encode_prompts, reference_ids, reference_tokens
 from skipdecode.evaluation.records import Records
@@ -23,7 +24,6 @@ from skipdecode.evaluation.scored import Scored
 from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
-from skipdecode.methods.base import Method
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 

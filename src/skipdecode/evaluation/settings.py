@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skipdecode.errors import UsageError
-from skipdecode.methods.base import Method
-from skipdecode.methods.full import Full
+from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.methods.full import Full
 
 __all__ = ["Progress", "Settings", "Subject"]
 

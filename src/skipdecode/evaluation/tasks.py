@@ -13,9 +13,9 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from skipdecode.data.template import Template
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 from skipdecode.evaluation.metrics import METRICS
-from skipdecode.tuning.template import Template
 
 __all__ = ["HubSource", "Task", "load_task", "task_names"]
 
@@ -153,7 +153,7 @@ def load_task(name_or_file: str | Path) -> Task:
 
 
 def _presets() -> Any:
-    return resources.files("skipdecode") / "tasks"
+    return resources.files("skipdecode.data") / "presets"
 
 
 # ---------------------------------------------------------------------- reading with line numbers

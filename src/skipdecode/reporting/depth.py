@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from skipdecode.plots import Point, Series, calibration_figure, depth_figure, line_figure
 from skipdecode.reporting.page import Picture, Section, Table
+from skipdecode.reporting.plots import Point, Series, calibration_figure, depth_figure, line_figure
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skipdecode.plots import Point, Series, bar_figure, line_figure
 from skipdecode.reporting.page import Picture, Section, Table
+from skipdecode.reporting.plots import Point, Series, bar_figure, line_figure
 from skipdecode.reporting.sources import Source, of_kind
 
 __all__ = ["load_sections"]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from skipdecode.evaluation.results import Run
-from skipdecode.names import curve_name
-from skipdecode.plots import Point, Series, line_figure
 from skipdecode.reporting.outcomes import HEADLINE, METRIC_NAMES
 from skipdecode.reporting.page import Details, Output, Picture, Sample, Section
+from skipdecode.reporting.plots import Point, Series, line_figure
+from skipdecode.schedule.names import curve_name
 
 __all__ = ["length_sections", "sample_sections", "settings_section"]
 

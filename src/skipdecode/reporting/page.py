@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.plots import svg
+from skipdecode.reporting.plots import svg
 
 __all__ = ["Details", "Output", "Picture", "Sample", "Section", "Table", "Tile", "render"]
 
@@ -27,7 +27,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of `skipdecode.plots`.
+    """A figure of `skipdecode.reporting.plots`.
 
     Parameters
     ----------

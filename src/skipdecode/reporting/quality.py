@@ -8,9 +8,9 @@ from typing import Any
 from skipdecode.evaluation.compare import Pair
 from skipdecode.evaluation.fidelity import IN_NATS
 from skipdecode.evaluation.tables import pairs_cells
-from skipdecode.plots import Point, Series, line_figure
 from skipdecode.reporting.outcomes import HEADLINE, METRIC_NAMES, Outcome, by_data, outcomes_of
 from skipdecode.reporting.page import Picture, Section, Table, Tile
+from skipdecode.reporting.plots import Point, Series, line_figure
 from skipdecode.reporting.sources import Source
 
 __all__ = ["pairs_section", "quality_sections", "quality_tile"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.jsonl import read_objects
 from skipdecode.errors import DataError, ScheduleError
 from skipdecode.evaluation.results import OUTPUTS_FILE, RUN_FILE, load_run
-from skipdecode.jsonl import read_objects
 from skipdecode.schedule import Schedule
 
 __all__ = ["Source", "find_files", "of_kind", "read_source"]

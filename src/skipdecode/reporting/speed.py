@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from skipdecode.plots import Point, Series, line_figure, share_figure, speed_figure
 from skipdecode.reporting.outcomes import Outcome, by_data, outcomes_of
 from skipdecode.reporting.page import Picture, Section, Table, Tile
+from skipdecode.reporting.plots import Point, Series, line_figure, share_figure, speed_figure
 from skipdecode.reporting.sources import Source, of_kind
 
 __all__ = ["speed_sections", "speed_tiles"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skipdecode.plots import loss_figure
 from skipdecode.reporting.page import Picture, Section, Table
+from skipdecode.reporting.plots import loss_figure
 from skipdecode.reporting.sources import Source, of_kind
 
 __all__ = ["training_section"]

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from skipdecode import __version__
 from skipdecode.serving.auth import KeyRing
 from skipdecode.serving.errors import ApiError, error_body
-from skipdecode.serving.guard import Guard
+from skipdecode.serving.middleware import Guard
 from skipdecode.serving.page import page_files
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from skipdecode.serving.replies import ChatReply, CompletionReply, Reply

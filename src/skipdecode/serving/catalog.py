@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode import layer_order
 from skipdecode.schedule import Schedule
+from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import ApiError
 
 __all__ = ["Catalog", "Plan"]

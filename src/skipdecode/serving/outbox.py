@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from skipdecode.serving.ticket import Event, Ticket
+from skipdecode.serving.request_state import Event, Ticket
 
 __all__ = ["Outbox"]
 

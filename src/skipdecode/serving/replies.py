@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from skipdecode.serving.request_state import Event, Failed, Finished, FinishReason, Summary, Ticket, Update
 from skipdecode.serving.text_stream import Piece
-from skipdecode.serving.ticket import Event, Failed, Finished, FinishReason, Summary, Ticket, Update
 
 __all__ = ["ChatReply", "CompletionReply", "Reply"]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 
-from skipdecode.serving.ticket import Summary
+from skipdecode.serving.request_state import Summary
 
 __all__ = ["RESPONSES", "describe"]
 

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.decoding.fast_model import FastModel
-from skipdecode.geometry import ModelGeometry
+from skipdecode.data.prompts import context_length
+from skipdecode.engine.engines import open_fast
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.transformers_backend import end_tokens
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.gated_lane import GatedLane
-from skipdecode.serving.intake import Intake
-from skipdecode.serving.lanes import EngineLane, KvSize, Lane, fast_lanes
+from skipdecode.serving.gated_group import GatedLane
+from skipdecode.serving.groups import EngineLane, KvSize, Lane, fast_lanes
 from skipdecode.serving.limits import Limits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.ticket import Choice
+from skipdecode.serving.preprocessing import Intake
+from skipdecode.serving.request_state import Choice
 from skipdecode.serving.worker import Worker
-from skipdecode.textgen.engines import open_fast
-from skipdecode.textgen.prompts import context_length
-from skipdecode.textgen.transformers_backend import end_tokens
 
 __all__ = ["Service", "open_service"]
 
@@ -81,7 +81,7 @@ def open_service(
         Further schedules.
     engine : {"auto", "fast", "transformers"}
     weights : {"model", "int8", "int4"}
-        See `skipdecode.textgen.engines.open_fast`.
+        See `skipdecode.engine.engines.open_fast`.
     limits : Limits, optional
     note : callable
         Told one line where the choice of the engine needs a word.

@@ -12,8 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.replies import Reply, sse
+from skipdecode.serving.request_state import Event, Failed, Finished, Ticket
 from skipdecode.serving.service import Service
-from skipdecode.serving.ticket import Event, Failed, Finished, Ticket
 
 __all__ = ["TicketStream", "collect"]
 

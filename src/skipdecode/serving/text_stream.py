@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
-from skipdecode.decoding.requests import StepOutput
+from skipdecode.engine.requests import StepOutput
 
 __all__ = ["Piece", "TextStream"]
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.models.locate import locate
+from skipdecode.models.loading.locate import locate
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.settings import KEY
 
@@ -23,7 +23,7 @@ def vllm_command(
     Parameters
     ----------
     model : str
-        By name, as `skipdecode.models.hub.load_model` takes it; no adapter.
+        By name, as `skipdecode.models.loading.hub.load_model` takes it; no adapter.
     name : str
         As clients see the model.
     host, port

@@ -13,15 +13,15 @@ import threading
 import time
 from collections import deque
 
-from skipdecode.decoding.budget_policy import DepthOrder
-from skipdecode.decoding.requests import StepOutput
+from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.lanes import KvSize, Lane, lane_for
+from skipdecode.serving.groups import KvSize, Lane, lane_for
 from skipdecode.serving.limits import Limits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.outbox import Outbox
-from skipdecode.serving.ticket import Choice, Failed, Finished, Ticket, Update
+from skipdecode.serving.request_state import Choice, Failed, Finished, Ticket, Update
 
 __all__ = ["Worker"]
 

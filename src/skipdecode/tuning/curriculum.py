@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from skipdecode.errors import ScheduleError
-from skipdecode.names import curve_name
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.names import curve_name
 from skipdecode.tuning.config import TuneConfig
 
 __all__ = ["Curriculum", "Fixed", "Lower", "Random", "Sampled", "make_curriculum", "with_speedup"]

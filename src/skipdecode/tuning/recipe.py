@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import DataError, UsageError
-from skipdecode.files import write_whole
 from skipdecode.schedule import Schedule
 
 __all__ = ["RECIPE_FILE", "check_same_run", "data_entry", "make_recipe", "read_recipe", "write_recipe"]

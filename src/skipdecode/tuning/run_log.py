@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import MissingExtraError
-from skipdecode.files import write_whole
-from skipdecode.plots import loss_figure, png
+from skipdecode.reporting.plots import loss_figure, png
 
 __all__ = ["LOG_FILE", "PICTURE_FILE", "RunLog", "draw_curve", "read_log"]
 

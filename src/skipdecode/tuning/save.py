@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.models.hub import SCHEDULE_FILE
+from skipdecode.models.loading.hub import SCHEDULE_FILE
 from skipdecode.schedule import Schedule
 
 __all__ = ["merge_adapter", "save_tuned"]

@@ -22,9 +22,10 @@ from typing import Any
 from accelerate.utils import gather_object, set_seed
 from tqdm import tqdm
 
-from skipdecode.allocator import keep_freed_memory
+from skipdecode.common.allocator import keep_freed_memory
+from skipdecode.common.files import copy_files
+from skipdecode.data.examples import Example
 from skipdecode.errors import DivergedError, MissingExtraError
-from skipdecode.files import copy_files
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.adapters import add_lora, make_optimizer
@@ -33,7 +34,6 @@ from skipdecode.tuning.checkpoint import Checkpoints
 from skipdecode.tuning.collate import Batch, GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
-from skipdecode.tuning.data import Example
 from skipdecode.tuning.evaluate import dev_loss
 from skipdecode.tuning.objective import Objective, Teacher
 from skipdecode.tuning.run_log import RunLog, draw_curve

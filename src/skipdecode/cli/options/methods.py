@@ -1,0 +1,174 @@
+"""Options that name a decoding method: a schedule, or one of the methods that are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from skipdecode.cli.options.option import option
+from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
+from skipdecode.errors import UsageError
+from skipdecode.evaluation.methods import METHODS
+from skipdecode.schedule import Schedule
+from skipdecode.schedule.published import ORDER_OF_ITS_OWN, SCHEDULES, Budget, build_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from skipdecode.evaluation.methods.base import Method
+
+__all__ = ["MethodOptions", "check_method_options", "choose_method", "each_method"]
+
+_OTHERS = tuple(name for name in METHODS if name != "schedule")
+_SCHEDULES = tuple(name for name in SCHEDULES if name not in _OTHERS)
+_TAKE_ORDER = tuple(name for name in _SCHEDULES if name not in ORDER_OF_ITS_OWN)
+_ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodOptions(ScheduleOptions):
+    """Base of a verb's `Config`."""
+
+    seq_len: int | None = option(
+        "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the task's responses)",
+        default=None,
+    )
+    method: str | None = option(
+        "how to decode; schedules by name need --nominal-speedup (default: what --schedule, --nominal-speedup or the "
+        "checkpoint say)",
+        default=None,
+        choices=(*_OTHERS, *_SCHEDULES),
+    )
+    warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1)
+    drop_order: str | None = option(
+        f"schedule file whose order of layers --nominal-speedup takes, for {', '.join(_TAKE_ORDER)}; static_pruning "
+        "needs one",
+        default=None,
+    )
+    threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9)
+    confidence: str = option(
+        "of calm; softmax: difference of the two likeliest tokens' probabilities; state: similarity of a layer's "
+        "output to its input",
+        default="softmax",
+        choices=("softmax", "state"),
+    )
+    exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None)
+    draft_tokens: int = option("longest draft of prompt_lookup", default=10)
+
+
+OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+
+
+def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
+    """The options of each of several methods that were asked for in short.
+
+    Parameters
+    ----------
+    options : MethodOptions
+        What they have in common.
+    wanted : sequence of str
+        ``full``, ``calm`` and the like; ``even:3``, a schedule by name and nominal speed-up; a schedule file (*.json).
+
+    Raises
+    ------
+    UsageError
+        One of them is not understood, `options` name a method too, or a drop order that none of them takes.
+    """
+    for name in _ONE_ONLY:
+        if getattr(options, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"--methods and {flag} both say how to decode: leave out {flag}")
+    each = [_from_word(options, word) for word in wanted]
+    if options.drop_order is not None and all(one.drop_order is None for one in each):
+        accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
+        raise UsageError(
+            f"--drop-order: none of --methods {' '.join(wanted)} takes an order of layers: leave it out, or add one "
+            f"that does, such as {accepted}"
+        )
+    return each
+
+
+def _from_word(options: OptionsT, word: str) -> OptionsT:
+    if word.endswith(".json"):
+        return replace(options, schedule=word, seq_len=None, drop_order=None)
+    name, colon, speedup = word.partition(":")
+    if name not in (*_OTHERS, *_SCHEDULES):
+        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
+        raise UsageError(f"--methods {word}: unknown method {name!r}: accepted are {accepted}")
+    if not colon:
+        return replace(options, method=name, seq_len=None, drop_order=None)
+    order = options.drop_order if name in _TAKE_ORDER else None
+    try:
+        return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order)
+    except ValueError:
+        raise UsageError(f"--methods {word}: {speedup!r} is no speed-up: give a number, as in {name}:2") from None
+
+
+def check_method_options(options: MethodOptions) -> None:
+    """Refuse, before a model is loaded, options that contradict each other.
+
+    Raises
+    ------
+    UsageError, ScheduleError
+    """
+    check_schedule_options(options)
+    if options.method in _OTHERS and (options.schedule or options.nominal_speedup):
+        raise UsageError(f"--method {options.method} has no schedule: leave out --schedule and --nominal-speedup")
+    if options.method in _SCHEDULES and options.nominal_speedup is None:
+        raise UsageError(f"--method {options.method} needs --nominal-speedup")
+    if options.drop_order is not None and options.nominal_speedup is None:
+        raise UsageError("--drop-order belongs to --nominal-speedup: give both, or neither")
+    if options.method == "static_pruning" and options.drop_order is None:
+        raise UsageError(
+            "static_pruning drops layers by their influence, which is measured: give --drop-order FILE, such as the "
+            "schedule that skipdecode calibrate wrote"
+        )
+    if options.exit_layer is not None and options.method != "self_speculation":
+        raise UsageError("--exit-layer belongs to --method self_speculation")
+
+
+def choose_method(
+    options: MethodOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
+) -> tuple[Method, str]:
+    """The method that the options name for a model of `num_layers` layers, and where it is from in words.
+
+    Parameters
+    ----------
+    carried : Schedule or None
+        The schedule of the model's checkpoint.
+    default_seq_len : int
+        Positions for `--nominal-speedup` without `--seq-len`.
+
+    Raises
+    ------
+    UsageError, ScheduleError
+    """
+    check_method_options(options)
+    if options.method == "self_speculation":
+        exit_layer = max(1, num_layers // 3) if options.exit_layer is None else options.exit_layer
+        return METHODS.get("self_speculation")(exit_layer), f"drafts from {exit_layer} of {num_layers} layers"
+    if options.method == "calm":
+        return METHODS.get("calm")(options.threshold, options.confidence), f"exit at {options.confidence} confidence"
+    if options.method == "prompt_lookup":
+        return METHODS.get("prompt_lookup")(options.draft_tokens), f"drafts of up to {options.draft_tokens} tokens"
+    if options.nominal_speedup is not None:
+        schedule, seq_len = _built(options, num_layers, default_seq_len)
+        origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
+        origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
+    elif options.method == "full":
+        schedule, origin = Schedule.full(num_layers), "every layer"
+    else:
+        choice = choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
+        schedule, origin = choice.schedule, choice.origin
+    if schedule.is_full:
+        return METHODS.get("full")(), origin
+    return METHODS.get("schedule")(schedule), origin
+
+
+def _built(options: MethodOptions, num_layers: int, default_seq_len: int) -> tuple[Schedule, int]:
+    seq_len = default_seq_len if options.seq_len is None else options.seq_len
+    order = None if options.drop_order is None else read_schedule(options.drop_order).drop_order
+    budget = Budget(
+        num_layers, options.nominal_speedup or 1.0, seq_len, warmup_layers=options.warmup_layers, drop_order=order
+    )
+    return build_schedule(options.method or "skipdecode", budget), seq_len

@@ -1,0 +1,113 @@
+"""Options that say what prompt and response of a JSONL record are, the same for every verb that reads responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.cli.options.option import option
+from skipdecode.errors import UsageError
+
+if TYPE_CHECKING:
+    from skipdecode.data.examples import Example, Reject
+    from skipdecode.data.template import Template
+
+__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
+
+
+def _with_breaks(text: str) -> str:
+    # A shell has no easy way to write a line break.
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions:
+    """Base of a verb's `Config`."""
+
+    task: str | None = option(
+        "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it", default=None
+    )
+    prompt_template: str | None = option(
+        "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
+        default=None,
+        parse=_with_breaks,
+    )
+    prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
+    response_field: str | None = option("the field that is the response", default=None)
+    chat: bool = option("put the prompt through the model's chat template as a user message", default=False)
+    bad_records: str = option(
+        "what to do about records that cannot be used: refuse the file, or skip them and say which",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
+    max_length: int | None = option("most tokens of prompt and response (default: the model's context)", default=None)
+
+
+def make_template(options: RecordOptions) -> Template:
+    """The template that the options name.
+
+    Raises
+    ------
+    UsageError
+        They name none or contradict each other.
+    """
+    from skipdecode.data.template import Template
+    from skipdecode.evaluation.tasks import load_task
+
+    given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
+    if len(given) != 1:
+        raise UsageError("give --task, --prompt-template or --prompt-field, one of the three")
+    if options.task is not None:
+        if options.response_field is not None or options.chat:
+            raise UsageError("--task says what prompt and response are: it takes no --response-field and no --chat")
+        return load_task(options.task).template()
+    if options.response_field is None:
+        raise UsageError("--response-field is missing: name the field of the record that is the response")
+    prompt = options.prompt_template or _field_alone(options.prompt_field)
+    return Template(prompt, options.response_field, chat=options.chat)
+
+
+def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """The prompt's template that a recipe's options name, and whether it goes through the chat template.
+
+    None if they name none, as in a recipe that was not written by `skipdecode tune`.
+
+    Raises
+    ------
+    SkipDecodeError, OSError
+        They name a task that is not known here, or a task file that cannot be read.
+    """
+    from skipdecode.evaluation.tasks import load_task
+
+    if options.get("task") is not None:
+        task = load_task(options["task"])
+        return task.prompt, task.chat
+    if options.get("prompt_template") is not None:
+        return options["prompt_template"], bool(options.get("chat"))
+    if options.get("prompt_field") is not None:
+        return _field_alone(options["prompt_field"]), bool(options.get("chat"))
+    return None
+
+
+def _field_alone(name: str | None) -> str:
+    return f"{{{name}}}"
+
+
+def read_examples(
+    options: RecordOptions, path: Path, model: Any, tokenizer: Any, limit: int | None = None
+) -> tuple[list[Example], list[Reject]]:
+    """The records of a file as token ids, within the model's context; see `skipdecode.data.examples.load_examples`."""
+    from skipdecode.data.examples import load_examples
+
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    limits = [most for most in (options.max_length, context) if most is not None]
+    return load_examples(
+        path,
+        make_template(options),
+        tokenizer,
+        max_length=min(limits, default=None),
+        limit=limit,
+        skip_bad=options.bad_records == "skip",
+    )

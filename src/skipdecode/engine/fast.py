@@ -1,0 +1,309 @@
+"""The decode loop: admit, run prompts, step, sample, retire. Token ids in, a generator of `StepOutput` out."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
+from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.kernels import KernelChoice
+from skipdecode.engine.kv import KV
+from skipdecode.engine.open_model import open_model
+from skipdecode.engine.requests import Request, StepOutput, finish_reason
+from skipdecode.engine.sampling import RowSampler, choose, likeliest
+from skipdecode.engine.scheduler import RequestSize, Scheduler
+from skipdecode.engine.stats import EngineStats
+from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.schedule import Schedule
+
+__all__ = ["Engine"]
+
+
+@dataclass(eq=False)
+class _Row:
+    """A request that has a slot."""
+
+    number: int
+    request: Request
+    policy: BudgetPolicy
+    slot: int
+    pages: int
+    sampler: RowSampler
+    budget: int
+    fed: int = 0  # tokens of prompt and output that have run
+    output: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+
+
+class Engine:
+    """Decodes requests on one model under a schedule.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or FastModel
+        A causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place.
+    schedule : Schedule or BudgetPolicy
+        Which layers run; a policy is asked for every row and token.
+    max_rows : int
+        Most rows at a time.
+    join_below : float
+        See `Scheduler`: 0 strict waves, 1 continuous.
+    in_order : bool
+        Admit in order of submission instead of by length.
+    kv_bytes : int, optional
+        Most bytes of keys and values; requests wait for room. Default: what `max_rows` of the largest requests need.
+        Not on GPUs.
+    kernel : {"auto", "native", "torch", "dense"}
+        See `open_model`.
+    prompt_tokens : int
+        Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.
+
+    Raises
+    ------
+    UnfitModelError
+        If the model has no fast path.
+    ScheduleError
+        If the schedule is for another number of layers.
+    UsageError
+        If the kernels cannot serve here, or `kv_bytes` cannot be kept to.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        schedule: Schedule | BudgetPolicy,
+        *,
+        max_rows: int = 8,
+        join_below: float = 0.0,
+        in_order: bool = False,
+        kv_bytes: int | None = None,
+        kernel: KernelChoice = "auto",
+        prompt_tokens: int = 512,
+    ) -> None:
+        self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
+        if self.model.hint:
+            warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
+        self._policy = _policy(schedule)
+        self._policy.schedule.check_fits(self.model.num_layers)
+        self._order = DepthOrder(self._policy.schedule)
+        self._prompt_tokens = prompt_tokens
+        self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
+        if kv_bytes is not None and self.model.kernel == "dense":
+            raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
+        self.kv: KV = self.model.new_kv()
+        self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
+        self.stats = EngineStats()
+        self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
+        self._submitted = 0
+        self._starting: list[_Row] = []
+        self._running: list[_Row] = []
+        self._begin = time.perf_counter()
+
+    # ------------------------------------------------------------------ public
+
+    def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
+        """Decode requests; yields every new token when its step ends. Numbers continue from earlier submissions."""
+        self.submit(requests)
+        while self.has_work:
+            yield from self.step()
+
+    def submit(self, requests: Iterable[Request], schedule: Schedule | BudgetPolicy | None = None) -> list[int]:
+        """Queue requests; returns their numbers.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+        schedule : Schedule or BudgetPolicy, optional
+            Of these requests, in place of the engine's; it must drop layers in the engine's order.
+
+        Raises
+        ------
+        ScheduleError
+            If the schedule drops layers in another order.
+        UsageError
+            If a request cannot ever run: too long for the model, a token outside its vocabulary, or more keys and
+            values than `kv_bytes`.
+        """
+        batch = list(requests)
+        policy = self._policy if schedule is None else _policy(schedule)
+        self._order.check(policy.schedule)
+        sizes = [self._size(self._submitted + i, request, policy) for i, request in enumerate(batch)]
+        self._requests |= {size.request: (request, policy) for size, request in zip(sizes, batch, strict=True)}
+        self._submitted += len(batch)
+        self._scheduler.submit(sizes)
+        return [size.request for size in sizes]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._running or self._starting or self._scheduler.waiting)
+
+    @property
+    def rows(self) -> int:
+        """Requests that have a place in the batch."""
+        return len(self._running) + len(self._starting)
+
+    def cancel(self, number: int) -> None:
+        """Drop a request that waits or runs; its room is free at once."""
+        if self._requests.pop(number, None) is not None:
+            self._scheduler.drop(number)
+        for rows in (self._starting, self._running):
+            for row in [r for r in rows if r.number == number]:
+                rows.remove(row)
+                self.kv.close(row.slot)
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """Admit what may join, run its prompts (all if nothing else runs, else a part), then decode one token a row."""
+        self._admit()
+        outputs: list[StepOutput] = []
+        while self._starting:
+            outputs += self._run_prompts()
+            if self._running:
+                break
+        if self._running and not (outputs and self._starting):
+            outputs += self._decode()
+        return outputs
+
+    # ------------------------------------------------------------------ admission
+
+    def _size(self, number: int, request: Request, policy: BudgetPolicy) -> RequestSize:
+        prompt, total = len(request.prompt), len(request.prompt) + request.max_new_tokens
+        self.model.ensure_positions(total)
+        wrong = next((t for t in request.prompt if not 0 <= t < self.model.vocab_size), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is outside the model's vocabulary of {self.model.vocab_size}")
+        kv = self.kv
+        pages = max(policy.prompt_budget() * kv.pages_for(prompt), policy.first_budget() * kv.pages_for(total))
+        if self._kv_pages is not None and pages > self._kv_pages:
+            raise UsageError(
+                f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of "
+                f"keys and values, but kv_bytes allows {self._kv_pages * kv.page_bytes}"
+            )
+        return RequestSize(request.max_new_tokens, prompt, number, pages)
+
+    def _admit(self) -> None:
+        rows = self._starting + self._running
+        used = sum(row.pages for row in rows)
+        free = None if self._kv_pages is None else self._kv_pages - used
+        for size in self._scheduler.admit(len(rows), free):
+            request, policy = self._requests.pop(size.request)
+            used += size.pages
+            self.kv.reserve(self._scheduler.max_rows, size.prompt_tokens + size.new_tokens, used)
+            sampler = RowSampler(request.sampling, request.prompt)
+            budget = policy.prompt_budget()
+            self._starting.append(_Row(size.request, request, policy, self.kv.open(), size.pages, sampler, budget))
+
+    # ------------------------------------------------------------------ prompts
+
+    def _run_prompts(self) -> list[StepOutput]:
+        """One forward over up to `prompt_tokens` tokens of the prompts that are due."""
+        start = time.perf_counter()
+        parts: list[tuple[_Row, tuple[int, ...]]] = []
+        room = self._prompt_tokens
+        for row in self._starting:
+            if part := row.request.prompt[row.fed : row.fed + room]:
+                parts.append((row, part))
+                room -= len(part)
+        parts.sort(key=lambda part: -part[0].budget)
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        budgets: list[int] = []
+        done: list[_Row] = []
+        wanted: list[int] = []
+        for row, part in parts:
+            self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + len(part))
+            tokens += part
+            slots += [row.slot] * len(part)
+            positions += range(row.fed, row.fed + len(part))
+            budgets += [row.budget] * len(part)
+            row.fed += len(part)
+            if row.fed == len(row.request.prompt):
+                done.append(row)
+                wanted.append(len(tokens) - 1)
+        counts = self._order.counts(budgets)
+        logits = self.model.forward(TokenRows(tokens, slots, positions, counts, wanted or [len(tokens) - 1]), self.kv)
+        self.model.wait()
+        self._note_kv()
+        self.stats.prompt_tokens += len(tokens)
+        self.stats.prompt_seconds += time.perf_counter() - start
+        self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
+        self._running += done
+        return self._emit(done, logits, start) if done else []
+
+    # ------------------------------------------------------------------ steps
+
+    def _decode(self) -> list[StepOutput]:
+        start = time.perf_counter()
+        for row in self._running:
+            self._grant(row)
+        rows = self._running
+        rows.sort(key=lambda row: -row.budget)
+        counts = self._order.counts([row.budget for row in rows])
+        batch = TokenRows(
+            [row.output[-1] for row in rows],
+            [row.slot for row in rows],
+            [row.fed for row in rows],
+            counts,
+            list(range(len(rows))),
+        )
+        logits = self.model.forward(batch, self.kv)
+        self._note_kv()
+        for row in rows:
+            row.fed += 1
+        self.stats.steps += 1
+        self.stats.token_layers += sum(counts)
+        self.stats.layer_reads += sum(map(bool, counts))
+        self.stats.decode_seconds += time.perf_counter() - start
+        return self._emit(list(rows), logits, start)
+
+    def _grant(self, row: _Row) -> None:
+        """Ask for the row's next budget; give back pages of layers that it leaves, find room for those that go on."""
+        position = len(row.output) - 1
+        budget = row.policy.next_budget(RowView(row.number, position, row.budget, row.logprob))
+        if budget != row.budget:
+            if budget > row.budget:
+                raise ScheduleError(
+                    f"the policy raised request {row.number} from {row.budget} to {budget} layers at position "
+                    f"{position}: a budget may only fall"
+                )
+            keep = set(self._order.layers(budget))
+            self.kv.drop(row.slot, [layer for layer in self._order.layers(row.budget) if layer not in keep])
+            row.budget = budget
+        if row.fed % self.kv.page_tokens == 0 or position == 0:
+            self.kv.extend(row.slot, self._order.layers(budget), row.fed + 1)
+
+    def _emit(self, rows: list[_Row], logits: torch.Tensor, start: float) -> list[StepOutput]:
+        before = time.perf_counter()
+        samplers = [row.sampler for row in rows]
+        tokens, logprobs = choose(logits, samplers)
+        tops = likeliest(logits, samplers)
+        now = time.perf_counter()
+        self.stats.sampling_seconds += now - before
+        self.stats.new_tokens += len(rows)
+        outputs = []
+        for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):
+            row.output.append(token)
+            row.logprob = logprob
+            reason = finish_reason(row.request, row.output)
+            position = len(row.output) - 1
+            times = now - self._begin, now - start
+            outputs.append(StepOutput(row.number, position, token, logprob, row.budget, reason, *times, top))
+            if reason is not None:
+                self._running.remove(row)
+                self.kv.close(row.slot)
+        return outputs
+
+    def _note_kv(self) -> None:
+        self.stats.kv_bytes_peak = max(self.stats.kv_bytes_peak, self.kv.bytes_held)
+
+
+def _policy(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:
+    return SchedulePolicy(schedule) if isinstance(schedule, Schedule) else schedule

@@ -1,0 +1,186 @@
+"""Forwards over slabs of keys and values in torch operators: decode steps of fixed shape, and prompts.
+
+A decode step runs a set of layers on the first `rows` places. Rows that are not to run one of them pass it by: its
+output is added to theirs times 0, and what it stored for them is never read, since a row does not run a layer again
+that it has skipped. So rows of different depth share a step of one shape. Nothing in it depends on data on the host,
+and all it reads and leaves lies in tensors that stay: it can be recorded as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from skipdecode.engine.kernels.slabs import Slabs
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec
+from skipdecode.engine.kernels.torch_ops import Rotation, apply_linear, heads_of, plain_weight, rotation_at
+
+__all__ = ["DenseDecoder", "Segment"]
+
+# Heads' outputs (rows, heads * head_dim) of one layer from its queries, keys and values.
+_Attend = Callable[[LayerSpec, int, Tensor], Tensor]
+
+
+class Segment(NamedTuple):
+    """Successive tokens of one prompt among the rows of a forward.
+
+    Parameters
+    ----------
+    place : int
+        Of its row in the slabs.
+    begin, end : int
+        Rows.
+    start : int
+        Position of the first.
+    """
+
+    place: int
+    begin: int
+    end: int
+    start: int
+
+
+@dataclass(frozen=True)
+class DenseDecoder:
+    """A decoder's layers and head.
+
+    Parameters
+    ----------
+    layers : list of LayerSpec
+    head : LinearSpec
+    embed : callable
+        Hidden states (rows, hidden), new ones, of tokens and positions (rows,).
+    """
+
+    layers: list[LayerSpec]
+    head: LinearSpec
+    embed: Callable[[Tensor, Tensor], Tensor]
+
+    def step(self, slabs: Slabs, rows: int, length: int, ran: Sequence[int]) -> None:
+        """One token on each of the first `rows` places, through the layers `ran`; leaves `slabs.logits`.
+
+        Parameters
+        ----------
+        slabs : Slabs
+            With its inputs loaded.
+        rows : int
+        length : int
+            Columns that attention reads: above every position.
+        ran : sequence of int
+            Ascending.
+        """
+        tokens, positions, columns = slabs.inputs[:rows].unbind(1)
+        x = self.embed(tokens, positions)
+        rotation = rotation_at(self.layers[0].attention, positions, x.dtype)
+        masks = {
+            window: _additive_mask(positions, length, window, x.dtype)
+            for window in {self.layers[index].attention.window for index in ran}
+        }
+
+        def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
+            spec, (keys, values) = layer.attention, slabs.kv[index]
+            q, k, v = heads_of(spec, qkv, rotation)
+            keys[slabs.index[:rows], :, columns] = k
+            values[slabs.index[:rows], :, columns] = v
+            # The query heads that share a key head stand where a text's queries would: no key is copied for them.
+            shared = q.reshape(rows, spec.kv_heads, -1, spec.head_dim)
+            y = functional.scaled_dot_product_attention(
+                shared,
+                keys[:rows, :, :length],
+                values[:rows, :, :length],
+                attn_mask=masks[spec.window],
+                scale=spec.scale,
+            )
+            return y.reshape(rows, -1)
+
+        for index in ran:
+            _run_layer(self.layers[index], index, x, attend, slabs.active[index, :rows])
+        slabs.logits[:rows].copy_(apply_linear(self.head, x, plain_weight(self.head, x.dtype)))
+
+    def prompts(
+        self,
+        slabs: Slabs,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: list[Segment],
+        counts: list[int],
+        wanted: Tensor,
+    ) -> Tensor:
+        """Logits (wanted rows, vocabulary) of parts of prompts.
+
+        Parameters
+        ----------
+        slabs : Slabs
+        tokens, positions, wanted : torch.Tensor
+            Of all rows, and the rows whose logits are wanted; int64 on the device.
+        segments : list of Segment
+            The rows' texts, in order.
+        counts : list of int
+            For each layer: the number of rows, from the first, that run it; whole segments.
+        """
+        x = self.embed(tokens, positions)
+        rotation = rotation_at(self.layers[0].attention, positions, x.dtype)
+
+        def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
+            n = qkv.shape[0]
+            turn = None if rotation is None else Rotation(rotation.cos[:n], rotation.sin[:n])
+            q, k, v = heads_of(layer.attention, qkv, turn)
+            parts = []
+            for segment in (s for s in segments if s.end <= n):
+                mine = (t[segment.begin : segment.end] for t in (q, k, v))
+                parts.append(_attend_segment(layer.attention, slabs.kv[index, :, segment.place], segment.start, *mine))
+            return torch.cat(parts)
+
+        for index, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
+            if count:
+                _run_layer(layer, index, x[:count], attend)
+        x = x.index_select(0, wanted)
+        return apply_linear(self.head, x, plain_weight(self.head, x.dtype))
+
+
+def _run_layer(layer: LayerSpec, index: int, x: Tensor, attend: _Attend, active: Tensor | None = None) -> None:
+    """Change x (rows, hidden) in place, or only the rows where active (rows, 1) is 1."""
+
+    def linear(spec: LinearSpec, given: Tensor) -> Tensor:
+        return apply_linear(spec, given, plain_weight(spec, x.dtype))
+
+    def add(y: Tensor) -> None:
+        x.add_(y) if active is None else x.addcmul_(y, active)
+
+    add(linear(layer.out, attend(layer, index, linear(layer.qkv, x))))
+    add(linear(layer.mlp_out, linear(layer.mlp_in, x)))
+
+
+def _additive_mask(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
+    """(rows, 1, 1, length): 0 for the columns that a token sees, else minus infinity."""
+    visible = _visible(positions, length, window)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(~visible, -torch.inf)[:, None, None]
+
+
+def _visible(positions: Tensor, length: int, window: int) -> Tensor:
+    column = torch.arange(length, device=positions.device)
+    visible = column <= positions.unsqueeze(1)
+    if window:
+        visible &= column > positions.unsqueeze(1) - window
+    return visible
+
+
+def _attend_segment(spec: AttentionSpec, kv: Tensor, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Store keys and values (tokens, kv_heads, head_dim) at a place's kv, and attend with q to all it holds."""
+    keys, values = kv
+    stop = start + len(q)
+    keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
+    repeat = spec.heads // spec.kv_heads
+    seen_keys, seen_values = (t[:, :stop].repeat_interleave(repeat, dim=0).unsqueeze(0) for t in (keys, values))
+    plain = start == 0 and not spec.window  # a case that fused kernels know
+    mask = None if plain else _visible(torch.arange(start, stop, device=q.device), stop, spec.window)
+    y = functional.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0), seen_keys, seen_values, attn_mask=mask, is_causal=plain, scale=spec.scale
+    )
+    return y[0].transpose(0, 1).reshape(len(q), -1)

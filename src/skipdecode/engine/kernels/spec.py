@@ -1,0 +1,151 @@
+"""What the kernels compute, as data: one description for the C++ kernels and for their torch counterparts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from skipdecode.engine.kernels.quantize import QuantizedWeight
+
+__all__ = [
+    "Activation",
+    "AttentionCall",
+    "AttentionSpec",
+    "Backend",
+    "LayerSpec",
+    "LinearCall",
+    "LinearSpec",
+    "Prologue",
+    "StackCall",
+    "StackInput",
+]
+
+Prologue = Literal["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"]
+Activation = Literal["none", "relu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """y = activation(prologue(x) @ weight.T + bias).
+
+    Parameters
+    ----------
+    weight : torch.Tensor or QuantizedWeight
+        (out, in), contiguous rows.
+    bias : torch.Tensor, optional
+        (out,).
+    prologue : str
+        Applied to x first: a norm over its columns, or a gated activation of 2 * in columns (gate, then up).
+    gamma, beta : torch.Tensor, optional
+        (in,): scale and shift of the norm.
+    eps : float
+        Of the norm.
+    activation : str
+        Applied to the result.
+    """
+
+    weight: torch.Tensor | QuantizedWeight
+    bias: torch.Tensor | None = None
+    prologue: Prologue = "none"
+    gamma: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    eps: float = 0.0
+    activation: Activation = "none"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of token rows over paged keys and values.
+
+    Parameters
+    ----------
+    heads, kv_heads, head_dim : int
+        Query heads, key/value heads, columns of one.
+    scale : float
+        Of the scores.
+    window : int
+        Latest tokens a row sees, its own included; 0 means all.
+    cos, sin : torch.Tensor, optional
+        (positions, head_dim / 2), fp32: rotary positions (halves rotated against each other). Without: none.
+    q_gamma, k_gamma : torch.Tensor, optional
+        (head_dim,): RMSNorm of each query and key head, before the rotation.
+    eps : float
+        Of that norm.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    q_gamma: torch.Tensor | None = None
+    k_gamma: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer: x += out(attention(qkv(x))); x += mlp_out(mlp_in(x)); norms and gates are prologues."""
+
+    qkv: LinearSpec
+    attention: AttentionSpec
+    out: LinearSpec
+    mlp_in: LinearSpec
+    mlp_out: LinearSpec
+
+
+class StackInput(NamedTuple):
+    """What a stack of layers runs on.
+
+    Parameters
+    ----------
+    hidden : torch.Tensor
+        (rows, hidden), changed in place.
+    pages, table : torch.Tensor
+        Keys and values as in `AttentionCall`, but a table of every layer: (layers, slots, width).
+    slots, positions : torch.Tensor
+        (rows,), int32 on the CPU.
+    counts : list of int
+        For each layer: the number of rows, from the first, that run it.
+    """
+
+    hidden: torch.Tensor
+    pages: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    counts: list[int]
+
+
+# (x, out, rows, accumulate): the first `rows` rows of x to the first rows of out; accumulate adds to out.
+LinearCall = Callable[[torch.Tensor, torch.Tensor, int, bool], None]
+# (qkv, out, pages, table, slots, positions, rows): qkv (n, (heads + 2 kv_heads) * head_dim) is changed in place; pages
+# (pages, 2, kv_heads, page_tokens, head_dim); table (slots, width), slots (n,), positions (n,) are int32 on the CPU.
+AttentionCall = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
+    None,
+]
+StackCall = Callable[[StackInput], None]
+
+
+class Backend(Protocol):
+    """Makes the calls of one device: `native` (C++ on the CPU) or `reference` (torch, anywhere)."""
+
+    name: str
+
+    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """Type of the activations between calls."""
+
+    def linear(self, spec: LinearSpec) -> LinearCall:
+        """The call that computes `spec`."""
+
+    def attention(self, spec: AttentionSpec) -> AttentionCall:
+        """The call that computes `spec`."""
+
+    def stack(self, layers: list[LayerSpec]) -> StackCall:
+        """The call that runs decoder layers, of one geometry, one after another."""

@@ -1,0 +1,161 @@
+"""Keys and values in pages: each (row, layer) holds what it needs, to within one page, and nothing moves.
+
+A page is `page_tokens` tokens of one layer of one row. Skipped layers get none, a layer that a row will never run again
+gives its pages back, and so does a finished row; nothing is copied when rows come, grow or go. The bytes held are
+therefore at most the exact sum of active tokens x layers plus less than one page for each (row, active layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from skipdecode.engine.kernels.memory import huge_pages
+
+__all__ = ["KV", "PAGE_TOKENS", "PagedKV"]
+
+PAGE_TOKENS = 16
+
+
+class KV(Protocol):
+    """What the engine needs of a store of keys and values; `PagedKV` says what each part means."""
+
+    page_tokens: int
+
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def bytes_held(self) -> int: ...
+    def pages_for(self, tokens: int) -> int: ...
+    def reserve(self, slots: int, tokens: int, pages: int) -> None: ...
+    def fill(self) -> None: ...
+    def open(self) -> int: ...
+    def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None: ...
+    def drop(self, slot: int, layers: Iterable[int]) -> None: ...
+    def close(self, slot: int) -> None: ...
+
+
+class PagedKV:
+    """Pages of all rows and layers in one tensor, and the tables that say where they are.
+
+    Parameters
+    ----------
+    num_layers, kv_heads, head_dim : int
+        Of the model.
+    dtype, device
+        Of the stored keys and values.
+    page_tokens : int
+        Tokens of a page.
+
+    Attributes
+    ----------
+    pages : torch.Tensor
+        (pages, 2, kv_heads, page_tokens, head_dim). On CPUs its memory is only taken as pages are first written.
+    table : torch.Tensor
+        (num_layers, slots, width), int32 on the CPU: page numbers.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int = PAGE_TOKENS,
+    ) -> None:
+        self.num_layers, self.page_tokens = num_layers, page_tokens
+        self._shape = (2, kv_heads, page_tokens, head_dim)
+        self.pages = torch.empty((0, *self._shape), dtype=dtype, device=device)
+        self.table = torch.zeros((num_layers, 0, 0), dtype=torch.int32)
+        self._free: list[int] = []
+        self._free_slots: list[int] = []
+        self._held: dict[int, list[list[int]]] = {}
+
+    # ------------------------------------------------------------------ sizes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        kv, heads, tokens, dim = self._shape
+        return kv * heads * tokens * dim * self.pages.element_size()
+
+    @property
+    def pages_held(self) -> int:
+        """Pages in use."""
+        return len(self.pages) - len(self._free)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of the pages in use."""
+        return self.pages_held * self.page_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return self.page_bytes // self.page_tokens
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens of one layer."""
+        return -(-tokens // self.page_tokens)
+
+    # ------------------------------------------------------------------ room
+
+    def reserve(self, slots: int, tokens: int, pages: int) -> None:
+        """Make room for `slots` rows of up to `tokens` tokens and for `pages` pages; keeps what is held."""
+        _, old_slots, old_width = self.table.shape
+        slots, width = max(slots, old_slots), max(self.pages_for(tokens), old_width)
+        if (slots, width) != (old_slots, old_width):
+            table = torch.zeros((self.num_layers, slots, width), dtype=torch.int32)
+            table[:, :old_slots, :old_width] = self.table
+            self.table = table
+            self._free_slots = list(range(slots - 1, old_slots - 1, -1)) + self._free_slots
+        count = len(self.pages)
+        if pages > count:
+            # Half as much again at least: rows that come one by one would copy everything each time.
+            pages = max(pages, count + count // 2)
+            grown = huge_pages(torch.empty((pages, *self._shape), dtype=self.pages.dtype, device=self.pages.device))
+            if self.pages_held:
+                grown[:count] = self.pages
+            self.pages = grown
+            # Lowest numbers are handed out first, so that pages never needed are never touched.
+            self._free = list(range(pages - 1, count - 1, -1)) + self._free
+
+    def fill(self) -> None:
+        """Write zeros everywhere, for measurements: memory that was never written is no memory yet."""
+        self.pages.zero_()
+
+    # ------------------------------------------------------------------ rows
+
+    def open(self) -> int:
+        """A free slot (see `reserve`)."""
+        slot = self._free_slots.pop()
+        self._held[slot] = [[] for _ in range(self.num_layers)]
+        return slot
+
+    def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None:
+        """See to it that `layers` can hold `tokens` tokens of a row."""
+        need, held = self.pages_for(tokens), self._held[slot]
+        for layer in layers:
+            mine = held[layer]
+            while len(mine) < need:
+                page = self._free.pop()
+                self.table[layer, slot, len(mine)] = page
+                mine.append(page)
+
+    def drop(self, slot: int, layers: Iterable[int]) -> None:
+        """Give back what a row holds of layers that it will not run again."""
+        held = self._held[slot]
+        for layer in layers:
+            self._free.extend(reversed(held[layer]))
+            held[layer] = []
+
+    def close(self, slot: int) -> None:
+        """Give back all of a row."""
+        self.drop(slot, range(self.num_layers))
+        del self._held[slot]
+        self._free_slots.append(slot)

@@ -1,0 +1,105 @@
+"""Next tokens from logits, each row with its own settings, history and random numbers.
+
+A row's choice depends on its logits and its own generator only, never on the other rows of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skipdecode.engine.kernels.greedy import greedy
+from skipdecode.engine.requests import Sampling
+
+__all__ = ["RowSampler", "choose", "likeliest"]
+
+
+class RowSampler:
+    """One row's settings and state.
+
+    Parameters
+    ----------
+    sampling : Sampling
+        The settings.
+    prompt : sequence of int
+        Tokens that the repetition penalty counts as seen.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: tuple[int, ...]) -> None:
+        self.sampling = sampling
+        self.is_plain_greedy = sampling.is_plain_greedy
+        self._seen = set(prompt) if sampling.repetition_penalty != 1 else None
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if sampling.logit_bias:
+            ids, values = zip(*sampling.logit_bias.items(), strict=True)
+            self._bias = torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
+        self._generator: torch.Generator | None = None
+        if sampling.temperature > 0:
+            self._generator = torch.Generator()
+            if sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(sampling.seed)
+
+    def pick(self, logits: Tensor) -> int:
+        """The next token from a row's logits (vocabulary,), fp32 on the CPU; they are not changed."""
+        s = self.sampling
+        if not self.is_plain_greedy:
+            logits = logits.clone()
+        if self._bias is not None:
+            logits.index_add_(0, *self._bias)
+        if self._seen is not None:
+            seen = torch.tensor(sorted(self._seen))
+            values = logits[seen]
+            logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        if self._generator is None:
+            token = int(logits.argmax())
+        else:
+            token = self._draw(logits.div_(s.temperature), self._generator)
+        if self._seen is not None:
+            self._seen.add(token)
+        return token
+
+    def _draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        s, tokens = self.sampling, None
+        if 0 < s.top_k < len(logits):
+            logits, tokens = logits.topk(s.top_k)
+        if s.top_p < 1:
+            logits, order = logits.sort(descending=True)
+            tokens = order if tokens is None else tokens[order]
+            probs = logits.softmax(0)
+            # A token stays if those before it do not reach p yet; the first always stays.
+            logits = logits.masked_fill(probs.cumsum(0) - probs >= s.top_p, -torch.inf)
+        probs = logits.softmax(0)
+        if s.min_p > 0:
+            probs = probs.masked_fill(probs < s.min_p * probs.max(), 0)
+        index = int(torch.multinomial(probs, 1, generator=generator))
+        return index if tokens is None else int(tokens[index])
+
+
+def choose(logits: Tensor, rows: list[RowSampler]) -> tuple[list[int], list[float]]:
+    """Next tokens and their log-probabilities under the untouched logits.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        (rows, vocabulary), fp32.
+    rows : list of RowSampler
+        One for each row.
+    """
+    if all(row.is_plain_greedy for row in rows):
+        return greedy(logits)
+    local = logits.cpu()
+    tokens = [row.pick(values) for row, values in zip(rows, local, strict=True)]
+    chosen = local[torch.arange(len(rows)), torch.tensor(tokens)]
+    return tokens, (chosen - local.logsumexp(-1)).tolist()
+
+
+def likeliest(logits: Tensor, rows: list[RowSampler]) -> list[tuple[tuple[int, float], ...]]:
+    """For each row the likeliest tokens and their log-probabilities, as many as it asks for; arguments of `choose`."""
+    found: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+    for i, row in enumerate(rows):
+        if row.sampling.top_logprobs:
+            values, tokens = logits[i].topk(min(row.sampling.top_logprobs, logits.shape[1]))
+            found[i] = tuple(zip(tokens.tolist(), (values - logits[i].logsumexp(-1)).tolist(), strict=True))
+    return found

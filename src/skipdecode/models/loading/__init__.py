@@ -1,0 +1,1 @@
+"""Models by name: local directories, hub ids, the embedded default, PEFT adapters."""

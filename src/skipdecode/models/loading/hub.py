@@ -1,0 +1,255 @@
+"""Models by name: a local directory, a hub id, or the embedded ``smollm2-135m``; PEFT adapter directories too.
+
+Knows nothing about how a schedule is applied; it only hands over the one a checkpoint carries.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, SkipDecodeError, UsageError
+from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
+from skipdecode.models.loading.store import CachedModel, cached_models
+from skipdecode.schedule import Schedule
+
+__all__ = [
+    "DTYPES",
+    "SCHEDULE_FILE",
+    "CachedModel",
+    "LoadedModel",
+    "cached_models",
+    "choose_device",
+    "load_config",
+    "load_model",
+]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+SCHEDULE_FILE = "skipdecode.json"
+_CONFIG_KEY = "skipdecode"
+# Without one of these, transformers either fails or makes up an empty tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal LM ready for decoding.
+
+    Parameters
+    ----------
+    model : transformers causal LM or peft.PeftModel
+        In eval mode, on its device.
+    tokenizer : transformers tokenizer or None
+        Pads on the left; its pad token is the end token where the checkpoint names none.
+    name : str
+        As it was asked for.
+    path : Path
+        The directory it was read from; of a hub id, its snapshot in the hub's own cache.
+    schedule : Schedule or None
+        The schedule that the checkpoint carries.
+    """
+
+    model: Any
+    tokenizer: Any | None
+    name: str
+    path: Path
+    schedule: Schedule | None
+
+
+def load_model(
+    name: str, *, dtype: str = "auto", device: str | None = None, require_tokenizer: bool = True
+) -> LoadedModel:
+    """A causal LM by name, with its tokenizer and the schedule it carries.
+
+    Parameters
+    ----------
+    name : str
+        A local directory (a checkpoint or a PEFT adapter), a hub id, or ``smollm2-135m``. The embedded name goes first:
+        a directory of that name is ``./smollm2-135m``.
+    dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
+        Of the weights; "auto" is the checkpoint's own.
+    device : str, optional
+        A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
+    require_tokenizer : bool
+        Whether a checkpoint without tokenizer is an error; otherwise `LoadedModel.tokenizer` is None.
+
+    Raises
+    ------
+    ModelLoadError
+        If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or they hold no
+        decoder-only causal LM.
+    MissingExtraError
+        If peft is needed and absent.
+    ScheduleError
+        If the schedule it carries is wrong or is for another number of layers.
+    UsageError
+        If `dtype` or `device` is not accepted.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
+    target = choose_device(device)
+    adapter = adapter_dir(name)
+    if adapter is not None and importlib.util.find_spec("peft") is None:
+        raise MissingExtraError(f"the adapter {name}", "peft")
+    place = locate(name if adapter is None else base_name(adapter))
+    config = _config(place)
+    schedule = _carried_schedule(config, place.where)
+    if adapter is not None:
+        schedule = _adapter_schedule(adapter, config) or schedule
+    tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
+    with _told(place.where, "its weights do not load"):
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            place.where, config=config, dtype=dtype, output_loading_info=True, **place.options
+        )
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
+    model.to(target)
+    if adapter is not None:
+        return LoadedModel(_with_adapter(model, adapter, target), tokenizer, name, adapter, schedule)
+    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule)
+
+
+def load_config(name: str) -> Any:
+    """The transformers config of a causal LM by name, without its weights; of an adapter, its base model's.
+
+    Fetches nothing for ``smollm2-135m``. Raises as `load_model` does.
+    """
+    adapter = adapter_dir(name)
+    base = name if adapter is None else base_name(adapter)
+    return smollm2.known_config() if base == smollm2.NAME else _config(locate(base))
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _config(place: Place) -> Any:
+    """The config, if it is a decoder-only causal LM's."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+    with _told(place.where, "its config does not load"):
+        config = AutoConfig.from_pretrained(place.where, **place.options)
+    needed = "a decoder-only causal language model is needed"
+    if config.is_encoder_decoder:
+        raise ModelLoadError(f"{place.where} is an encoder-decoder ({config.model_type}): {needed}")
+    classes = config.architectures or []
+    if config.model_type not in CAUSAL_LM or (classes and not set(classes) & set(CAUSAL_LM.values())):
+        raise ModelLoadError(f"{place.where} holds {', '.join(classes) or config.model_type}: {needed}")
+    return config
+
+
+def _tokenizer(name: str, adapter: Path | None, place: Place, required: bool) -> Any | None:
+    """The adapter's tokenizer if it has one, else the model's; None without one unless `required`."""
+    from transformers import AutoTokenizer
+
+    own = adapter is not None and _has_tokenizer(adapter)
+    source = Place(str(adapter), local_only=True) if own else place
+    tokenizer: Any = None
+    error: Exception | None = None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.where, **source.options)
+    except (
+        Exception
+    ) as e:  # Of many classes; what it means is told below: without files a tokenizer is absent, not broken.
+        error = e
+    if not own and not _has_tokenizer(place.folder()):
+        if required:
+            raise ModelLoadError(f"{name} has no tokenizer: put a tokenizer.json in its directory") from error
+        return None
+    if error is not None:
+        raise ModelLoadError(f"{source.where}: its tokenizer does not load: {_one_line(error)}") from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).is_file() for file in _TOKENIZER_FILES)
+
+
+def choose_device(device: str | None) -> Any:
+    """The torch device of that name, by default the first GPU or else the CPU; raises UsageError."""
+    import torch
+
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise UsageError(f"device {device!r} is not accepted: {_one_line(e)}") from e
+
+
+def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
+    from peft import PeftModel
+
+    with _told(str(adapter), "the adapter does not go on its base model"):
+        # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
+        return PeftModel.from_pretrained(
+            model, str(adapter), torch_device=str(device), autocast_adapter_dtype=False
+        ).eval()
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+def _carried_schedule(config: Any, where: str) -> Schedule | None:
+    data = getattr(config, _CONFIG_KEY, None)
+    return None if data is None else _read_schedule(data, config, f"{where}, key {_CONFIG_KEY!r} of config.json")
+
+
+def _adapter_schedule(adapter: Path, config: Any) -> Schedule | None:
+    file = adapter / SCHEDULE_FILE
+    if not file.is_file():
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ScheduleError(f"{file}: a schedule must be JSON: {e}") from e
+    return _read_schedule(data, config, str(file))
+
+
+def _read_schedule(data: Any, config: Any, where: str) -> Schedule:
+    try:
+        schedule = Schedule.from_dict(data)
+    except ScheduleError as e:
+        raise ScheduleError(f"{where}: {e}") from e
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if schedule.num_layers != layers:
+        raise ScheduleError(f"{where}: the schedule is for {schedule.num_layers} layers, the model has {layers}")
+    return schedule
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@contextmanager
+def _told(where: str, what: str) -> Iterator[None]:
+    """Anything a library raises over a user's files becomes one line; `--debug` shows the rest."""
+    try:
+        yield
+    except SkipDecodeError:
+        raise
+    except Exception as e:
+        raise ModelLoadError(f"{where}: {what}: {_one_line(e)}") from e
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,150 @@
+"""A store of model directories in the user's cache, each there whole or not at all.
+
+A model is built in a hidden directory beside its final place, written through to the disk and renamed. Only one process
+builds at a time; whatever a killed one left behind is never listed, never loaded, and removed by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from skipdecode.common.paths import cache_dir
+from skipdecode.errors import ModelLoadError
+
+__all__ = ["SOURCE_FILE", "CachedModel", "add_model", "cached_models", "find_model", "note"]
+
+SOURCE_FILE = "skipdecode-source.txt"
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """One model of the store.
+
+    Parameters
+    ----------
+    name : str
+        What `load_model` takes.
+    path : Path
+        Its directory.
+    bytes : int
+        Size of all its files.
+    source : str
+        Where its weights came from, in words; empty where that is not recorded.
+    """
+
+    name: str
+    path: Path
+    bytes: int
+    source: str
+
+
+def cached_models() -> list[CachedModel]:
+    """The models of the store by name; an empty list where there is none."""
+    root = _root()
+    if not root.is_dir():
+        return []
+    found = [p for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")]
+    return [
+        CachedModel(p.name, p, sum(f.stat().st_size for f in p.rglob("*") if f.is_file()), _source(p)) for p in found
+    ]
+
+
+def find_model(name: str) -> Path | None:
+    """The directory of a model of the store, or None."""
+    path = _root() / name
+    return path if path.is_dir() else None
+
+
+def add_model(name: str, build: Callable[[Path], str]) -> Path:
+    """The directory of `name`, built first where the store has none.
+
+    Parameters
+    ----------
+    name : str
+        The model's name.
+    build : callable
+        Fills the empty directory it is given and returns the source of the weights, in words.
+
+    Raises
+    ------
+    ModelLoadError
+        If the store cannot be written.
+    """
+    root = _root()
+    final = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{name}.lock", name):
+            if not final.is_dir():
+                _build(name, final, build)
+    except OSError as e:
+        raise ModelLoadError(
+            f"{name} cannot be stored in {root}: {e.strerror or e}; make room there, or set SKIPDECODE_CACHE to a "
+            "directory you can write to"
+        ) from e
+    return final
+
+
+def note(text: str) -> None:
+    """A line for the user about work that takes a while, on stderr."""
+    print(f"skipdecode: {text}", file=sys.stderr, flush=True)
+
+
+def _root() -> Path:
+    return cache_dir() / "models"
+
+
+def _source(path: Path) -> str:
+    file = path / SOURCE_FILE
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+
+def _locked(path: Path, name: str) -> AbstractContextManager[object]:
+    """The builder's lock, held until the end of the `with`; says so when another process has it."""
+    lock = FileLock(path)
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        note(f"another process is preparing {name}; waiting for it")
+        return lock.acquire()
+
+
+def _build(name: str, final: Path, build: Callable[[Path], str]) -> None:
+    root = final.parent
+    for left in root.glob(f".{name}.*.partial"):
+        shutil.rmtree(left)
+    partial = root / f".{name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        source = build(partial)
+        label = partial / SOURCE_FILE
+        label.write_text(source + "\n", encoding="utf-8")
+        for path in partial.rglob("*"):
+            if path.is_file():
+                # Weights are written readable by their owner only; a cache that users share needs the usual mode.
+                path.chmod(label.stat().st_mode)
+            _sync(path)
+        _sync(partial)
+        partial.rename(final)
+        _sync(root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Write a file or a directory through to the disk. Windows knows that for neither, opened like this."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""Performance: what a model costs, predicted, measured, solved for and simulated."""

@@ -1,0 +1,199 @@
+"""Where a decode step's time goes, of the engines that can be looked into: the package's own, and transformers.
+
+Both are split alike: transformers' norms and activations count with the product that the fast engine fuses them into.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skipdecode.engine.dense_model import DenseModel
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.kernels.spec import LayerSpec, StackInput
+from skipdecode.models.families import decoder_layers
+from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers.fast import EnginePeer
+from skipdecode.performance.bench.peers.generate import TransformersPeer
+from skipdecode.performance.bench.recorder import Part, Recorder
+from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.schedule import Schedule
+
+__all__ = ["profile"]
+
+# Of a layer in the C++ kernels, in the order in which they tell their times.
+_PHASES = ("qkv", "append", "attention", "out", "mlp_in", "mlp_out")
+_CACHE_CALLS = ("extend", "drop", "close")
+_MODULES = {
+    "embed_tokens": "embedding",
+    "embed_positions": "embedding",
+    "input_layernorm": "qkv",
+    "self_attn_layer_norm": "qkv",
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "q_norm": "attention",
+    "k_norm": "attention",
+    "rotary_emb": "attention",
+    "self_attn": "attention",
+    "o_proj": "out",
+    "out_proj": "out",
+    "post_attention_layernorm": "mlp_in",
+    "gate_proj": "mlp_in",
+    "up_proj": "mlp_in",
+    "fc1": "mlp_in",
+    "activation_fn": "mlp_in",
+    "act_fn": "mlp_out",
+    "mlp": "mlp_out",
+    "down_proj": "mlp_out",
+    "fc2": "mlp_out",
+    "norm": "head",
+    "lm_head": "head",
+}
+
+
+def profile(peers: Sequence[Peer], workload: Workload, num_layers: int, bandwidth: float) -> dict[str, Any]:
+    """Run every engine that can be looked into once under each schedule.
+
+    Parameters
+    ----------
+    peers : sequence of Peer
+        Those of other kinds are passed over.
+    workload : Workload
+    num_layers : int
+        Of the model.
+    bandwidth : float
+        Bytes a second that count as all of it.
+
+    Returns
+    -------
+    dict
+        ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step;
+        ``traceEvents``: Chrome's trace format.
+    """
+    rows: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    runs = 0
+    for batch, prompt in workload.sizes:
+        for peer in peers:
+            look = _look(peer)
+            if look is None:
+                continue
+            peer.prepare(batch, prompt, workload.new)
+            for nominal, schedule in workload.schedules(num_layers).items():
+                if nominal > 1 and not peer.skips:
+                    continue
+                recorder = look(schedule, batch * (prompt + workload.new / 2))
+                runs += 1
+                what = {"engine": peer.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
+                rows += [what | row for row in recorder.table(bandwidth)]
+                events += recorder.trace(runs, f"{peer.name}, batch {batch}, prompt {prompt}, nominal {nominal:g}x")
+    return {"rows": rows, "traceEvents": events}
+
+
+def _look(peer: Peer) -> Callable[[Schedule, float], Recorder] | None:
+    """A function that profiles a run, given its schedule and the cached tokens that a layer's attention reads."""
+    if isinstance(peer, EnginePeer):
+        return lambda schedule, tokens: _of_engine(peer, schedule, tokens)
+    if isinstance(peer, TransformersPeer):
+        return lambda schedule, tokens: _of_transformers(peer, schedule, tokens)
+    return None
+
+
+def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
+    fast = peer.fast
+    schedule = peer.suited(schedule)
+    if fast.records:
+        peer.step_seconds(schedule)
+    engine = peer.start(schedule)
+    recorder = Recorder(fast.device)
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [(engine, "_emit", recorder.timed("sampling", engine._emit))]
+    if isinstance(fast, DenseModel):
+        # A recorded step is one call: nothing inside it can be timed.
+        calls.append((fast, "_decode", recorder.timed("layer", fast._decode)))
+    else:
+        calls += [
+            (fast, "_embed", recorder.timed("embedding", fast._embed)),
+            (fast, "_stack", _noted_stack(fast, recorder, tokens * engine.kv.token_bytes)),
+            (fast, "_head", recorder.timed("head", fast._head, num_bytes=fast._spec.head.weight.nbytes)),
+        ]
+    calls += [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
+    times = [time.perf_counter()]
+    with recorder.replaced(calls):
+        while engine.has_work:
+            engine.step()
+            times.append(time.perf_counter())
+    recorder.add_steps(times)
+    return recorder
+
+
+def _noted_stack(fast: FastModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
+    """The layers' call; the C++ kernels tell the time of their phases, other backends only the whole."""
+    layers, stack = fast._spec.layers, fast._stack
+    arguments = getattr(stack, "_args", None)
+    if arguments is None:
+        return recorder.timed("layer", stack)
+    seconds = (ctypes.c_double * len(_PHASES))()
+    ran: list[int] = []
+
+    def run(given: StackInput) -> None:
+        ctypes.memset(seconds, 0, ctypes.sizeof(seconds))
+        ran[:] = [index for index, count in enumerate(given.counts) if count]
+        arguments.seconds = ctypes.addressof(seconds)
+        stack(given)
+        arguments.seconds = None
+
+    def parts() -> list[Part]:
+        found = []
+        for kind, took in zip(_PHASES, seconds, strict=True):
+            weights = [cached if kind == "attention" else _weight_bytes(layers[i], kind) for i in ran]
+            found.append(Part(kind, took, sum(weights), len(ran)))
+        return found
+
+    return recorder.timed_parts("layer", run, parts)
+
+
+def _weight_bytes(layer: LayerSpec, kind: str) -> float:
+    return 0.0 if kind == "append" else float(getattr(layer, kind).weight.nbytes)
+
+
+def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) -> Recorder:
+    model = peer.model
+    recorder = Recorder(model.device)
+    geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+    cached = tokens * geometry.kv_bytes_per_token()
+    with peer.ready(schedule) as cache:
+        calls = [(cache, "update", recorder.timed("append", cache.update))]
+        for module, kind, layer in _parts(model):
+            weight = getattr(module, "weight", None)
+            reads = cached if kind == "attention" and layer is not None and weight is None else 0.0
+            if weight is not None and kind != "embedding":
+                reads = weight.nbytes
+            calls.append((module, "forward", recorder.timed(kind, module.forward, layer, reads)))
+        with recorder.replaced(calls):
+            clock = peer.generate(cache)
+    recorder.add_steps(clock.times)
+    return recorder
+
+
+def _parts(model: Any) -> list[tuple[Any, str, int | None]]:
+    """The modules whose calls are timed, what kind of work they are, and their layer."""
+    found: list[tuple[Any, str, int | None]] = []
+    inside = set()
+    for index, layer in enumerate(decoder_layers(model)):
+        found.append((layer, "layer", index))
+        for name, module in layer.named_modules():
+            inside.add(module)
+            last = name.rpartition(".")[2]
+            kind = "mlp_in" if last == "final_layer_norm" else _MODULES.get(last)
+            if kind is not None:
+                found.append((module, kind, index))
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        kind = "head" if last == "final_layer_norm" else _MODULES.get(last)
+        if kind is not None and module not in inside:
+            found.append((module, kind, None))
+    return found

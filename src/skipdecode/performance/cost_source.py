@@ -1,0 +1,212 @@
+"""The cost model of a model by name: measured where its weights are at hand, else predicted from its config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipdecode.engine.engines import open_fast
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.models.families import unwrap
+from skipdecode.models.loading.hub import DTYPES, load_config, load_model
+from skipdecode.models.loading.locate import adapter_dir, base_name
+from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
+from skipdecode.models.loading.store import find_model, note
+from skipdecode.performance.config_sizes import ConfigReader
+from skipdecode.performance.cost import CostModel
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.machine import measure_machine
+from skipdecode.performance.step_cost import measure_cost
+
+__all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HUB_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_NOISY = 0.1  # of a fit: above, a plan is worth a second measurement
+_UNKNOWN_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class CostSource:
+    """A cost model with what it was made from.
+
+    Parameters
+    ----------
+    cost : CostModel
+    geometry : ModelGeometry
+    dtype : str
+        Of the weights.
+    origin : str
+        Where the figures are from, in words, with what was measured.
+    """
+
+    cost: CostModel
+    geometry: ModelGeometry
+    dtype: str
+    origin: str
+
+
+def find_cost(
+    name: str,
+    *,
+    batch: int = 1,
+    prompt_len: int = 64,
+    dtype: str = "auto",
+    device: str | None = None,
+    measure: bool | None = None,
+    engine: str = "auto",
+    weights: str = "model",
+    remeasure: bool = False,
+    progress: bool = False,
+) -> CostSource:
+    """The cost model of a model by name on the machine at hand.
+
+    Parameters
+    ----------
+    name : str
+        A local directory, a hub id, ``smollm2-135m``, or the file of a config (JSON), which has no weights.
+    batch, prompt_len : int
+        Rows of a step, and prompt tokens of a row during the measurement.
+    dtype : str
+        Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; "auto": the checkpoint's own, bf16 where unknown.
+    device : str, optional
+        A torch device; default: the first GPU if there is one, else the CPU.
+    measure : bool, optional
+        Load the weights and time decode steps, or predict from bytes and FLOPs. Default: measure if that needs no
+        download.
+    engine : {"auto", "fast", "transformers"}
+        Whose steps are timed; auto: the fast engine's where it covers the model.
+    weights : {"model", "int8", "int4"}
+        See `skipdecode.engine.engines.open_fast`.
+    remeasure : bool
+        Measure, whatever an earlier calibration found.
+    progress : bool
+        Show a progress bar on stderr while measuring.
+
+    Raises
+    ------
+    ModelLoadError
+        If the model is unknown or does not load.
+    UsageError
+        If a value is not accepted, or a config file is to be measured.
+    """
+    if batch < 1:
+        raise UsageError(f"batch={batch} is not accepted: give 1 or more")
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
+    only_config = Path(name).is_file()
+    if remeasure and measure is False:
+        raise UsageError("--remeasure and --no-measure exclude each other: give one")
+    wanted = measure or remeasure
+    if only_config and wanted:
+        flag = "--measure" if measure else "--remeasure"
+        raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
+    if wanted or (measure is None and not only_config and weights_at_hand(name)):
+        loaded = load_model(name, dtype=dtype, device=device, require_tokenizer=False)
+        fast = open_fast(loaded.model, engine, note, weights)
+        return _measured(loaded.model, fast, batch, prompt_len, remeasure, progress)
+    if weights != "model":
+        raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
+    return _predicted(name, batch, dtype, device)
+
+
+def find_geometry(name: str, dtype: str = "auto") -> tuple[ModelGeometry, torch.dtype]:
+    """The sizes of a model by name, and the dtype of its weights, from its config alone; see `find_cost`."""
+    config = _config_of_file(Path(name)) if Path(name).is_file() else load_config(name)
+    kind = _dtype(config, dtype)
+    return ModelGeometry.from_config(config, kind.itemsize), kind
+
+
+def weights_at_hand(name: str) -> bool:
+    """Whether a model's weights lie on this machine, so that loading it fetches nothing."""
+    adapter = adapter_dir(name)
+    name = name if adapter is None else base_name(adapter)
+    if name == EMBEDDED:
+        return find_model(EMBEDDED) is not None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+    return _in_hub_cache(name)
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file), str) for file in _HUB_WEIGHTS)
+    except HFValidationError:
+        return False  # No hub id at all; loading its config says so.
+
+
+def _measured(
+    model: Any, fast: FastModel | None, batch: int, prompt_len: int, remeasure: bool, progress: bool
+) -> CostSource:
+    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
+    inner = unwrap(model)
+    geometry = ModelGeometry.from_config(inner.config, inner.dtype.itemsize)
+    within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
+    if cost.residual is not None and cost.residual > _NOISY:
+        within += ": noisy, so use --remeasure when the machine is quiet"
+    where = f"threads: {torch.get_num_threads()}" if inner.device.type == "cpu" else f"device: {inner.device.type}"
+    name = "transformers" if fast is None else "the fast engine"
+    return CostSource(cost, geometry, _dtype_name(inner.dtype), f"measured here with {name} ({where}{within})")
+
+
+def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSource:
+    geometry, kind = find_geometry(name, dtype)
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        machine = measure_machine(target, kind)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise UsageError(f"device {target!r} is not accepted: {' '.join(str(e).split())[:200]}") from None
+    cost = CostModel.predicted(geometry, machine, batch)
+    origin = (
+        f"predicted from bytes and FLOPs for an engine at the limit of this machine "
+        f"({machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s, measured now)"
+    )
+    return CostSource(cost, geometry, _dtype_name(kind), origin)
+
+
+def _dtype(config: Any, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+    own = ConfigReader(config).first("dtype", "torch_dtype")
+    if isinstance(own, str):
+        own = getattr(torch, own.removeprefix("torch."), None)
+    return own if isinstance(own, torch.dtype) else _UNKNOWN_DTYPE
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _config_of_file(path: Path) -> Any:
+    """A config from a JSON file, with its family's defaults where transformers knows the family."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ModelLoadError(f"{path} is not the JSON of a model's config: {e}") from None
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} is not a model's config: a JSON object is needed")
+    family = values.get("model_type")
+    if family not in CONFIG_MAPPING:
+        return values
+    try:
+        return AutoConfig.for_model(**values)
+    except Exception as e:  # Of many classes, all about the user's file.
+        raise ModelLoadError(
+            f"{path} does not load as the config of a {family}: {' '.join(str(e).split())[:300]}"
+        ) from e

@@ -1,0 +1,173 @@
+"""The sizes of a decoder that set its decoding speed: bytes and FLOPs of a layer, of what is no layer, of the KV cache.
+
+Pure Python, from a config alone: no weights are needed. Counts weights that a decode step reads, so the input
+embedding, of which a step reads one row a token, counts only as its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from skipdecode.performance.config_sizes import ConfigReader, attention_params, experts, kv_heads, mlp_params, windows
+from skipdecode.schedule import Schedule
+
+__all__ = ["ModelGeometry"]
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """Sizes of a decoder-only model.
+
+    Parameters
+    ----------
+    num_layers, hidden_size, vocab_size, num_heads, num_kv_heads, head_dim : int
+        As in the model's config.
+    dtype_bytes : float
+        Bytes of one weight, and of one cached key or value element.
+    tied_head : bool
+        Whether the head shares the input embedding's matrix. It changes what the model holds, not what a step reads.
+    layer_params : float
+        Weights of a layer that every token reads: attention, norms, dense MLP or shared expert and router; the mean
+        over the layers where they differ.
+    head_params : int
+        Weights of the head, the final norm and the projections around it.
+    embedding_params : int
+        Weights of the token embedding.
+    expert_params, num_experts, experts_per_token, expert_layers : int
+        Weights of one expert, experts of a mixture-of-experts layer, how many a token takes, layers that have them.
+    window : int
+        Tokens that sliding-window attention sees; 0 without any.
+    windowed : tuple of int
+        Layers with sliding-window attention.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: float
+    tied_head: bool
+    layer_params: float
+    head_params: int
+    embedding_params: int
+    expert_params: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_layers: int = 0
+    window: int = 0
+    windowed: tuple[int, ...] = ()
+
+    @classmethod
+    def from_config(cls, config: Any, dtype_bytes: float = 2) -> ModelGeometry:
+        """Sizes from a transformers config, or a dictionary with the same keys (a parsed config.json).
+
+        Parameters
+        ----------
+        config : PreTrainedConfig or mapping
+            A text decoder's config; of a multimodal one its `text_config` is read.
+        dtype_bytes : float
+            Bytes of one weight: 2 for bf16 and fp16, 4 for fp32.
+
+        Raises
+        ------
+        ModelLoadError
+            If a size is missing; names it.
+        """
+        read = ConfigReader(config)
+        hidden, heads, num_layers = read.size("hidden_size"), read.size("num_heads"), read.size("num_layers")
+        head_dim = read.first("head_dim") or hidden // heads
+        groups = kv_heads(read, heads)
+        width = read.first("word_embed_proj_dim") or hidden
+        embedding = read.size("vocab_size") * width + (hidden * width if width != hidden else 0)
+        sparse = experts(read, num_layers, hidden)
+        dense = mlp_params(read, hidden, read.ffn_width(hidden))
+        mlp = (sparse.layers * sparse.shared + (num_layers - sparse.layers) * dense) / num_layers
+        window, windowed = windows(read, num_layers)
+        return cls(
+            num_layers=num_layers,
+            hidden_size=hidden,
+            vocab_size=read.size("vocab_size"),
+            num_heads=heads,
+            num_kv_heads=groups,
+            head_dim=head_dim,
+            dtype_bytes=dtype_bytes,
+            tied_head=bool(read.first("tie_word_embeddings", default=True)),
+            layer_params=attention_params(read, hidden, heads * head_dim, groups * head_dim) + mlp,
+            head_params=embedding + hidden,
+            embedding_params=embedding,
+            expert_params=sparse.params,
+            num_experts=sparse.count,
+            experts_per_token=sparse.per_token,
+            expert_layers=sparse.layers,
+            window=window,
+            windowed=windowed,
+        )
+
+    # ------------------------------------------------------------------ one step
+
+    def layer_bytes(self, batch: int = 1) -> float:
+        """Weight bytes that one layer reads in a step of `batch` rows.
+
+        With experts this is an expectation: rows choose experts independently and evenly, so a batch reads
+        E·(1 - (1 - k/E)^batch) of E experts.
+        """
+        weights = self.layer_params
+        if self.num_experts:
+            missed = (1 - self.experts_per_token / self.num_experts) ** batch
+            weights += self._expert_share * self.num_experts * (1 - missed) * self.expert_params
+        return weights * self.dtype_bytes
+
+    def layer_flops(self) -> float:
+        """Floating-point operations of one layer for one token, attention over the cache not counted."""
+        return 2 * (self.layer_params + self._expert_share * self.experts_per_token * self.expert_params)
+
+    def fixed_bytes(self, batch: int = 1) -> float:
+        """Bytes that a step of `batch` rows reads whatever its depth: head, final norm, embedding rows."""
+        return (self.head_params + batch * self.hidden_size) * self.dtype_bytes
+
+    def fixed_flops(self) -> float:
+        """Floating-point operations outside the layers for one token."""
+        return 2.0 * self.head_params
+
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def kv_flops_per_token(self) -> float:
+        """Floating-point operations of one layer's attention for one token over one cached token."""
+        return 4.0 * self.num_heads * self.head_dim
+
+    def weight_bytes(self) -> float:
+        """Bytes of all weights that the model holds."""
+        layers = self.num_layers * self.layer_params + self.expert_layers * self.num_experts * self.expert_params
+        outside = self.head_params + (0 if self.tied_head else self.embedding_params)
+        return (layers + outside) * self.dtype_bytes
+
+    @property
+    def _expert_share(self) -> float:
+        return self.expert_layers / self.num_layers
+
+    # ------------------------------------------------------------------ a text
+
+    def kv_bytes_held(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
+        """KV bytes at the end of a generation under a schedule: a skipped layer stores nothing.
+
+        The last generated token is never fed back, so `new_tokens` generated ones leave `new_tokens` - 1 in the cache.
+        """
+        schedule.check_fits(self.num_layers)
+        on_prompt = set(schedule.prompt_layers())
+        fed = max(new_tokens - 1, 0)
+        tokens = 0
+        for layer in range(self.num_layers):
+            drop = schedule.drop_position(layer)
+            held = (prompt_len if layer in on_prompt else 0) + (fed if drop is None else min(fed, drop))
+            tokens += min(held, self.window - 1) if layer in self.windowed else held
+        return round(batch * tokens * self.kv_bytes_per_token())
+
+    def kv_bytes_saved(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
+        """KV bytes that full depth would hold on top of `kv_bytes_held`."""
+        full = self.kv_bytes_held(Schedule.full(self.num_layers), prompt_len, new_tokens, batch)
+        return full - self.kv_bytes_held(schedule, prompt_len, new_tokens, batch)

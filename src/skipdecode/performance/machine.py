@@ -1,0 +1,75 @@
+"""What the machine at hand reaches: bytes a second of a large read, operations a second of a matrix product."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from ctypes import c_int64 as _size
+from ctypes import c_void_p as _pointer
+from functools import partial
+
+import torch
+
+from skipdecode.engine.kernels.build import KernelBuildError, load_library
+from skipdecode.performance.cost import Machine
+
+__all__ = ["measure_bandwidth", "measure_flops", "measure_machine", "synchronize"]
+
+# Several times the largest last-level cache, and small enough for any machine that holds a model.
+_READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
+_REPEATS = 3
+
+
+def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
+    """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes less than a second.
+
+    On a CPU the rate is that of fp32, whatever `dtype`: good kernels multiply bf16 weights as fp32, while a CPU without
+    bf16 instructions runs torch's bf16 product many times slower than it needs to.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    return Machine(measure_bandwidth(device), measure_flops(torch.float32 if on_cpu else dtype, device))
+
+
+def measure_bandwidth(device: torch.device | str = "cpu") -> float:
+    """Bytes a second of a large read on all threads: the best of a few over half a GiB (on a GPU 2 GiB).
+
+    Reads are sums and, on a CPU with a compiler, a C++ loop that does nothing else: sums alone fall short of what the
+    memory gives. On a GPU also a copy of one half to the other, which counts for the bytes read and those written.
+    """
+    device = torch.device(device)
+    block = torch.ones(_READ_BYTES.get(device.type, 2**29) // 4, device=device)
+    reads: list[Callable[[], object]] = [block.sum, lambda: torch.dot(block, block)]
+    if device.type == "cpu":
+        with contextlib.suppress(KernelBuildError):
+            reads.append(partial(load_library().skipdecode_read, _pointer(block.data_ptr()), _size(block.nbytes)))
+    else:
+        target, source = block.chunk(2)
+        reads.append(partial(target.copy_, source))
+    return block.nbytes / min(_best_seconds(read, device) for read in reads)
+
+
+def measure_flops(dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> float:
+    """Operations a second of a matrix product in `dtype`: the best of a few, large enough to be bound by arithmetic."""
+    device = torch.device(device)
+    size = 512 if device.type == "cpu" else 4096
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _best_seconds(lambda: left @ right, device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; does nothing on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    best = float("inf")
+    for attempt in range(_REPEATS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        if attempt:  # The first one warms up.
+            best = min(best, time.perf_counter() - start)
+    return best

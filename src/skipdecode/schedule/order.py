@@ -1,0 +1,99 @@
+"""Orders in which layers are dropped, and what makes one valid. Pure Python.
+
+Each order keeps the warm-up layers, and all but `top_down` the last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from skipdecode.errors import ScheduleError
+from skipdecode.schedule.checks import int_tuple, require_int
+
+__all__ = ["bottom_up", "check_order", "evenly_spaced", "from_sets", "top_down"]
+
+
+def bottom_up(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
+    """warm-up, warm-up + 1, … (SkipDecode, arXiv 2307.02628, section 3)."""
+    _require_ints(num_layers, warmup_layers)
+    return tuple(range(warmup_layers, num_layers - 1))
+
+
+def top_down(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
+    """Last, last - 1, … (early termination). With no warm-up layers, layer 0 stays: one layer must run."""
+    _require_ints(num_layers, warmup_layers)
+    return tuple(range(num_layers - 1, max(warmup_layers, 1) - 1, -1))
+
+
+def _require_ints(num_layers: int, warmup_layers: int) -> None:
+    require_int("num_layers", num_layers)
+    require_int("warmup_layers", warmup_layers)
+
+
+def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tuple[int, ...]:
+    """Every prefix is spread out, and dropping down to `least_budget` layers leaves them evenly spaced.
+
+    Source: Unified Layer Skipping, arXiv 2404.06954. The full list goes on below `least_budget` with the layers left.
+    """
+    _require_ints(num_layers, warmup_layers)
+    free = least_budget - warmup_layers
+    kept = set(range(warmup_layers)) | {num_layers - 1}
+    if free > 0:
+        start = warmup_layers - 1 if warmup_layers else 0
+        steps = free if warmup_layers else max(free - 1, 1)
+        kept |= {
+            start + round(j * (num_layers - 1 - start) / steps) for j in range(0 if free > 1 else steps, steps + 1)
+        }
+    inner = range(warmup_layers, num_layers - 1)
+    early = [layer for layer in inner if layer not in kept]
+    late = [layer for layer in inner if layer in kept]
+    return tuple(_spread(early) + _spread(late))
+
+
+def _spread(items: list[int]) -> list[int]:
+    """Items in bit-reversed order of their rank, so that every prefix is spread over the whole range."""
+    bits = max(len(items) - 1, 0).bit_length()
+    ranks = (int(format(i, f"0{bits}b")[::-1], 2) if bits else 0 for i in range(2**bits))
+    return [items[r] for r in ranks if r < len(items)]
+
+
+def from_sets(num_layers: int, layer_sets: Sequence[Iterable[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Drop order and budgets of the layer sets of position 0, 1, …; raises ScheduleError if they are not nested."""
+    sets = [frozenset(int_tuple("layer_sets", layers)) for layers in layer_sets]
+    if not sets:
+        raise ScheduleError("layer_sets is empty: give the layers of at least one position")
+    if outside := sorted(sets[0] - set(range(num_layers))):
+        raise ScheduleError(f"layer_sets names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
+    # Those that go at one position go in any order: downwards where early termination is meant.
+    downwards = num_layers - 1 not in sets[-1]
+    gone = sorted(set(range(num_layers)) - sets[0], reverse=downwards)
+    for position in range(1, len(sets)):
+        if back := sorted(sets[position] - sets[position - 1]):
+            raise ScheduleError(
+                f"layer_sets is not nested: layer {back[0]} runs at position {position} but was skipped at position "
+                f"{position - 1}, so its keys and values are missing; each set must be part of the one before"
+            )
+        gone += sorted(sets[position - 1] - sets[position], reverse=downwards)
+    return tuple(gone), tuple(map(len, sets))
+
+
+def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int) -> None:
+    """Raise ScheduleError if a layer is named twice, is out of range or must always run."""
+    seen: set[int] = set()
+    last = num_layers - 1
+    for layer in drop_order:
+        if not 0 <= layer <= last:
+            raise ScheduleError(f"drop_order names layer {layer}: accepted are 0 to {last}")
+        if layer in seen:
+            raise ScheduleError(f"drop_order names layer {layer} twice: a layer is dropped once")
+        seen.add(layer)
+        if layer < warmup_layers:
+            raise ScheduleError(
+                f"drop_order drops warm-up layer {layer}: with warmup_layers={warmup_layers} accepted are "
+                f"{warmup_layers} to {last - 1}"
+            )
+    if last in seen and drop_order != tuple(range(last, last - len(drop_order), -1)):
+        raise ScheduleError(
+            f"drop_order drops the last layer {last}: it must always run (only a pure top-down order, early "
+            "termination, may drop it)"
+        )
