@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
-from skipdecode.engine.requests import Request, Sampling
-from skipdecode.engine.row_seeds import row_seed
+from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import Limits
@@ -46,7 +45,7 @@ class Intake:
         tokenizer: Any,
         context: int | None,
         vocab_size: int,
-        end_tokens: Sequence[int],
+        end_tokens: Iterable[int],
         catalog: Catalog,
         limits: Limits,
     ) -> None:

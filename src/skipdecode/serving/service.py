@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipdecode.data.prompts import context_length
-from skipdecode.engine.engines import open_fast
-from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.transformers_backend import end_tokens
+from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.gated_group import GatedLane
-from skipdecode.serving.groups import EngineLane, KvSize, Lane, fast_lanes
+from skipdecode.serving.groups import Group, KvSize, make_groups
 from skipdecode.serving.limits import Limits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Intake
@@ -81,7 +78,7 @@ def open_service(
         Further schedules.
     engine : {"auto", "fast", "transformers"}
     weights : {"model", "int8", "int4"}
-        See `skipdecode.engine.engines.open_fast`.
+        See `skipdecode.engine.opening.open_fast`.
     limits : Limits, optional
     note : callable
         Told one line where the choice of the engine needs a word.
@@ -94,8 +91,11 @@ def open_service(
     plain = unwrap(model)
     num_layers = len(decoder_layers(plain))
     catalog = Catalog(num_layers, carried, others)
-    fast = open_fast(model, engine, note, weights)
-    lanes, kv_size = _lanes(model, fast, catalog, limits)
+    source = open_engines(model, engine, note, weights)
+    groups: list[Group[Choice]] = make_groups(
+        source, [*catalog.schedules(), catalog.budget_schedule()], limits.max_rows
+    )
+    kv_size = _kv_size(source)
     metrics = Metrics(num_layers)
     context = context_length(plain)
     vocab_size = plain.get_input_embeddings().weight.shape[0]
@@ -105,7 +105,7 @@ def open_service(
         name=name,
         catalog=catalog,
         intake=intake,
-        worker=Worker(lanes, num_layers, kv_size, limits, metrics),
+        worker=Worker(groups, num_layers, kv_size, limits, metrics),
         metrics=metrics,
         limits=limits,
         token_text=lambda token: str(tokenizer.decode([token])),
@@ -113,13 +113,9 @@ def open_service(
     )
 
 
-def _lanes(model: Any, fast: FastModel | None, catalog: Catalog, limits: Limits) -> tuple[list[Lane[Choice]], KvSize]:
-    if fast is None:
-        plain = unwrap(model)
-        geometry = ModelGeometry.from_config(plain.config, plain.dtype.itemsize)
-        kv_size = KvSize(1, round(geometry.kv_bytes_per_token()))
-        return [GatedLane(model, limits.max_rows, kv_size)], kv_size
-    kv = fast.new_kv()
-    schedules = [*catalog.schedules(), catalog.budget_schedule()]
-    lanes: list[EngineLane[Choice]] = fast_lanes(fast, schedules, limits.max_rows)
-    return [*lanes], KvSize(kv.page_tokens, kv.page_bytes)
+def _kv_size(source: EngineSource) -> KvSize:
+    if source.fast is not None:
+        kv = source.fast.new_kv()
+        return KvSize(kv.page_tokens, kv.page_bytes)
+    plain = unwrap(source.model)
+    return KvSize(1, round(ModelGeometry.from_config(plain.config, plain.dtype.itemsize).kv_bytes_per_token()))

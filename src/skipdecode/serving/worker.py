@@ -17,7 +17,7 @@ from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.groups import KvSize, Lane, lane_for
+from skipdecode.serving.groups import Group, KvSize, group_for
 from skipdecode.serving.limits import Limits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.outbox import Outbox
@@ -34,7 +34,7 @@ class Worker:
 
     Parameters
     ----------
-    lanes : list of Lane
+    lanes : list of Group
         Together they take every schedule that a ticket may have. Used by the worker's thread only.
     num_layers : int
         Of the model.
@@ -45,7 +45,7 @@ class Worker:
     """
 
     def __init__(
-        self, lanes: list[Lane[Choice]], num_layers: int, kv_size: KvSize, limits: Limits, metrics: Metrics
+        self, lanes: list[Group[Choice]], num_layers: int, kv_size: KvSize, limits: Limits, metrics: Metrics
     ) -> None:
         self._lanes = lanes
         self._num_layers = num_layers
@@ -61,7 +61,7 @@ class Worker:
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._running: dict[Choice, Lane[Choice]] = {}
+        self._running: dict[Choice, Group[Choice]] = {}
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
     # ------------------------------------------------------------------ any thread
@@ -182,7 +182,7 @@ class Worker:
                     self._metrics.queue_length.set(len(self._waiting))
                     return
                 choice = self._waiting.popleft()
-                lane = lane_for(self._lanes, choice.ticket.plan.schedule)
+                lane = group_for(self._lanes, choice.ticket.plan.schedule)
                 self._running[choice] = lane
             try:
                 lane.submit(choice, choice.request, choice.ticket.plan.schedule)
@@ -239,7 +239,7 @@ class Worker:
             choice.finish_reason = "stop"
             self._running[choice].cancel(choice)
         else:
-            choice.finish_reason = output.finish_reason
+            choice.finish_reason = "stop" if output.finish_reason == "eos" else output.finish_reason
         if pieces or choice.finish_reason is not None:
             self._outbox.add(ticket, Update(choice.index, pieces, choice.finish_reason))
         if choice.finish_reason is not None:
