@@ -8,7 +8,7 @@ from typing import Any
 
 from checkpoints import byte_tokenizer, save_tiny_encoder
 from skipdecode import Schedule
-from skipdecode.evaluation.methods.base import Generation, Method, fed_tokens
+from skipdecode.evaluation.methods.base import Generation, Method
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import MetricOptions, make_metrics
 from skipdecode.evaluation.records import Record, Records
@@ -51,15 +51,14 @@ def says(base: type[Full] | type[Scheduled], words: int, *arguments: Any) -> Met
 
     class Says(base):  # type: ignore[misc, valid-type]
         def generate(
-            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int]
+            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int], rows: int = 0
         ) -> Generation:
             tokenizer = byte_tokenizer()
             numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]
-            rows = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
+            texts = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
             layers = LAYERS if self.schedule is None else self.schedule.budget(0)
-            fed = fed_tokens(rows)
-            steps = max(map(len, rows)) - 1
-            return Generation(rows, 0.1, SECONDS_A_LAYER * layers * steps, layers * fed, fed)
+            fed = sum(len(row) - 1 for row in texts)
+            return Generation(texts, 0.1, SECONDS_A_LAYER * layers * fed, layers * fed, fed, fed)
 
     return Says(*arguments)
 
