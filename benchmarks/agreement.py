@@ -32,6 +32,7 @@ from skipdecode.engine.backend import GenerationSettings
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.engine_backend import EngineBackend
 from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.open_model import open_model
 from skipdecode.engine.transformers_backend import TransformersBackend, end_tokens
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.prompts import encode_prompt
@@ -107,7 +108,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(options.model, dtype=options.dtype)
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else unwrap(loaded.model)
     precise = copy.deepcopy(model).float()
-    task, fast = load_task("e2e"), FastModel(model)
+    task, fast = load_task("e2e"), open_model(model)
     records = load_records(task, str(options.data)).limited(options.records).items
     prompts = [encode_prompt(task, record, loaded.tokenizer) for record in records]
     settings, ends = GenerationSettings(task.max_new_tokens), end_tokens(model, loaded.tokenizer)

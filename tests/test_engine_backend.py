@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine.backend import GenerationSettings
 from skipdecode.engine.engine_backend import EngineBackend
 from skipdecode.engine.engines import open_backends
-from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels import build
+from skipdecode.engine.open_model import open_model
 from skipdecode.engine.transformers_backend import TransformersBackend
 from skipdecode.errors import UsageError
 from textgen_tools import byte_tokenizer, read_rows, save_tiny_model, write_rows
@@ -27,15 +28,8 @@ PAPER = Schedule.from_speedup(LAYERS, 2, 20)
 KEYS = range(len(PROMPTS))
 
 
-def native_or_skip() -> None:
-    try:
-        build.load_library()
-    except build.KernelBuildError as e:
-        pytest.skip(str(e))
-
-
 def fast(model: Any, schedule: Schedule | None = PAPER, ends: tuple[int, ...] = ()) -> EngineBackend:
-    return EngineBackend(FastModel(copy.deepcopy(model)), schedule, end_tokens=ends)
+    return EngineBackend(open_model(copy.deepcopy(model)), schedule, end_tokens=ends)
 
 
 def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
@@ -46,7 +40,7 @@ def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
 @pytest.mark.parametrize("schedule", [None, PAPER, Schedule.even(LAYERS, (6, 4, 3))], ids=["full", "paper", "even"])
 def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: str, schedule: Schedule | None):
-    native_or_skip()
+    kernels_or_skip()
     model, settings = tiny_model(family), GenerationSettings(20)
     expected = TransformersBackend(model, schedule, end_tokens=(), pad_token=0).generate(PROMPTS, settings, KEYS)
     # An end token that one of the rows meets on its way.
@@ -68,7 +62,7 @@ def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: 
 
 
 def test_stopped_row_ends_where_it_was_stopped():
-    native_or_skip()
+    kernels_or_skip()
     model, settings = tiny_model("llama"), GenerationSettings(12)
     whole = fast(model).generate(PROMPTS, settings, KEYS).tokens
 
@@ -81,7 +75,7 @@ def test_stopped_row_ends_where_it_was_stopped():
 
 
 def test_sampled_rows_depend_on_seed_and_key_only():
-    native_or_skip()
+    kernels_or_skip()
     backend = fast(tiny_model("llama"))
     settings = GenerationSettings(16, temperature=0.9, top_k=40, top_p=0.95, seed=3)
     together = backend.generate(PROMPTS, settings, KEYS).tokens
@@ -116,7 +110,7 @@ def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch
 
 
 def test_adapter_is_merged_into_a_copy():
-    native_or_skip()
+    kernels_or_skip()
     base = tiny_model("llama", vocab_size=259)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     model.eval()
@@ -133,7 +127,7 @@ def test_adapter_is_merged_into_a_copy():
 
 
 def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Path, capsys: Any):
-    native_or_skip()
+    kernels_or_skip()
     model = save_tiny_model(tmp_path / "model")
     data = write_rows(tmp_path / "in.jsonl", [{"id": i, "prompt": "word " * (i + 1)} for i in range(5)])
     rows = []
@@ -150,7 +144,7 @@ def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Pat
 
 
 def test_demo_names_its_engine(tmp_path: Path, capsys: Any):
-    native_or_skip()
+    kernels_or_skip()
     model = save_tiny_model(tmp_path, context=400)
     assert main(["demo", "--model", model, "--max-new-tokens", "4", "--rounds", "1", "--json"]) == 0
     (part,) = json.loads(capsys.readouterr().out)["parts"]

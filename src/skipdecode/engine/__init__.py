@@ -1,10 +1,11 @@
 """Decoding: token ids in, a generator of per-step outputs out. Knows nothing about text.
 
-A request's life: `Request` (requests.py) -> waits in the `Scheduler` (waves.py) -> gets a slot and pages (kv.py) -> its
-prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model (model_spec.py),
-on the layers that the `BudgetPolicy` (budget_policy.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`. `Engine`
-(engine.py) is the loop. On GPUs `DenseModel` (dense_model.py) and `SlabKV` (slab_kv.py) stand for model and pages.
-`open_engine` takes the fast path where there is one, else `GatedEngine` (gated_engine.py).
+A request's life: `Request` (requests.py) -> waits in the `Scheduler` (scheduler.py) -> gets a slot and pages (kv.py) ->
+its prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model
+(model_spec.py), on the layers that the `BudgetPolicy` (depth.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`.
+`Engine` (fast.py) is the loop. Without the C++ kernels, as on GPUs, `DenseModel` (dense_model.py) and `StaticKV`
+(static_kv.py) stand for model and pages. `open_engine` takes the fast path where there is one, else `GatedEngine`
+(gated.py).
 """
 
 from __future__ import annotations
