@@ -103,17 +103,9 @@ class DenseModel(FastModel):
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.device)
 
-    def _hidden_of(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states (rows, hidden) of tokens at positions (rows,)."""
-        spec = self._spec
-        hidden = spec.embedding.index_select(0, tokens)
-        if spec.position_embedding is not None:
-            hidden = hidden + spec.position_embedding.index_select(0, positions + spec.position_offset)
-        return hidden
-
     def _bind(self) -> None:
         """Take the weights' addresses; steps captured with others are of no use."""
-        self._decoder = DenseDecoder(self._spec.layers, self._spec.head, self._hidden_of)
+        self._decoder = DenseDecoder(self._spec)
         for cache in self._users:
             cache.graphs.clear()
 

@@ -1,4 +1,4 @@
-"""A decoder's forward over token rows, with nothing between the kernels but two buffers.
+"""A decoder's forward over token rows, with nothing between the kernels but what they pass on.
 
 A step is a list of tokens, each with its slot (sequence) and position; prompts and generated tokens are alike. Rows
 come sorted by falling depth, so that the rows of a layer are the first ones: a layer reads its weights once for exactly
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.quantize import Quantization
-from skipdecode.engine.kernels.spec import StackInput
+from skipdecode.engine.kernels.spec import ModelSpec, StackInput
 from skipdecode.engine.kv import KV, PagedKV
-from skipdecode.engine.model_spec import ModelSpec, read_model, weights_of
+from skipdecode.engine.model_spec import read_model, weights_of
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -153,7 +153,6 @@ class NativeModel(FastModel):
         self.quantization = quantization
         self._quantized = None if quantization is None else QuantizedWeights(quantization)
         self._kernels = kernels
-        self._rows = 0
         if quantization is None:
             move_into_one_block(model)
         super().__init__(model)
@@ -167,9 +166,6 @@ class NativeModel(FastModel):
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
         """See `FastModel`."""
         count = len(rows.tokens)
-        if count > self._rows:
-            self._hidden = torch.empty(count, self._spec.embedding.shape[1])
-            self._rows = count
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
@@ -187,13 +183,7 @@ class NativeModel(FastModel):
         return spec if self._quantized is None else self._quantized.apply(spec)
 
     def _embed(self, rows: TokenRows) -> Tensor:
-        spec = self._spec
-        hidden = self._hidden[: len(rows.tokens)]
-        hidden.copy_(spec.embedding.index_select(0, torch.tensor(rows.tokens)))
-        if spec.position_embedding is not None:
-            at = torch.tensor(rows.positions) + spec.position_offset
-            hidden += spec.position_embedding.index_select(0, at)
-        return hidden
+        return self._spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
 
     def _bind(self) -> None:
         self._stack = self._kernels.stack(self._spec.layers)

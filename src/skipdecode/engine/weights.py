@@ -19,8 +19,8 @@ from torch import Tensor
 from skipdecode.common.allocator import return_freed_memory
 from skipdecode.engine.kernels.memory import Arena
 from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, quantize
-from skipdecode.engine.kernels.spec import LayerSpec, LinearSpec
-from skipdecode.engine.model_spec import ModelSpec, read_model, weights_of
+from skipdecode.engine.kernels.spec import LayerSpec, LinearSpec, ModelSpec
+from skipdecode.engine.model_spec import read_model, weights_of
 
 __all__ = ["QuantizedWeights", "move_into_one_block"]
 

@@ -9,7 +9,6 @@ and all it reads and leaves lies in tensors that stay: it can be captured as a C
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.engine.kernels.quantize import QuantizedWeight
-from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec
 from skipdecode.engine.kernels.static_cache import StaticCache
 
 __all__ = ["DenseDecoder", "Segment"]
@@ -45,23 +44,12 @@ class Segment(NamedTuple):
     start: int
 
 
-@dataclass(frozen=True)
 class DenseDecoder:
-    """A decoder's layers and head.
+    """A decoder's forwards."""
 
-    Parameters
-    ----------
-    layers : list of LayerSpec
-        First to last.
-    head : LinearSpec
-        Final norm and output embedding.
-    embed : callable
-        Hidden states (rows, hidden), new ones, of tokens and positions (rows,).
-    """
-
-    layers: list[LayerSpec]
-    head: LinearSpec
-    embed: Callable[[Tensor, Tensor], Tensor]
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._dtype = spec.embedding.dtype
 
     def step(self, cache: StaticCache, rows: int, length: int, ran: Sequence[int]) -> None:
         """One token on each of the first `rows` places, through the layers `ran`; leaves `cache.logits`.
@@ -78,11 +66,12 @@ class DenseDecoder:
             Layers, ascending.
         """
         tokens, positions, columns = cache.inputs[:rows].unbind(1)
-        x = self.embed(tokens, positions)
-        rotation = _rotation_at(self.layers[0].attention, positions, x.dtype)
+        layers = self._spec.layers
+        x = self._spec.embed(tokens, positions, self._dtype)
+        rotation = _rotation_at(layers[0].attention, positions, x.dtype)
         masks = {
             window: _additive_mask(positions, length, window, x.dtype)
-            for window in {self.layers[index].attention.window for index in ran}
+            for window in {layers[index].attention.window for index in ran}
         }
 
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
@@ -102,8 +91,8 @@ class DenseDecoder:
             return y.reshape(rows, -1)
 
         for index in ran:
-            _run_layer(self.layers[index], index, x, attend, cache.active[index, :rows])
-        cache.logits[:rows].copy_(_linear(self.head, x))
+            _run_layer(layers[index], index, x, attend, cache.active[index, :rows])
+        cache.logits[:rows].copy_(_linear(self._spec.head, x))
 
     def prompts(
         self,
@@ -129,8 +118,9 @@ class DenseDecoder:
         counts : list of int
             For each layer: the number of rows, from the first, that run it; whole segments.
         """
-        x = self.embed(tokens, positions)
-        rotation = _rotation_at(self.layers[0].attention, positions, x.dtype)
+        layers = self._spec.layers
+        x = self._spec.embed(tokens, positions, self._dtype)
+        rotation = _rotation_at(layers[0].attention, positions, x.dtype)
 
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
             n = qkv.shape[0]
@@ -142,11 +132,11 @@ class DenseDecoder:
                 parts.append(_attend_segment(layer.attention, cache.kv[index, :, segment.place], segment.start, *mine))
             return torch.cat(parts)
 
-        for index, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
+        for index, (layer, count) in enumerate(zip(layers, counts, strict=True)):
             if count:
                 _run_layer(layer, index, x[:count], attend)
         x = x.index_select(0, wanted)
-        return _linear(self.head, x)
+        return _linear(self._spec.head, x)
 
 
 def _run_layer(layer: LayerSpec, index: int, x: Tensor, attend: _Attend, active: Tensor | None = None) -> None:

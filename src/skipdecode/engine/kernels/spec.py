@@ -14,6 +14,7 @@ __all__ = [
     "AttentionSpec",
     "LayerSpec",
     "LinearSpec",
+    "ModelSpec",
     "Prologue",
     "StackInput",
 ]
@@ -92,6 +93,41 @@ class LayerSpec:
     out: LinearSpec
     mlp_in: LinearSpec
     mlp_out: LinearSpec
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder.
+
+    Parameters
+    ----------
+    layers : list of LayerSpec
+        First to last.
+    head : LinearSpec
+        Final norm and output embedding.
+    embedding : torch.Tensor
+        (vocabulary, hidden).
+    position_embedding : torch.Tensor, optional
+        (positions + offset, hidden): learned positions.
+    position_offset : int
+        Row of position 0.
+    max_positions : int, optional
+        Most positions, where learned.
+    """
+
+    layers: list[LayerSpec]
+    head: LinearSpec
+    embedding: torch.Tensor
+    position_embedding: torch.Tensor | None = None
+    position_offset: int = 0
+    max_positions: int | None = None
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Hidden states (rows, hidden), new ones, of tokens (rows,) at positions (rows,)."""
+        hidden = self.embedding.index_select(0, tokens).to(dtype)
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding.index_select(0, positions + self.position_offset)
+        return hidden
 
 
 class StackInput(NamedTuple):
