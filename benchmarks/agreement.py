@@ -31,6 +31,7 @@ from skipdecode.common.environment import environment
 from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.prompts import encode_prompt
@@ -106,7 +107,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(options.model, dtype=options.dtype)
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else unwrap(loaded.model)
     precise = copy.deepcopy(model).float()
-    task, fast = load_task("e2e"), FastModel(model)
+    task, fast = load_task("e2e"), open_model(model)
     records = load_records(task, str(options.data)).limited(options.records).items
     prompts = [encode_prompt(task, record, loaded.tokenizer) for record in records]
     ends = end_tokens(model, loaded.tokenizer)

@@ -37,16 +37,8 @@ class Registry:
         return iter(self._targets)
 
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of registration."""
+        """All names, in the order given."""
         return tuple(self._targets)
-
-    def register(self, name: str, target: str) -> None:
-        """Add a name, for code outside this package; refuses a name that is taken."""
-        if name in self._targets:
-            raise UsageError(f"the {self.kind} {name!r} is registered already; choose another name")
-        if ":" not in target:
-            raise UsageError(f"the target {target!r} of {self.kind} {name!r} must read 'package.module:attribute'")
-        self._targets[name] = target
 
     def check(self, name: object) -> str:
         """`name` if it is known.
