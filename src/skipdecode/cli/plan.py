@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from skipdecode.cli.options.engine import EngineOptions
@@ -21,8 +21,8 @@ from skipdecode.common.files import write_whole
 from skipdecode.errors import UsageError
 from skipdecode.performance.solve import assess, solve, why_flat
 from skipdecode.schedule import Schedule
-from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
+from skipdecode.schedule.order import top_down
 
 if TYPE_CHECKING:
     from skipdecode.performance.cost import CostModel, Use
@@ -136,7 +136,7 @@ def _tokens(config: Config) -> int:
 
 def _schedule(config: Config, cost: CostModel) -> Schedule:
     layers, warmup = cost.num_layers, config.warmup_layers
-    order = layer_order.top_down(layers, warmup) if config.order == "top-down" else None
+    order = top_down(layers, warmup) if config.order == "top-down" else None
     if config.target_speedup is not None:
         schedule = _solved(config, cost, _use(config), order)
     elif config.nominal_speedup is not None:
@@ -159,7 +159,7 @@ def _schedule(config: Config, cost: CostModel) -> Schedule:
         )
     if config.order == "even":
         # The order aims at the least budget, which is known only now; which layers run does not change the cost.
-        return replace(schedule, drop_order=layer_order.evenly_spaced(layers, schedule.budgets[-1], warmup))
+        return schedule.reordered("even")
     return schedule
 
 

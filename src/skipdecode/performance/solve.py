@@ -71,11 +71,15 @@ def solve(
     order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
     least = max(1, cost.num_layers - len(order))
     tokens = seq_len + 1 if new_tokens is None else new_tokens
+    decay, positions = (0.0, 1) if use == "continuous" else (spread, seq_len)
     label = name or f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
 
     def schedule_of(mean: float) -> Schedule:
-        decay = 0.0 if use == "continuous" else spread
-        budgets = _linear(mean, decay, least, cost.num_layers, 1 if use == "continuous" else seq_len)
+        first = max(least, min(cost.num_layers, mean * (1 + decay)))
+        last = max(least, min(first, 2 * mean - first))
+        if positions == 1:
+            first = last = (first + last) / 2
+        budgets = layer_order.linear(first, last, positions)
         return Schedule(cost.num_layers, order, budgets, warmup_layers, prompt, label)
 
     def reaches(schedule: Schedule) -> bool:
@@ -119,15 +123,6 @@ def _check(target_speedup: float, spread: float, seq_len: int) -> None:
         raise TargetError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
     if seq_len < 1:
         raise TargetError(f"seq_len={seq_len} is not accepted: give 1 or more positions")
-
-
-def _linear(mean: float, spread: float, least: int, most: int, seq_len: int) -> tuple[int, ...]:
-    """Linear decay around `mean` over `seq_len` positions, clipped to `least` … `most`."""
-    first = max(least, min(most, mean * (1 + spread)))
-    last = max(least, min(first, 2 * mean - first))
-    if seq_len == 1:
-        return (_rounded((first + last) / 2),)
-    return tuple(_rounded(first - (first - last) * i / (seq_len - 1)) for i in range(seq_len))
 
 
 def _rounded(value: float) -> int:

@@ -9,8 +9,7 @@ from skipdecode.cli.options.option import option
 from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.methods import METHODS
-from skipdecode.schedule import Schedule
-from skipdecode.schedule.published import ORDER_OF_ITS_OWN, SCHEDULES, Budget, build_schedule
+from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MethodOptions", "check_method_options", "choose_method", "each_method"]
 
 _OTHERS = tuple(name for name in METHODS if name != "schedule")
-_SCHEDULES = tuple(name for name in SCHEDULES if name not in _OTHERS)
+_SCHEDULES = tuple(name for name in PUBLISHED if name not in _OTHERS)
 _TAKE_ORDER = tuple(name for name in _SCHEDULES if name not in ORDER_OF_ITS_OWN)
 _ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
 
@@ -168,7 +167,8 @@ def choose_method(
 def _built(options: MethodOptions, num_layers: int, default_seq_len: int) -> tuple[Schedule, int]:
     seq_len = default_seq_len if options.seq_len is None else options.seq_len
     order = None if options.drop_order is None else read_schedule(options.drop_order).drop_order
-    budget = Budget(
-        num_layers, options.nominal_speedup or 1.0, seq_len, warmup_layers=options.warmup_layers, drop_order=order
+    method, speedup = options.method or "skipdecode", options.nominal_speedup or 1.0
+    schedule = Schedule.published(
+        method, num_layers, speedup, seq_len, warmup_layers=options.warmup_layers, drop_order=order
     )
-    return build_schedule(options.method or "skipdecode", budget), seq_len
+    return schedule, seq_len
