@@ -160,9 +160,7 @@ def linear(most: float, least: float, seq_len: int) -> tuple[int, ...]:
     """Whole numbers from `most` at position 0 to `least` at position seq_len - 1, halves up; `least` holds after it."""
     if seq_len == 1:
         return tuple(math.floor(value + 0.5) for value in dict.fromkeys((most, least)))
-    steps = seq_len - 1
-    # Exact for whole numbers.
-    return tuple(int((2 * (most * steps - (most - least) * i) + steps) // (2 * steps)) for i in range(seq_len))
+    return tuple(math.floor(most - (most - least) * i / (seq_len - 1) + 0.5) for i in range(seq_len))
 
 
 def least_budget(num_layers: int, warmup_layers: int) -> int:
