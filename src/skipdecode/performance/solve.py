@@ -42,25 +42,17 @@ def solve(
     cost : CostModel
         What a step costs, at the batch size to plan for.
     target_speedup : float
-        Wall-clock speed-up over full depth, 1 or more.
+        Wall-clock speed-up over full depth, 1 or more. Prompts are not part of the decode phase.
     seq_len : int
         Generation positions over which the budgets fall.
     use : {"lockstep", "continuous"}
         Rows start together, or have ages of their own.
-    warmup_layers : int
-        First layers that always run.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
         Default: bottom up. Layers that it does not list always run.
-    prompt : {"full", "max_exit"}
-        Depth of prompt tokens; they are not part of the decode phase.
-    prompt_len : int
-        Prompt tokens of a row.
     new_tokens : int, optional
         Generated tokens of a row. Default: `seq_len` + 1, whose `seq_len` steps run each position once.
-    name : str, optional
-        The schedule's name.
 
     Raises
     ------
