@@ -27,7 +27,7 @@ from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import RUN_FILE, Run, load_run
-from skipdecode.schedule.names import curve_name
+from skipdecode.schedule import curve_name
 
 NEEDED = ("bleu", "rougeL", "bertscore_f1")
 

@@ -17,8 +17,8 @@ from checkpoints import byte_tokenizer
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.serving.auth import KeyRing
-from skipdecode.serving.limits import Limits
-from skipdecode.serving.server import Binding, make_server
+from skipdecode.serving.limits import Binding, Limits
+from skipdecode.serving.server import make_server
 from skipdecode.serving.service import Service, open_service
 from tiny import LAYERS, tiny_model
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.calibration import curve as curve_module
-from skipdecode.calibration.baselines import deepest_flat, paper_within
 from skipdecode.calibration.curve import best_curve, best_flat
-from skipdecode.calibration.goal import set_goal
+from skipdecode.calibration.goal import deepest_flat, paper_within, set_goal
 from skipdecode.calibration.greedy import greedy_order, greedy_trials
 from skipdecode.calibration.settings import Settings
 from skipdecode.calibration.store import MeasurementStore

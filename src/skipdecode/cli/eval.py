@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
 from skipdecode.cli.options.records import recorded_prompt
+from skipdecode.common.options import option
 from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.evaluation.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +43,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MethodOptions, ModelOptions, EngineOptions):
+class Config(Settings, MethodOptions, ModelOptions, EngineOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
@@ -67,26 +67,17 @@ class Config(MethodOptions, ModelOptions, EngineOptions):
     bertscore_model: str = option(
         "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
     )
-    bertscore_layers: int | None = option("its layer that is compared (default: bert_score's table)", default=None)
+    bertscore_layers: int | None = option(
+        "its layer that is compared (default: bert_score's table)", default=None, least=1
+    )
     bad_records: str = option(
         "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
         "skip them and say which",
         default="refuse",
         choices=("refuse", "skip"),
     )
-    limit: int | None = option("only the first N records", default=None)
-    batch_size: int = option("rows decoded together, also at full depth", default=16)
-    max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None)
+    limit: int | None = option("only the first N records", default=None, least=1)
     chat: bool = option("put prompts into the model's chat template", default=False)
-    full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
-    teacher_forced: bool = option(
-        "also the loss on references, and top-1 agreement and KL along full depth's outputs; takes about as long as "
-        "generating them",
-        default=True,
-    )
-    resamples: int = option("draws of the bootstrap", default=1000)
-    seed: int = option("of the bootstrap; decoding is greedy", default=0)
-    samples: int = option("outputs kept in run.json for readers", default=8)
     compare: tuple[str, ...] = option("runs (run.json or its directory) to compare with the first of them", default=())
     report: str | None = option("file for an HTML report of this run, or of the runs of --compare", default=None)
     json: bool = option("print one JSON document instead of tables", default=False)
@@ -142,23 +133,11 @@ def _evaluate(config: Config) -> int:
     from skipdecode.evaluation.metrics import METRICS
     from skipdecode.evaluation.records import load_records
     from skipdecode.evaluation.results import check_directory
-    from skipdecode.evaluation.settings import Settings
     from skipdecode.evaluation.tasks import load_task
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
-    if config.limit is not None and config.limit < 1:
-        raise UsageError(f"--limit {config.limit} is not accepted: give 1 or more")
-    settings = Settings(
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        full_depth=config.full_depth,
-        teacher_forced=config.teacher_forced,
-        resamples=config.resamples,
-        seed=config.seed,
-        samples=config.samples,
-    )
     task = load_task(config.task)
     task = replace(task, chat=task.chat or config.chat)
     directory = Path(config.out or "")
@@ -169,7 +148,7 @@ def _evaluate(config: Config) -> int:
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
     note_left_out(records.skipped)
     metrics = _metrics(config, task)
-    _show(config, _runs(config, each, settings, task, records, metrics, directory), ())
+    _show(config, _runs(config, each, task, records, metrics, directory), ())
     return 0
 
 
@@ -183,7 +162,6 @@ def _metrics(config: Config, task: Task) -> list[Metric]:
 def _runs(
     config: Config,
     each: Sequence[Config],
-    settings: Any,
     task: Task,
     records: Records,
     metrics: Sequence[Metric],
@@ -240,7 +218,7 @@ def _runs(
         task,
         records,
         metrics,
-        settings,
+        config.part(Settings),
         out=directory,
         config=about,
         overwrite=config.overwrite,

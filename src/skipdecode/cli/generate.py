@@ -16,15 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options.engine import EngineOptions
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
-from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
-from skipdecode.cli.options.threads import ThreadOptions
+from skipdecode.cli.options import (
+    EngineOptions,
+    ModelOptions,
+    ScheduleOptions,
+    ThreadOptions,
+    check_schedule_options,
+    choose_schedule,
+)
+from skipdecode.common.options import option
 from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.cli.options.schedule import ScheduleChoice
+    from skipdecode.cli.options import ScheduleChoice
     from skipdecode.data.output import RowWriter
     from skipdecode.data.report import BadRows
     from skipdecode.data.run import Job
@@ -77,7 +81,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     system: str | None = option("system message in front of every chat; implies --chat", default=None)
     include_prompt: bool = option("repeat the prompt in the output row", default=False)
     max_new_tokens: int = option("most new tokens a row", default=128)
-    batch_size: int = option("rows decoded together", default=8)
+    batch_size: int = option("rows decoded together", default=8, least=1)
     temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0)
     top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0)
     top_p: float = option("sample from the likeliest tokens that together have this probability", default=1.0)
@@ -133,9 +137,6 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
     if config.prompts and config.field is not None:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
-    config.check_threads()
-    if config.batch_size < 1:
-        raise UsageError(f"--batch-size {config.batch_size} is not accepted: give 1 or more")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
     if config.max_new_tokens < 1:

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options.option import option
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, read_examples
-from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.common.environment import environment
+from skipdecode.common.options import option
 from skipdecode.errors import MissingExtraError, OutputError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -56,9 +56,10 @@ class Config(TuneConfig, RecordOptions, ScheduleOptions):
     seq_len: int | None = option(
         "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the responses' lengths)",
         default=None,
+        least=1,
     )
-    train_records: int | None = option("only the first N lines of --train", default=None)
-    dev_records: int | None = option("only the first N lines of --dev", default=256)
+    train_records: int | None = option("only the first N lines of --train", default=None, least=1)
+    dev_records: int | None = option("only the first N lines of --dev", default=256, least=1)
 
 
 def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -84,9 +85,6 @@ def run(config: Config) -> int:
     for name in ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
-    for name in ("train_records", "dev_records"):
-        if (count := getattr(config, name)) is not None and count < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {count} is not accepted: give 1 or more")
     check_schedule_options(config)
     out = Path(config.out)
     _check_out(out, config.resume)

@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.sources import Source, of_kind
-from skipdecode.schedule.names import curve_name
+from skipdecode.schedule import curve_name
 
 __all__ = ["HEADLINE", "METRIC_NAMES", "Bounded", "Outcome", "by_data", "outcomes_of"]
 

@@ -12,7 +12,7 @@ from skipdecode.evaluation.results import Run
 from skipdecode.reporting.outcomes import HEADLINE, METRIC_NAMES
 from skipdecode.reporting.page import Details, Output, Picture, Sample, Section
 from skipdecode.reporting.plots import Point, Series, line_figure
-from skipdecode.schedule.names import curve_name
+from skipdecode.schedule import curve_name
 
 __all__ = ["length_sections", "sample_sections", "settings_section"]
 

@@ -7,47 +7,24 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass
 
 import uvicorn
 
 from skipdecode.errors import UsageError
 from skipdecode.serving.app import create_app
 from skipdecode.serving.auth import KeyRing
+from skipdecode.serving.limits import Binding
 from skipdecode.serving.logs import log_config
 from skipdecode.serving.service import Service
 from skipdecode.serving.worker import Worker
 
-__all__ = ["Binding", "is_loopback", "make_server", "open_socket", "run_server"]
+__all__ = ["is_loopback", "make_server", "open_socket", "run_server"]
 
 _UNREAD_SECONDS = 60
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 # Between its kernels the model's thread needs the interpreter's lock. While the event loop writes to its streams, the
 # thread would wait for up to 5 ms, Python's default.
 _SWITCH_SECONDS = 0.00005
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Where and how the server listens.
-
-    Parameters
-    ----------
-    host, port
-        Address; port 0 takes a free one.
-    drain_seconds : float
-        How long running requests may go on after a signal.
-    max_connections : int
-        Open connections; beyond that new ones are answered with 503.
-    log_level : str
-        Of the logs.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain_seconds: float = 30.0
-    max_connections: int = 1024
-    log_level: str = "info"
 
 
 def is_loopback(host: str) -> bool:

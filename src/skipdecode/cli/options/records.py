@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options.option import option
+from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def _with_breaks(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """Base of a verb's `Config`."""
+class RecordOptions(Options):
+    """What prompt and response of a record are."""
 
     task: str | None = option(
         "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it", default=None
@@ -42,7 +42,9 @@ class RecordOptions:
         default="refuse",
         choices=("refuse", "skip"),
     )
-    max_length: int | None = option("most tokens of prompt and response (default: the model's context)", default=None)
+    max_length: int | None = option(
+        "most tokens of prompt and response (default: the model's context)", default=None, least=1
+    )
 
 
 def make_template(options: RecordOptions) -> Template:
