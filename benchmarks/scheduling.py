@@ -31,12 +31,12 @@ import torch
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
+from skipdecode.data.prompts import encode_prompts
+from skipdecode.data.source import Records, load_records
+from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.opening import end_tokens, open_fast
-from skipdecode.evaluation.prompts import encode_prompt
-from skipdecode.evaluation.records import load_records
-from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.batch_cost import BatchCost
 from skipdecode.performance.cost_probe import CostProbe
@@ -62,8 +62,8 @@ def load(options: argparse.Namespace) -> Job:
     task = load_task("e2e")
     if options.data:
         records = itertools.chain.from_iterable(load_records(task, str(path)).items for path in options.data)
-        chosen = itertools.islice(records, options.requests)
-        prompts = [encode_prompt(task, record, loaded.tokenizer) for record in chosen]
+        chosen = Records(tuple(itertools.islice(records, options.requests)))
+        _, prompts = encode_prompts(task.template(), chosen, loaded.tokenizer)
     else:
         texts = [task.prompt.replace("{mr}", mr) for mr in itertools.islice(_made_up(), options.requests)]
         prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]

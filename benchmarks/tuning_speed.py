@@ -22,7 +22,7 @@ from tqdm import tqdm
 from skipdecode import Schedule, attach
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.environment import environment
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.performance.bench.geometries import GEOMETRIES, build
 from skipdecode.tuning.adapters import add_lora, make_optimizer
 from skipdecode.tuning.arithmetic import make_accelerator

@@ -8,14 +8,15 @@ from typing import Any
 
 from checkpoints import byte_tokenizer, save_tiny_encoder
 from skipdecode import Schedule
+from skipdecode.data.records import Record
+from skipdecode.data.source import Records
+from skipdecode.data.tasks import Task
 from skipdecode.evaluation.methods.base import Generation, Method
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import MetricOptions, make_metrics
-from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.settings import Settings, Subject
-from skipdecode.evaluation.tasks import Task
 from tiny import LAYERS, tiny_model
 
 WORDS = [
@@ -73,7 +74,7 @@ def quality_runs(place: Path) -> dict[str, Run]:
     encoder = place / "encoder"
     save_tiny_encoder(encoder, REFERENCES)
     metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
-    records = Records(tuple(Record(f"r{i}", {"text": str(i)}, (text,)) for i, text in enumerate(REFERENCES)), ())
+    records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
     subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2})
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = Settings(batch_size=3, resamples=50)

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import GroupedBatches, collate

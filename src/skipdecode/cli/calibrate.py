@@ -29,7 +29,7 @@ from skipdecode.performance.cost import CostModel
 if TYPE_CHECKING:
     from skipdecode.calibration.goal import Goal
     from skipdecode.calibration.run import Calibration
-    from skipdecode.data.examples import Example
+    from skipdecode.data.prompts import Example
     from skipdecode.models.attach import Attachment
     from skipdecode.models.loading.hub import LoadedModel
 
@@ -60,10 +60,6 @@ def run(config: Config) -> int:
     """Calibrate, write and print."""
     out = Path(config.out)
     _check(config, out)
-    try:
-        import skipdecode.data.examples  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("calibration", "tune") from None
     cost = _cost(config) if config.target_speedup is not None and config.cost is not None else None
     make_template(config)  # refuses before a model is loaded
     loaded = _load(config)
@@ -128,7 +124,7 @@ def _load(config: Config) -> LoadedModel:
 
 def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    from skipdecode.data.examples import reject_summary
+    from skipdecode.data.records import reject_summary
 
     examples, rejects = read_examples(config, Path(config.data), loaded.model, loaded.tokenizer)
     if rejects:
@@ -171,9 +167,8 @@ def _measure(
     from tqdm import tqdm
 
     from skipdecode.calibration.influence import block_influence
-    from skipdecode.calibration.meter import LossMeter, identity_of
+    from skipdecode.calibration.meter import LossMeter, MeasurementStore, identity_of
     from skipdecode.calibration.run import calibrate, trials
-    from skipdecode.calibration.store import MeasurementStore
     from skipdecode.models.attach import attach
     from skipdecode.schedule import Schedule
 

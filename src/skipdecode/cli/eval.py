@@ -31,12 +31,12 @@ from skipdecode.evaluation.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from skipdecode.data.source import Records
+    from skipdecode.data.tasks import Task
     from skipdecode.evaluation.compare import Pair
     from skipdecode.evaluation.methods.base import Method
     from skipdecode.evaluation.metrics import Metric
-    from skipdecode.evaluation.records import Records
     from skipdecode.evaluation.results import Run
-    from skipdecode.evaluation.tasks import Task
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
@@ -129,20 +129,19 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 
 def _evaluate(config: Config) -> int:
     from skipdecode.cli.eval_progress import note_left_out
-    from skipdecode.evaluation.kept import unfinished
+    from skipdecode.data.source import load_records
+    from skipdecode.data.tasks import load_task
     from skipdecode.evaluation.metrics import METRICS
-    from skipdecode.evaluation.records import load_records
-    from skipdecode.evaluation.results import check_directory
-    from skipdecode.evaluation.tasks import load_task
+    from skipdecode.evaluation.results import Unfinished, check_directory
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
-    task = load_task(config.task)
+    task = load_task(config.task, METRICS.check)
     task = replace(task, chat=task.chat or config.chat)
     directory = Path(config.out or "")
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
-    check_directory(directory, overwrite=config.overwrite or unfinished(directory))
+    check_directory(directory, overwrite=config.overwrite or Unfinished.is_in(directory))
     for metric in config.metrics:
         METRICS.check(metric)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
@@ -170,9 +169,8 @@ def _runs(
     from skipdecode.cli.eval_progress import Bars
     from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
-    from skipdecode.evaluation.kept import unfinished
     from skipdecode.evaluation.methods.scheduled import on_engine
-    from skipdecode.evaluation.results import check_directory
+    from skipdecode.evaluation.results import Unfinished, check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
     from skipdecode.models.families import decoder_layers, unwrap
@@ -190,7 +188,7 @@ def _runs(
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        check_directory(place, overwrite=config.overwrite or unfinished(directory))
+        check_directory(place, overwrite=config.overwrite or Unfinished.is_in(directory))
         methods[place] = method
     bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note, config.weights)
     _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))

@@ -31,7 +31,7 @@ from skipdecode.tuning.recipe import (
 )
 
 if TYPE_CHECKING:
-    from skipdecode.data.examples import Example
+    from skipdecode.data.prompts import Example
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.tuning.trainer import TuneResult
 
@@ -150,7 +150,7 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
-    from skipdecode.data.examples import reject_summary
+    from skipdecode.data.records import reject_summary
 
     limit = config.train_records if name == "train" else config.dev_records
     examples, rejects = read_examples(config, Path(getattr(config, name)), loaded.model, loaded.tokenizer, limit)

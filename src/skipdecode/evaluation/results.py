@@ -1,14 +1,16 @@
 """A run as data: ``run.json`` (what was run, scores, speed, buckets, samples) and ``outputs.jsonl`` (a line a record).
 
-Tables, comparisons and reports are made from these two files alone.
+Tables, comparisons and reports are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
+what is done, so that a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.journal import Journal, is_begun
+from skipdecode.common.jsonl import json_line
 from skipdecode.errors import DataError, OutputError
+from skipdecode.evaluation.methods.base import Generation
 
-__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "check_directory", "load_run", "save_run"]
+__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "Unfinished", "check_directory", "load_run", "save_run"]
 
 FORMAT = 1
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
+_UNFINISHED = "unfinished.jsonl"
+_SAVED = "saved"
 _NEEDED = ("format", "name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
 
 
@@ -129,3 +136,71 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
     write_whole(directory / OUTPUTS_FILE, lines)
     write_whole(directory / RUN_FILE, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     return Run(directory / RUN_FILE, data)
+
+
+class Unfinished:
+    """The journal of a run that is not saved yet: its batches with every method's generation, the methods saved.
+
+    Under other settings the file starts anew: what it holds belongs to another run.
+
+    Parameters
+    ----------
+    directory : Path
+        The run's directory.
+    about : mapping
+        JSON-ready; all that the outputs depend on.
+    """
+
+    def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
+        self._batches: dict[int, list[Generation]] = {}
+        self._saved: dict[str, Any] = {}
+        self._journal = Journal(
+            directory / _UNFINISHED, "evaluation", _digest(about), parse=json.loads, take=self._take,
+            pieces="finished batches", remedy="give --overwrite", restart=not self.goes_on(directory, about),
+        )  # fmt: skip
+
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Whether some run was begun in the directory and not finished."""
+        return (directory / _UNFINISHED).exists()
+
+    @staticmethod
+    def goes_on(directory: Path, about: Mapping[str, Any]) -> bool:
+        """Whether this very run was begun in the directory and not finished."""
+        return is_begun(directory / _UNFINISHED, "evaluation", _digest(about))
+
+    def get(self, batch: int) -> list[Generation] | None:
+        """The generations of a finished batch, by its number."""
+        return self._batches.get(batch)
+
+    def put(self, batch: int, generations: list[Generation]) -> None:
+        """Keep a batch; raises OutputError if it cannot be written."""
+        self._journal.append(json_line([batch, [asdict(g) for g in generations]]))
+
+    def saved(self, place: str) -> Any:
+        """What `put_saved` was told of the results in a directory; None if they are not this run's."""
+        return self._saved.get(place)
+
+    def put_saved(self, place: str, scored_with: Any) -> None:
+        """Keep that a method's results are saved in a directory, and with what they were scored (JSON-ready)."""
+        self._journal.append(json_line([_SAVED, place, scored_with]))
+
+    def remove(self) -> None:
+        """The run is saved: nothing needs to be kept."""
+        self._journal.remove()
+
+    def close(self) -> None:
+        """Keep what is there; may be called twice."""
+        self._journal.close()
+
+    def _take(self, piece: list[Any]) -> None:
+        first, *rest = piece
+        if first == _SAVED:
+            place, self._saved[place] = rest
+        else:
+            self._batches[first] = [Generation(**g) for g in rest[0]]
+
+
+def _digest(about: Mapping[str, Any]) -> dict[str, str]:
+    """All of it would be as long as the prompts."""
+    return {"sha256": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.files import copy_files
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError, MissingExtraError
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
