@@ -24,7 +24,7 @@ from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.serving.limits import Limits
+    from skipdecode.serving.limits import ServerLimits
     from skipdecode.serving.service import Service
 
 __all__ = ["Config", "run"]
@@ -77,10 +77,10 @@ def run(config: Config) -> int:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.data.report import note
-    from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
+    from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import Binding, is_loopback, open_socket, run_server
 
-    keys = KeyRing.read(config.api_keys)
+    keys = ApiKeys.read(config.api_keys)
     binding = Binding(config.host, config.port, config.drain_seconds, config.max_connections, config.log_level)
     # Before the model, which takes a while to load.
     listening = open_socket(binding)
@@ -129,10 +129,10 @@ def _name(config: Config) -> str:
     return config.name or Path(config.model).name or config.model
 
 
-def _limits(config: Config) -> Limits:
-    from skipdecode.serving.limits import Limits
+def _limits(config: Config) -> ServerLimits:
+    from skipdecode.serving.limits import ServerLimits
 
-    return Limits(
+    return ServerLimits(
         max_rows=config.max_rows,
         max_waiting=config.max_waiting,
         max_choices=config.max_choices,

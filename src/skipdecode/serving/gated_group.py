@@ -1,29 +1,22 @@
-"""The lane of models without a fast path: waves through transformers, one schedule at a time."""
+"""The group of models without a fast path: waves through transformers, one schedule at a time."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.requests import Request, StepOutput
+from skipdecode.engine.requests import StepOutput
 from skipdecode.schedule import Schedule
 from skipdecode.serving.groups import KvSize
+from skipdecode.serving.request_state import Choice
 
-__all__ = ["GatedLane"]
-
-T = TypeVar("T")
-
-
-class _Waiting(NamedTuple, Generic[T]):
-    row: T
-    request: Request
-    schedule: Schedule
+__all__ = ["GatedGroup"]
 
 
-class GatedLane(Generic[T]):
-    """A lane on `skipdecode.engine.GatedEngine`. Rows that come while a wave runs wait for its end.
+class GatedGroup:
+    """A group on `skipdecode.engine.GatedEngine`. Rows that come while a wave runs wait for its end.
 
     Parameters
     ----------
@@ -37,8 +30,8 @@ class GatedLane(Generic[T]):
         self._model = model
         self._max_rows = max_rows
         self._kv_size = kv_size
-        self._waiting: deque[_Waiting[T]] = deque()
-        self._wave: dict[int, T] = {}
+        self._waiting: deque[Choice] = deque()
+        self._wave: dict[int, Choice] = {}
         self._tokens: dict[int, int] = {}
         self._held: dict[int, int] = {}
         self._engine: GatedEngine | None = None
@@ -46,34 +39,34 @@ class GatedLane(Generic[T]):
 
     @property
     def rows(self) -> int:
-        """See `Lane`."""
+        """See `Group`."""
         return len(self._waiting) + len(self._wave)
 
     @property
     def kv_bytes(self) -> int:
-        """See `Lane`."""
+        """See `Group`."""
         return sum(self._held.values())
 
     def takes(self, schedule: Schedule) -> bool:
-        """See `Lane`: any schedule."""
+        """See `Group`: any schedule."""
         return True
 
-    def submit(self, row: T, request: Request, schedule: Schedule) -> None:
-        """See `Lane`."""
-        self._waiting.append(_Waiting(row, request, schedule))
+    def submit(self, choice: Choice) -> None:
+        """See `Group`."""
+        self._waiting.append(choice)
 
-    def cancel(self, row: T) -> None:
-        """See `Lane`."""
-        self._waiting = deque(w for w in self._waiting if w.row is not row)
-        for number in [n for n, r in self._wave.items() if r is row]:
+    def cancel(self, choice: Choice) -> None:
+        """See `Group`."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting is not choice)
+        for number in [number for number, row in self._wave.items() if row is choice]:
             if self._engine is not None:
                 self._engine.cancel(number)
             self._leave(number)
         if not self._wave:
             self._end_wave()
 
-    def step(self) -> list[tuple[T, StepOutput]]:
-        """See `Lane`."""
+    def step(self) -> list[tuple[Choice, StepOutput]]:
+        """See `Group`."""
         if not self._wave:
             self._begin_wave()
         outputs = []
@@ -89,9 +82,9 @@ class GatedLane(Generic[T]):
             self._end_wave()
         return outputs
 
-    def reset(self) -> list[T]:
-        """See `Lane`."""
-        rows = [w.row for w in self._waiting] + list(self._wave.values())
+    def reset(self) -> list[Choice]:
+        """See `Group`."""
+        rows = [*self._waiting, *self._wave.values()]
         self._waiting.clear()
         for number in list(self._wave):
             self._leave(number)
@@ -101,14 +94,14 @@ class GatedLane(Generic[T]):
     def _begin_wave(self) -> None:
         if not self._waiting:
             return
-        schedule = self._waiting[0].schedule
-        chosen = [w for w in self._waiting if w.schedule == schedule][: self._max_rows]
-        for waiting in chosen:
-            self._waiting.remove(waiting)
-        self._wave = {number: waiting.row for number, waiting in enumerate(chosen)}
-        self._tokens = {number: len(waiting.request.prompt) for number, waiting in enumerate(chosen)}
+        schedule = self._waiting[0].state.schedule.schedule
+        chosen = [choice for choice in self._waiting if choice.state.schedule.schedule == schedule][: self._max_rows]
+        for choice in chosen:
+            self._waiting.remove(choice)
+        self._wave = dict(enumerate(chosen))
+        self._tokens = {number: len(choice.request.prompt) for number, choice in enumerate(chosen)}
         self._engine = GatedEngine(self._model, schedule, max_rows=len(chosen))
-        self._outputs = self._engine.run([waiting.request for waiting in chosen])
+        self._outputs = self._engine.run([choice.request for choice in chosen])
 
     def _end_wave(self) -> None:
         # Closing the generator takes the gates off the model.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Limits"]
+__all__ = ["ServerLimits"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds of the server; together they bound its memory.
 
     Parameters

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest", "Message", "TokenizeRequest"]
+__all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest", "Message", "Prompt", "TokenizeRequest"]
 
 _MOST_STOP_CHARACTERS = 1000
 _INT64 = 2**63
@@ -129,7 +129,11 @@ class GenerationRequest(_Strict):
     @property
     def top_logprobs_wanted(self) -> int | None:
         """How many likeliest tokens are reported; None if no log-probabilities are."""
-        return None
+        raise NotImplementedError
+
+    def prompts(self) -> Sequence[Prompt]:
+        """One entry for each prompt."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -163,12 +167,14 @@ class CompletionRequest(GenerationRequest):
         """See `GenerationRequest`."""
         return self.logprobs
 
-    def prompts(self) -> list[str | list[int]]:
-        """One entry for each prompt."""
+    def prompts(self) -> Sequence[Prompt]:
+        """See `GenerationRequest`."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         whole: Any = self.prompt
-        return [whole] if isinstance(whole[0], int) else list(whole)
+        if isinstance(whole[0], int):
+            return [tuple(whole)]
+        return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in whole]
 
 
 class TextPart(_Strict):
@@ -219,6 +225,14 @@ class ChatRequest(GenerationRequest):
         """See `GenerationRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def prompts(self) -> Sequence[Prompt]:
+        """See `GenerationRequest`."""
+        return [self.messages]
+
+
+#: Text, token ids, or a chat.
+Prompt = str | tuple[int, ...] | list[Message]
+
 
 class TokenizeRequest(_Strict):
     """Body of /tokenize: one of the two."""
@@ -232,6 +246,11 @@ class TokenizeRequest(_Strict):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "invalid_value", "give prompt or messages, one of the two", "prompt")
         return self
+
+    @property
+    def source(self) -> Prompt:
+        """The one that was given."""
+        return self.prompt if self.prompt is not None else self.messages or []
 
 
 def _same(value: Any, neutral: Any) -> bool:

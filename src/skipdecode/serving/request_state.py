@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
-from skipdecode.engine.requests import Request
-from skipdecode.serving.catalog import Plan
+from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.requests import FinishReason, Request
+from skipdecode.serving.catalog import NamedSchedule
+from skipdecode.serving.detokenizer import Detokenizer, Piece
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.text_stream import Piece, TextStream
 
-__all__ = ["Choice", "Event", "Failed", "FinishReason", "Finished", "Summary", "Ticket", "Update"]
-
-FinishReason = Literal["stop", "length"]
+__all__ = ["Choice", "Event", "Failed", "Finished", "RequestState", "Summary", "Update"]
 
 
 class Update(NamedTuple):
@@ -27,6 +26,11 @@ class Update(NamedTuple):
     choice: int
     pieces: list[Piece]
     finish_reason: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        """Of the tokens together."""
+        return "".join(piece.text for piece in self.pieces)
 
 
 @with_config(ConfigDict(extra="forbid"))  # for the description of the interface
@@ -68,13 +72,13 @@ class Choice:
 
     Parameters
     ----------
-    ticket : Ticket
-        It belongs to.
+    state : RequestState
+        Of the request it belongs to.
     index : int
         Number of the choice in the response.
     request : Request
         For the engine.
-    text : TextStream
+    text : Detokenizer
     tokens, layers_run : int
         New tokens so far, and the sum of the layers that ran for them.
     kv_bytes, kv_bytes_full : int
@@ -84,10 +88,10 @@ class Choice:
     finish_reason : {"stop", "length"} or None
     """
 
-    ticket: Ticket
+    state: RequestState
     index: int
     request: Request
-    text: TextStream
+    text: Detokenizer
     tokens: int = 0
     layers_run: int = 0
     kv_bytes: int = 0
@@ -96,7 +100,7 @@ class Choice:
     finish_reason: FinishReason | None = None
 
 
-class Ticket:
+class RequestState:
     """A request that was accepted.
 
     Parameters
@@ -105,8 +109,6 @@ class Ticket:
         One for each choice.
     prompt_tokens : int
         Of all prompts, each counted once.
-    plan : Plan
-        The schedule.
     tokenizer : transformers tokenizer
         The worker's own.
     stops : tuple of str
@@ -123,7 +125,7 @@ class Ticket:
         self,
         requests: list[Request],
         prompt_tokens: int,
-        plan: Plan,
+        schedule: NamedSchedule,
         tokenizer: Any,
         stops: tuple[str, ...],
         *,
@@ -132,12 +134,12 @@ class Ticket:
         deadline: float,
         max_unread: int,
     ) -> None:
-        self.plan = plan
+        self.schedule = schedule
         self.prompt_tokens = prompt_tokens
         self.trace = trace
         self.deadline = deadline
         self.arrived = arrived
-        self.choices = [Choice(self, i, r, TextStream(tokenizer, stops)) for i, r in enumerate(requests)]
+        self.choices = [Choice(self, i, r, Detokenizer(tokenizer, stops)) for i, r in enumerate(requests)]
         self.first_token: float | None = None
         self.budgets: set[int] = set()
         self.outcome = "cancelled"
@@ -173,15 +175,19 @@ class Ticket:
         """Whether all choices have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def summary(self, num_layers: int, layer_sets: dict[str, list[int]] | None) -> Summary:
+    def summary(self, num_layers: int) -> Summary:
         """Of the finished request."""
         tokens = sum(choice.tokens for choice in self.choices)
         first = self.arrived if self.first_token is None else self.first_token
         decode = max(choice.last_time for choice in self.choices) - first
         later = tokens - len(self.choices)
         held = sum(choice.kv_bytes for choice in self.choices)
+        sets = None
+        if self.trace:
+            order = DepthOrder(self.schedule.schedule)
+            sets = {str(budget): list(order.layers(budget)) for budget in sorted(self.budgets)}
         return Summary(
-            schedule=self.plan.name,
+            schedule=self.schedule.name,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=tokens,
             layers_run=sum(choice.layers_run for choice in self.choices),
@@ -191,5 +197,5 @@ class Ticket:
             first_token_s=round(first - self.arrived, 6),
             decode_s=round(decode, 6),
             tokens_per_s=round(later / decode, 3) if later > 0 and decode > 0 else None,
-            layer_sets=layer_sets,
+            layer_sets=sets,
         )

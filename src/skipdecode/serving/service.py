@@ -1,4 +1,4 @@
-"""The model behind the server: loaded, with its schedules, its lanes and its worker. Knows nothing about HTTP."""
+"""The model behind the server: loaded, with its schedules, its groups and its worker. Knows nothing about HTTP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.gated_group import GatedLane
-from skipdecode.serving.groups import EngineLane, KvSize, Lane, fast_lanes
-from skipdecode.serving.limits import Limits
+from skipdecode.serving.gated_group import GatedGroup
+from skipdecode.serving.groups import Group, KvSize, fast_groups
+from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.preprocessing import Intake
-from skipdecode.serving.request_state import Choice
-from skipdecode.serving.worker import Worker
+from skipdecode.serving.preprocessing import Preprocessor
+from skipdecode.serving.worker import ModelWorker
 
 __all__ = ["Service", "open_service"]
 
@@ -33,11 +32,6 @@ class Service:
     ----------
     name : str
         Of the model, as clients see it.
-    catalog : Catalog
-    intake : Intake
-    worker : Worker
-    metrics : Metrics
-    limits : Limits
     token_text : callable
         Text of a single token.
     kv_bytes_most : int
@@ -46,10 +40,10 @@ class Service:
 
     name: str
     catalog: Catalog
-    intake: Intake
-    worker: Worker
+    preprocessor: Preprocessor
+    worker: ModelWorker
     metrics: Metrics
-    limits: Limits
+    limits: ServerLimits
     token_text: Callable[[int], str]
     kv_bytes_most: int
 
@@ -63,7 +57,7 @@ def open_service(
     others: Sequence[Schedule] = (),
     engine: str = "auto",
     weights: str = "model",
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Service:
     """A service for a loaded model; its worker is not started yet.
@@ -82,7 +76,6 @@ def open_service(
     engine : {"auto", "fast", "transformers"}
     weights : {"model", "int8", "int4"}
         See `skipdecode.engine.engines.open_fast`.
-    limits : Limits, optional
     note : callable
         Told one line where the choice of the engine needs a word.
 
@@ -90,22 +83,22 @@ def open_service(
     ------
     UsageError, ScheduleError, UnsupportedModelError
     """
-    limits = limits or Limits()
+    limits = limits or ServerLimits()
     plain = unwrap(model)
     num_layers = len(decoder_layers(plain))
     catalog = Catalog(num_layers, carried, others)
     fast = open_fast(model, engine, note, weights)
-    lanes, kv_size = _lanes(model, fast, catalog, limits)
+    groups, kv_size = _groups(model, fast, catalog, limits)
     metrics = Metrics(num_layers)
     context = context_length(plain)
     vocab_size = plain.get_input_embeddings().weight.shape[0]
-    intake = Intake(tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits)
+    preprocessor = Preprocessor(tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits)
     longest = limits.max_prompt_tokens + limits.max_new_tokens
     return Service(
         name=name,
         catalog=catalog,
-        intake=intake,
-        worker=Worker(lanes, num_layers, kv_size, limits, metrics),
+        preprocessor=preprocessor,
+        worker=ModelWorker(groups, num_layers, kv_size, limits, metrics),
         metrics=metrics,
         limits=limits,
         token_text=lambda token: str(tokenizer.decode([token])),
@@ -113,13 +106,14 @@ def open_service(
     )
 
 
-def _lanes(model: Any, fast: FastModel | None, catalog: Catalog, limits: Limits) -> tuple[list[Lane[Choice]], KvSize]:
+def _groups(
+    model: Any, fast: FastModel | None, catalog: Catalog, limits: ServerLimits
+) -> tuple[Sequence[Group | GatedGroup], KvSize]:
     if fast is None:
         plain = unwrap(model)
         geometry = ModelGeometry.from_config(plain.config, plain.dtype.itemsize)
         kv_size = KvSize(1, round(geometry.kv_bytes_per_token()))
-        return [GatedLane(model, limits.max_rows, kv_size)], kv_size
+        return [GatedGroup(model, limits.max_rows, kv_size)], kv_size
     kv = fast.new_kv()
     schedules = [*catalog.schedules(), catalog.budget_schedule()]
-    lanes: list[EngineLane[Choice]] = fast_lanes(fast, schedules, limits.max_rows)
-    return [*lanes], KvSize(kv.page_tokens, kv.page_bytes)
+    return fast_groups(fast, schedules, limits.max_rows), KvSize(kv.page_tokens, kv.page_bytes)

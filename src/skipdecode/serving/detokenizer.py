@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from skipdecode.engine.requests import StepOutput
 
-__all__ = ["Piece", "TextStream"]
+__all__ = ["Detokenizer", "Piece"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     text: str
 
 
-class TextStream:
+class Detokenizer:
     """Turns a choice's tokens into text.
 
     Parameters
