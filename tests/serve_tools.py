@@ -125,7 +125,12 @@ def streamed_text(chunks: list[Any], index: int = 0) -> str:
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
+def metric(service: Service, name: str, **labels: str) -> float:
+    """A metric's value, 0 if it was never set; `name` without the package's prefix."""
+    return service.metrics.registry.get_sample_value(f"skipdecode_{name}", labels) or 0.0
+
+
 def is_idle(service: Service) -> bool:
     """Whether no row, no keys and values and no waiting choice is left."""
     names = ("running_rows", "kv_bytes_held", "kv_bytes_saved", "queue_length")
-    return not any(service.metrics.value(name) for name in names)
+    return not any(metric(service, name) for name in names)

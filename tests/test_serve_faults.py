@@ -12,7 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from serve_tools import NESTED, events, greedy, is_idle, offline, running, slowed, streamed_text, tiny_service, until
+from serve_tools import (
+    NESTED,
+    events,
+    greedy,
+    is_idle,
+    metric,
+    offline,
+    running,
+    slowed,
+    streamed_text,
+    tiny_service,
+    until,
+)
 from skipdecode.errors import UsageError
 from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
 
@@ -35,11 +47,11 @@ def raw_stream(client, body, receive_buffer=None):
 
 
 def running_rows(service):
-    return service.metrics.value("running_rows")
+    return metric(service, "running_rows")
 
 
 def outcomes(service, outcome):
-    return service.metrics.value("requests_total", endpoint=COMPLETIONS, outcome=outcome)
+    return metric(service, "requests_total", endpoint=COMPLETIONS, outcome=outcome)
 
 
 # ---------------------------------------------------------------------- keys and sizes
@@ -110,7 +122,7 @@ def test_a_full_queue_is_answered_with_429_and_its_end_with_service():
     with running(service) as client, ThreadPoolExecutor(4) as pool:
         body = greedy(prompt="hello", max_tokens=60, logit_bias={"2": -100})
         kept = [pool.submit(client.post, COMPLETIONS, json=body) for _ in range(4)]
-        until(lambda: running_rows(service) == 2 and service.metrics.value("queue_length") == 2)
+        until(lambda: running_rows(service) == 2 and metric(service, "queue_length") == 2)
         refused = client.post(COMPLETIONS, json=body)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
@@ -169,9 +181,9 @@ def test_a_client_that_leaves_the_queue_never_runs():
         until(lambda: running_rows(service) == 1)
         raw_stream(client, LONG).close()
         second = raw_stream(client, LONG)
-        until(lambda: service.metrics.value("queue_length") == 1)
+        until(lambda: metric(service, "queue_length") == 1)
         second.close()
-        until(lambda: service.metrics.value("queue_length") == 0)
+        until(lambda: metric(service, "queue_length") == 0)
         assert first.result().status_code == 200
         until(lambda: is_idle(service))
 
@@ -225,7 +237,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_server_goes_on():
         streamed.close()
         assert kept.result().status_code == 200  # another drop order, another engine
         until(lambda: is_idle(service))
-        assert service.metrics.value("step_failures_total") == 1
+        assert metric(service, "step_failures_total") == 1
         assert client.post(COMPLETIONS, json=body).json()["choices"] == want
         assert client.get("/health/ready").status_code == 200
 

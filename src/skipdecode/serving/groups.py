@@ -20,15 +20,7 @@ __all__ = ["Group", "KvSize", "fast_groups"]
 
 
 class KvSize(NamedTuple):
-    """How keys and values are stored.
-
-    Parameters
-    ----------
-    page_tokens : int
-        Tokens of a page.
-    page_bytes : int
-        Bytes of a page of one layer.
-    """
+    """How keys and values are stored: in pages of so many tokens, each of so many bytes in one layer."""
 
     page_tokens: int
     page_bytes: int

@@ -22,7 +22,7 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, num_layers: int) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Finished requests", "endpoint", "outcome")
         self.queue_length = self._gauge("queue_length", "Choices that wait")
         self.running_rows = self._gauge("running_rows", "Choices in the batch")
@@ -42,20 +42,16 @@ class Metrics:
 
     def render(self) -> bytes:
         """The page that Prometheus reads."""
-        return bytes(generate_latest(self._registry))
-
-    def value(self, name: str, **labels: str) -> float:
-        """A metric's value, 0 if it was never set; `name` without the package's prefix."""
-        return self._registry.get_sample_value(f"skipdecode_{name}", labels) or 0.0
+        return bytes(generate_latest(self.registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, namespace="skipdecode", registry=self._registry)
+        return Counter(name, text, labels, namespace="skipdecode", registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, namespace="skipdecode", registry=self._registry)
+        return Gauge(name, text, namespace="skipdecode", registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, namespace="skipdecode", registry=self._registry, buckets=buckets)
+        return Histogram(name, text, namespace="skipdecode", registry=self.registry, buckets=buckets)
 
 
 def _depths(num_layers: int) -> tuple[float, ...]:

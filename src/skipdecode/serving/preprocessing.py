@@ -11,10 +11,11 @@ from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.engine.row_seeds import row_seed
 from skipdecode.serving.catalog import Catalog
+from skipdecode.serving.detokenizer import Detokenizer
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
-from skipdecode.serving.request_state import RequestState
+from skipdecode.serving.request_state import Choice, RequestState
 
 __all__ = ["Preprocessor"]
 
@@ -71,23 +72,20 @@ class Preprocessor:
         sources = request.prompts()
         self._check_choices(len(sources), copies)
         prompts = [self._checked(source) for source in sources]
-        requests = []
-        for number, prompt in enumerate(prompts):
-            tokens = self._new_tokens(request, len(prompt))
-            for copy_number in range(copies):
-                sampling = self._sampling(request, number * copies + copy_number)
-                requests.append(Request(tuple(prompt), tokens, sampling, self._end_tokens))
-        return RequestState(
-            requests,
-            sum(map(len, prompts)),
-            schedule,
-            self._decoding,
-            request.stops,
+        state = RequestState(
+            schedule=schedule,
+            prompt_tokens=sum(map(len, prompts)),
             trace=asked.trace,
             arrived=arrived,
             deadline=arrived + self._limits.max_seconds,
             max_unread=self._limits.max_unread_tokens,
         )
+        for index in range(len(prompts) * copies):
+            prompt = prompts[index // copies]
+            new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
+            engine_request = Request(tuple(prompt), new_tokens, sampling, self._end_tokens)
+            state.choices.append(Choice(state, index, engine_request, Detokenizer(self._decoding, request.stops)))
+        return state
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt or a chat, of any length."""

@@ -6,8 +6,8 @@ The worker's thread fills in the choices; the event loop only sees events, throu
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pydantic import ConfigDict, with_config
 
@@ -68,86 +68,38 @@ Event = Update | Finished | Failed
 
 @dataclass(eq=False)
 class Choice:
-    """One row of the batch; the worker's.
-
-    Parameters
-    ----------
-    state : RequestState
-        Of the request it belongs to.
-    index : int
-        Number of the choice in the response.
-    request : Request
-        For the engine.
-    text : Detokenizer
-    tokens, layers_run : int
-        New tokens so far, and the sum of the layers that ran for them.
-    kv_bytes, kv_bytes_full : int
-        Held after the last token, and what full depth would hold.
-    last_time : float
-        When the last token came.
-    finish_reason : {"stop", "length"} or None
-    """
+    """One row of the batch; the worker's."""
 
     state: RequestState
-    index: int
+    index: int  # in the response
     request: Request
-    text: Detokenizer
-    tokens: int = 0
-    layers_run: int = 0
-    kv_bytes: int = 0
-    kv_bytes_full: int = 0
-    last_time: float = 0.0
+    detokenizer: Detokenizer
+    tokens: int = 0  # new ones so far
+    layers_run: int = 0  # for them, all together
+    kv_bytes: int = 0  # held after the last token
+    kv_bytes_full: int = 0  # what full depth would hold
+    last_time: float = 0.0  # when the last token came
     finish_reason: FinishReason | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestState:
-    """A request that was accepted.
+    """A request that was accepted. Times are on `time.perf_counter`'s clock."""
 
-    Parameters
-    ----------
-    requests : list of Request
-        One for each choice.
-    prompt_tokens : int
-        Of all prompts, each counted once.
-    tokenizer : transformers tokenizer
-        The worker's own.
-    stops : tuple of str
-        Stop strings.
-    trace : bool
-        Whether the client wants the layers of each token.
-    arrived, deadline : float
-        On `time.perf_counter`'s clock.
-    max_unread : int
-        Tokens that may wait for the reader.
-    """
-
-    def __init__(
-        self,
-        requests: list[Request],
-        prompt_tokens: int,
-        schedule: NamedSchedule,
-        tokenizer: Any,
-        stops: tuple[str, ...],
-        *,
-        trace: bool,
-        arrived: float,
-        deadline: float,
-        max_unread: int,
-    ) -> None:
-        self.schedule = schedule
-        self.prompt_tokens = prompt_tokens
-        self.trace = trace
-        self.deadline = deadline
-        self.arrived = arrived
-        self.choices = [Choice(self, i, r, Detokenizer(tokenizer, stops)) for i, r in enumerate(requests)]
-        self.first_token: float | None = None
-        self.budgets: set[int] = set()
-        self.outcome = "cancelled"
-        self.closed = False
-        self._max_unread = max_unread
-        self._unread = 0
-        self._events: list[Event] = []
-        self._wake = asyncio.Event()
+    schedule: NamedSchedule
+    prompt_tokens: int  # of all prompts, each counted once
+    trace: bool  # whether the client wants the layers of each token
+    arrived: float
+    deadline: float
+    max_unread: int  # tokens that may wait for the reader
+    choices: list[Choice] = field(default_factory=list)
+    first_token: float | None = None
+    budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
+    outcome: str = "cancelled"
+    closed: bool = False  # nobody reads any more
+    _unread: int = 0
+    _events: list[Event] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ------------------------------------------------------------------ event loop
 
@@ -158,7 +110,7 @@ class RequestState:
         self._unread += sum(len(event.pieces) for event in events if isinstance(event, Update))
         self._events += events
         self._wake.set()
-        return self._unread <= self._max_unread
+        return self._unread <= self.max_unread
 
     async def take(self) -> list[Event]:
         """All events since the last call, at least one."""

@@ -33,23 +33,12 @@ _SWITCH_SECONDS = 0.00005
 
 @dataclass(frozen=True)
 class Binding:
-    """Where and how the server listens.
-
-    Parameters
-    ----------
-    host, port
-        Address; port 0 takes a free one.
-    drain_seconds : float
-        How long running requests may go on after a signal.
-    max_connections : int
-        Open connections; beyond that new ones are answered with 503.
-    log_level : str
-    """
+    """Where and how the server listens."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    drain_seconds: float = 30.0
-    max_connections: int = 1024
+    port: int = 8000  # 0 takes a free one
+    drain_seconds: float = 30.0  # how long running requests may go on after a signal
+    max_connections: int = 1024  # open ones; beyond that new ones are answered with 503
     log_level: str = "info"
 
 

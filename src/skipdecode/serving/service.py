@@ -66,13 +66,10 @@ def open_service(
     ----------
     model : PreTrainedModel or PeftModel
         Its projection weights may be fused in place.
-    tokenizer : transformers tokenizer
     name : str
         As clients see it.
-    carried : Schedule or None
-        The checkpoint's own schedule, the default of requests.
-    others : sequence of Schedule
-        Further schedules.
+    carried, others
+        See `Catalog`.
     engine : {"auto", "fast", "transformers"}
     weights : {"model", "int8", "int4"}
         See `skipdecode.engine.engines.open_fast`.

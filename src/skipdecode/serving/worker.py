@@ -210,18 +210,15 @@ class ModelWorker:
                 continue
             self._note_step(outputs, time.perf_counter() - start)
             for choice, output in outputs:
-                # Not those whose request has failed meanwhile.
-                if choice in self._running:
-                    self._try_take(choice, output)
+                if choice not in self._running:
+                    continue  # its request has failed meanwhile
+                try:
+                    self._take(choice, output)
+                except Exception:
+                    # The tokenizer is a program of the checkpoint's: it may raise anything.
+                    _LOG.exception("a token could not be decoded")
+                    self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
         self._note_memory()
-
-    def _try_take(self, choice: Choice, output: StepOutput) -> None:
-        try:
-            self._take(choice, output)
-        except Exception:
-            # The tokenizer is a program of the checkpoint's: it may raise anything.
-            _LOG.exception("a token could not be decoded")
-            self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
 
     def _take(self, choice: Choice, output: StepOutput) -> None:
         """A new token of a choice."""
@@ -239,8 +236,8 @@ class ModelWorker:
         choice.kv_bytes_full = self._kv_size.of(fed, self._num_layers)
         choice.last_time = now
         state.budgets.add(output.layers)
-        pieces = choice.text.push(output)
-        if choice.text.stopped:
+        pieces = choice.detokenizer.push(output)
+        if choice.detokenizer.stopped:
             choice.finish_reason = "stop"
             self._running[choice].cancel(choice)
         else:
