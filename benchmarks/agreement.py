@@ -28,11 +28,10 @@ from tqdm import tqdm
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
-from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.depth import DepthOrder
-from skipdecode.engine.engine_backend import EngineBackend
 from skipdecode.engine.fast_model import FastModel, TokenRows
-from skipdecode.engine.transformers_backend import TransformersBackend, end_tokens
+from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.prompts import encode_prompt
 from skipdecode.evaluation.records import load_records
@@ -40,7 +39,7 @@ from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 Rows = Sequence[Sequence[int]]
 
 
@@ -110,23 +109,26 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     task, fast = load_task("e2e"), FastModel(model)
     records = load_records(task, str(options.data)).limited(options.records).items
     prompts = [encode_prompt(task, record, loaded.tokenizer) for record in records]
-    settings, ends = GenerationSettings(task.max_new_tokens), end_tokens(model, loaded.tokenizer)
+    ends = end_tokens(model, loaded.tokenizer)
+
+    def decode(engine: FastEngine | GatedEngine, texts: Rows) -> list[list[int]]:
+        requests = [Request(tuple(text), task.max_new_tokens, stop_ids=ends) for text in texts]
+        return [row.tokens for row in engine.decode(requests)]
+
     rows = []
     for nominal in options.nominal:
         schedule = Schedule.from_speedup(fast.num_layers, nominal, options.seq_len)
-        slow = TransformersBackend(model, schedule, end_tokens=ends, pad_token=min(ends))
-        engine = EngineBackend(fast, schedule, end_tokens=ends)
         expected: list[list[int]] = []
         found: list[list[int]] = []
         forced: list[list[int]] = []
         alone: list[list[int]] = []
         for indices in tqdm(batches([len(p) for p in prompts], options.batch), desc=f"nominal {nominal}"):
             texts = [prompts[i] for i in indices]
-            expected += slow.generate(texts, settings, indices).tokens
-            found += engine.generate(texts, settings, indices).tokens
+            expected += decode(GatedEngine(model, schedule, max_rows=len(texts)), texts)
+            found += decode(FastEngine(fast, schedule, max_rows=len(texts)), texts)
             forced += forced_tokens(fast, schedule, texts, expected[-len(texts) :])
             if len(alone) < options.floor_records:
-                alone += [slow.generate([text], settings, [0]).tokens[0] for text in texts]
+                alone += [decode(GatedEngine(model, schedule), [text])[0] for text in texts]
         order = [prompts[i] for indices in batches([len(p) for p in prompts], options.batch) for i in indices]
         exact = parallel_tokens(precise, schedule, order, expected)
         rounded = parallel_tokens(model, schedule, order, expected)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +27,12 @@ from tqdm import tqdm
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.engine import Engine, Request
-from skipdecode.engine.engines import open_fast
+from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.opening import open_fast
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.generate import Outputs, Side, Timing, batches
-from skipdecode.evaluation.methods.base import Generation, fed_tokens
+from skipdecode.evaluation.methods.base import Generation
 from skipdecode.evaluation.results import Run
 from skipdecode.models.loading.hub import load_model
 
@@ -56,16 +55,13 @@ def records_of(place: Path, limit: int) -> list[Record]:
 
 def decode(fast: FastModel, schedule: Schedule, records: Sequence[Record]) -> Generation:
     """A batch, each row to its length; the same token ids in every call."""
-    engine = Engine(fast, schedule, max_rows=len(records), in_order=True)
+    engine = FastEngine(fast, schedule, max_rows=len(records), in_order=True)
     requests = [Request(tuple(3 + (7 * i + j) % 50 for j in range(r.prompt)), r.output) for i, r in enumerate(records)]
-    tokens: list[list[int]] = [[] for _ in records]
-    start = time.perf_counter()
-    for output in engine.run(requests):
-        tokens[output.request].append(output.token)
-    seconds = time.perf_counter() - start
-    prompt = engine.stats.prompt_seconds
-    layers = sum(schedule.budget(i) for row in tokens for i in range(len(row) - 1))
-    return Generation(tokens, prompt, seconds - prompt, layers, fed_tokens(tokens))
+    tokens = [row.tokens for row in engine.decode(requests)]
+    stats = engine.stats
+    return Generation(
+        tokens, stats.prompt_seconds, stats.after_prompts, stats.token_layers, stats.fed_tokens, stats.steps
+    )
 
 
 def measure(fast: FastModel, schedules: Sequence[Schedule], records: Sequence[Record], size: int) -> list[Side]:

@@ -31,10 +31,9 @@ import torch
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
-from skipdecode.engine import Engine, Request
-from skipdecode.engine.engines import open_fast
+from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
-from skipdecode.evaluation.methods.base import end_tokens
+from skipdecode.engine.opening import end_tokens, open_fast
 from skipdecode.evaluation.prompts import encode_prompt
 from skipdecode.evaluation.records import load_records
 from skipdecode.evaluation.tasks import load_task
@@ -45,7 +44,7 @@ from skipdecode.performance.simulate.histogram import LogHistogram
 from skipdecode.performance.simulate.simulator import POLICIES, Simulation, simulate
 from skipdecode.performance.simulate.traces import Arrival, poisson
 
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 
 
 class Job(NamedTuple):
@@ -101,7 +100,7 @@ class Times(NamedTuple):
     seconds: list[list[float]]
 
 
-def run_stream(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float]) -> Times:
+def run_stream(engine: FastEngine, requests: Sequence[Request], arrivals: Sequence[float]) -> Times:
     """Submit each request when its time comes."""
     times = Times([[] for _ in requests], [[] for _ in requests])
     start, sent = time.perf_counter(), 0
@@ -124,7 +123,7 @@ def run_stream(engine: Engine, requests: Sequence[Request], arrivals: Sequence[f
 
 
 def calibrated(
-    engine: Engine, requests: Sequence[Request], arrivals: Sequence[float], rows: int
+    engine: FastEngine, requests: Sequence[Request], arrivals: Sequence[float], rows: int
 ) -> tuple[Times, BatchCost]:
     """A run, and what steps cost around it."""
     probe = CostProbe(engine.model, rows)
@@ -134,7 +133,7 @@ def calibrated(
     return times, probe.cost()
 
 
-def figures(times: Times, arrivals: Sequence[float], engine: Engine) -> dict[str, Any]:
+def figures(times: Times, arrivals: Sequence[float], engine: FastEngine) -> dict[str, Any]:
     """Throughput and latencies of a real run, named as the simulator names its own."""
     gaps, first, whole = LogHistogram(), LogHistogram(), LogHistogram()
     for came, arrival in zip(times.seconds, arrivals, strict=True):
@@ -196,7 +195,7 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     layers = job.model.num_layers
     found: dict[str, Any] = {}
     for schedule in (Schedule.full(layers), Schedule.from_speedup(layers, options.nominal, options.seq_len)):
-        engine = Engine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
+        engine = FastEngine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
         requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in job.prompts]
         arrivals = [0.0] * len(requests)
         times, cost = calibrated(engine, requests, arrivals, options.rows)
@@ -226,7 +225,7 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     full = Schedule.full(layers)
     flat = Schedule.from_speedup(layers, options.nominal, options.seq_len).flattened()
     prompts = job.prompts[: options.stream_requests]
-    natural = Engine(job.model, full, max_rows=options.rows)
+    natural = FastEngine(job.model, full, max_rows=options.rows)
     requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in prompts]
     lengths = [len(row) for row in run_stream(natural, requests, [0.0] * len(prompts)).tokens]
     work = [Request(tuple(p), n) for p, n in zip(prompts, lengths, strict=True)]
@@ -235,7 +234,7 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     def measure(name: str, schedule: Schedule, rate: float | None) -> float:
         arrivals = [0.0] * len(work) if rate is None else list(itertools.islice(poisson(rate, options.seed), len(work)))
         join_below, in_order = POLICIES["continuous"]
-        engine = Engine(
+        engine = FastEngine(
             job.model,
             schedule,
             max_rows=options.rows,

@@ -33,8 +33,8 @@ import uvloop
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
-from skipdecode.engine import Engine, Request
-from skipdecode.engine.transformers_backend import end_tokens
+from skipdecode.engine import FastEngine, Request
+from skipdecode.engine.opening import end_tokens
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.loading.hub import load_model
 
@@ -224,7 +224,7 @@ def offline_texts(options: argparse.Namespace) -> Callable[[str, Stream], str]:
     found: dict[tuple[str, str], list[int]] = {}
     fast = None
     for schedule in (Schedule.full(layers), flat):
-        engine = Engine(fast or loaded.model, schedule, max_rows=7)
+        engine = FastEngine(fast or loaded.model, schedule, max_rows=7)
         fast = engine.model
         tokens: list[list[int]] = [[] for _ in requests]
         for out in engine.run(requests):

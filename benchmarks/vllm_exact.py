@@ -34,29 +34,23 @@ import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
-from skipdecode.engine.backend import GenerationSettings
-from skipdecode.engine.transformers_backend import TransformersBackend, end_tokens
-from skipdecode.evaluation.generate import batches
+from skipdecode.engine import GatedEngine, Request
+from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.prompts import encode_prompt
 from skipdecode.evaluation.records import load_records
 from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.loading.hub import load_model
 
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 MODES = ("nested", "where")
 Tokens = list[list[int]]
 
 
 def reference(model: Any, schedule: Schedule, texts: Tokens, ends: list[int], options: Any) -> Tokens:
     """What transformers says."""
-    backend = TransformersBackend(model, schedule, end_tokens=ends, pad_token=min(ends))
-    settings = GenerationSettings(options.new_tokens)
-    found: Tokens = [[] for _ in texts]
-    for indices in batches([len(t) for t in texts], options.batch):
-        out = backend.generate([texts[i] for i in indices], settings, indices).tokens
-        for i, tokens in zip(indices, out, strict=True):
-            found[i] = list(tokens)
-    return found
+    engine = GatedEngine(model, schedule, max_rows=options.batch)
+    requests = [Request(tuple(text), options.new_tokens, stop_ids=frozenset(ends)) for text in texts]
+    return [row.tokens for row in engine.decode(requests)]
 
 
 def by_vllm(folder: str, texts: Tokens, ends: list[int], options: Any) -> tuple[dict[str, Tokens], float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from skipdecode import Schedule
-from skipdecode.engine import Engine, Request
+from skipdecode.engine import FastEngine, Request
 from skipdecode.performance.bench.geometries import build
 from tiny import tiny_model
 
@@ -23,9 +23,9 @@ def resident(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def decode(model: object, rows: int, nominal: float) -> Engine:
+def decode(model: object, rows: int, nominal: float) -> FastEngine:
     layers, vocabulary = model.config.num_hidden_layers, model.config.vocab_size
-    engine = Engine(model, Schedule.from_speedup(layers, nominal, NEW), max_rows=rows)
+    engine = FastEngine(model, Schedule.from_speedup(layers, nominal, NEW), max_rows=rows)
     for _ in engine.run([Request(tuple((i + j) % vocabulary for j in range(PROMPT)), NEW) for i in range(rows)]):
         pass
     return engine

@@ -9,8 +9,7 @@ from typing import Any
 from checkpoints import byte_tokenizer, save_tiny_encoder
 from skipdecode import Schedule
 from skipdecode.evaluation.methods.base import Generation, Method, fed_tokens
-from skipdecode.evaluation.methods.full import Full
-from skipdecode.evaluation.methods.scheduled import Scheduled
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import MetricOptions, make_metrics
 from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run

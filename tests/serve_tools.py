@@ -15,7 +15,7 @@ import httpx
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule
-from skipdecode.engine import Engine, Request, Sampling
+from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.server import Binding, make_server
@@ -100,7 +100,7 @@ def offline(prompt: str, new: int, schedule: Schedule = SCHEDULES["full"], sampl
     request = Request(tuple(tokenizer(prompt).input_ids), new, sampling or Sampling(), frozenset({2}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        outputs = list(Engine(tiny_served_model(), schedule).run([request]))
+        outputs = list(FastEngine(tiny_served_model(), schedule).run([request]))
     tokens = [out.token for out in outputs]
     return tokens, tokenizer.decode(tokens, skip_special_tokens=True), [out.layers for out in outputs]
 

@@ -1,29 +1,24 @@
-"""Generating batches of token ids through transformers: tokens, sampling, ends, and what a batch cost."""
+"""Batches of token ids through gated transformers: tokens, sampling, ends, and what they cost."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from checkpoints import byte_tokenizer
+from engine_tools import decode
 from skipdecode import Schedule, attach
-from skipdecode.data.prompts import EncodedPrompt
-from skipdecode.data.records import Record
-from skipdecode.data.run import make_batches
 from skipdecode.data.stopping import StopStrings
-from skipdecode.engine.backend import GenerationSettings
-from skipdecode.engine.transformers_backend import TransformersBackend
-from skipdecode.errors import UsageError
+from skipdecode.engine import GatedEngine, GenerateEngine, Request, Sampling
+from skipdecode.errors import ScheduleError, UsageError
 from tiny import LAYERS, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+FULL = Schedule.full(LAYERS)
 PROMPTS = [[5, 9, 33], [40, 41, 42, 43, 44, 45, 46], [7], [100, 90, 80, 70]]
-GREEDY = GenerationSettings(10)
 
 
 @pytest.fixture(scope="module")
@@ -31,82 +26,100 @@ def model() -> Any:
     return tiny_model("llama")
 
 
-def backend(model: Any, schedule: Schedule | None = PAPER, end_tokens: tuple[int, ...] = ()) -> TransformersBackend:
-    return TransformersBackend(model, schedule, end_tokens=end_tokens, pad_token=0)
-
-
-@pytest.mark.parametrize("schedule", [PAPER, None], ids=["paper", "full"])
-def test_batch_gives_what_generate_gives_row_by_row(model: Any, schedule: Schedule | None):
-    result = backend(model, schedule).generate(PROMPTS, GREEDY, range(4))
-    assert result.finish_reasons == ["length"] * 4
-    for prompt, tokens in zip(PROMPTS, result.tokens, strict=True):
-        with attach(model, schedule or Schedule.full(LAYERS)):
+@pytest.mark.parametrize("schedule", [PAPER, FULL], ids=["paper", "full"])
+def test_batch_gives_what_generate_gives_row_by_row(model: Any, schedule: Schedule):
+    rows, reasons = decode(GatedEngine(model, schedule), PROMPTS, 10)
+    assert reasons == ["length"] * 4
+    for prompt, tokens in zip(PROMPTS, rows, strict=True):
+        with attach(model, schedule):
             alone = model.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
         assert tokens == alone[0, len(prompt) :].tolist()
 
 
+def test_generate_itself_is_an_engine_with_the_same_rows(model: Any):
+    end = decode(GatedEngine(model, FULL), PROMPTS, 10)[0][0][4]
+    engine = GenerateEngine(model, max_rows=3)
+    assert decode(engine, PROMPTS, 10, ends=(end,)) == decode(GatedEngine(model, FULL), PROMPTS, 10, ends=(end,))
+    assert engine.stats.token_layers == LAYERS * engine.stats.fed_tokens
+    with pytest.raises(ScheduleError):
+        engine.submit([Request((1,), 2)], PAPER)
+    with pytest.raises(UsageError, match="greedily"):
+        engine.submit([Request((1,), 2, Sampling(temperature=1))])
+
+
 def test_layers_and_bytes_are_those_of_the_schedule(model: Any):
-    result = backend(model).generate(PROMPTS, GREEDY, range(4))
-    assert result.steps == 9
-    assert result.step_layers == sum(PAPER.budget(i) for i in range(9))
+    engine = GatedEngine(model, PAPER)
+    decode(engine, PROMPTS, 10)
+    stats, layers = engine.stats, sum(PAPER.budget(i) for i in range(9))
+    assert (stats.steps, stats.layer_reads, stats.token_layers) == (9, layers, 4 * layers)
     per_token = 2 * 2 * 8 * 4 * len(PROMPTS)  # keys and values, heads, head size, fp32, rows
-    assert result.kv_bytes == per_token * (7 * LAYERS + result.step_layers)
-    assert result.kv_bytes_full == per_token * (7 + 9) * LAYERS
-    full = backend(model, None).generate(PROMPTS, GREEDY, range(4))
-    assert (full.step_layers, full.kv_bytes, full.kv_bytes_full) == (9 * LAYERS, *[result.kv_bytes_full] * 2)
-
-
-def test_times_are_those_of_prompt_and_steps(model: Any):
-    started = time.perf_counter()
-    result = backend(model).generate(PROMPTS, GREEDY, range(4))
-    passed = time.perf_counter() - started
-    assert 0 < result.prefill_s < passed
-    assert 0.3 * passed < result.prefill_s + result.decode_s < passed
+    assert stats.kv_bytes_peak == per_token * (7 * LAYERS + layers)
+    assert stats.kv_bytes_full_peak == per_token * (7 + 9) * LAYERS
+    engine = GatedEngine(model, FULL)
+    decode(engine, PROMPTS, 10)
+    full = stats.kv_bytes_full_peak
+    assert (engine.stats.layer_reads, engine.stats.kv_bytes_peak, engine.stats.kv_bytes_full_peak) == (72, full, full)
 
 
 def test_end_token_ends_its_row_only_and_is_counted(model: Any):
-    plain = backend(model).generate(PROMPTS, GREEDY, range(4)).tokens
+    plain, _ = decode(GatedEngine(model, PAPER), PROMPTS, 10)
     end = plain[0][4]
-    result = backend(model, end_tokens=(end,)).generate(PROMPTS, GREEDY, range(4))
-    for before, tokens, reason in zip(plain, result.tokens, result.finish_reasons, strict=True):
+    rows = zip(plain, *decode(GatedEngine(model, PAPER), PROMPTS, 10, ends=(end,)), strict=True)
+    for before, tokens, reason in rows:
         expected = before[: before.index(end) + 1] if end in before else before
         assert (tokens, reason) == (expected, "eos" if end in before else "length")
-    ignored = backend(model, end_tokens=(end,)).generate(PROMPTS, replace(GREEDY, ignore_eos=True), range(4))
-    assert ignored.tokens == plain
 
 
 def test_stop_check_ends_its_row_only(model: Any):
-    plain = backend(model).generate(PROMPTS, GREEDY, range(4)).tokens
+    plain, _ = decode(GatedEngine(model, PAPER), PROMPTS, 10)
     last = plain[1][3]
-    result = backend(model).generate(PROMPTS, GREEDY, range(4), lambda tokens: tokens[-1] == last)
-    for before, tokens, reason in zip(plain, result.tokens, result.finish_reasons, strict=True):
+    found = decode(GatedEngine(model, PAPER), PROMPTS, 10, should_stop=lambda tokens: tokens[-1] == last)
+    for before, tokens, reason in zip(plain, *found, strict=True):
         expected = before[: before.index(last) + 1] if last in before else before
-        assert (tokens, reason) == (expected, "stop" if last in before else "length")
+        # The last token of a full row ends it at its limit, whatever it is.
+        assert (tokens, reason) == (expected, "stop" if last in before[:-1] else "length")
+
+
+def test_requests_of_several_schedules_run_in_waves_of_their_own(model: Any):
+    engine = GatedEngine(model, PAPER, max_rows=3, in_order=True)
+    numbers = engine.submit([Request(tuple(p), 10) for p in PROMPTS[:2]])
+    numbers += engine.submit([Request(tuple(p), 10) for p in PROMPTS[2:]], FULL)
+    rows: dict[int, list[int]] = {number: [] for number in numbers}
+    while engine.has_work:
+        for out in engine.step():
+            rows[out.request].append(out.token)
+    wanted = (
+        decode(GatedEngine(model, PAPER), PROMPTS[:2], 10)[0] + decode(GatedEngine(model, FULL), PROMPTS[2:], 10)[0]
+    )
+    assert list(rows.values()) == wanted
 
 
 def test_checkpoint_defaults_do_not_change_what_was_asked_for(model: Any):
-    plain = backend(model).generate(PROMPTS, GREEDY, range(4)).tokens
+    plain = decode(GatedEngine(model, PAPER), PROMPTS, 10)
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.do_sample = True
     try:
-        assert backend(model).generate(PROMPTS, GREEDY, range(4)).tokens == plain
-        assert model.generation_config.repetition_penalty == 5.0
+        assert decode(GatedEngine(model, PAPER), PROMPTS, 10) == plain
+        assert decode(GenerateEngine(model), PROMPTS, 10) == decode(GatedEngine(model, FULL), PROMPTS, 10)
     finally:
         model.generation_config.repetition_penalty, model.generation_config.do_sample = 1.0, False
 
 
 def test_seed_fixes_a_row_in_any_batch_and_order(model: Any):
-    settings = GenerationSettings(10, temperature=1.0, seed=3)
-    together = backend(model).generate(PROMPTS, settings, range(4)).tokens
-    turned = backend(model).generate(PROMPTS[::-1], settings, [3, 2, 1, 0]).tokens
-    alone = [backend(model).generate([p], settings, [i]).tokens[0] for i, p in enumerate(PROMPTS)]
-    assert together == turned[::-1] == alone
-    assert backend(model).generate(PROMPTS, replace(settings, seed=4), range(4)).tokens != together
+    def rows(prompts: Any, keys: Any, seed: int = 3) -> list[list[int]]:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return decode(GatedEngine(model, PAPER), prompts, 10, sampling=sampling, keys=keys)[0]
+
+    together = rows(PROMPTS, range(4))
+    alone = [rows([prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
+    assert together == rows(PROMPTS[::-1], [3, 2, 1, 0])[::-1] == alone
+    assert rows(PROMPTS, range(4), seed=4) != together
 
 
 def test_rows_with_the_same_prompt_draw_differently(model: Any):
-    result = backend(model).generate([[5, 9, 33]] * 20, GenerationSettings(4, temperature=1.0), range(20))
-    assert len({tuple(t) for t in result.tokens}) > 10
+    sampling = Sampling(temperature=1.0, seed=0)
+    rows, _ = decode(GatedEngine(model, PAPER, max_rows=20), [[5, 9, 33]] * 20, 4, sampling=sampling)
+    assert len({tuple(tokens) for tokens in rows}) > 10
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.6}])
@@ -121,39 +134,12 @@ def test_sampling_draws_from_the_models_distribution(model: Any, limits: dict[st
     if "top_p" in limits:
         kept = int((p[order].cumsum(0) < limits["top_p"]).sum()) + 1
     expected = {int(t): float(p[t] / p[order[:kept]].sum()) for t in order[:kept]}
-    settings = GenerationSettings(1, temperature=temperature, **limits)
-    result = backend(model).generate([prompt] * rows, settings, range(rows))
-    drawn = Counter(t[0] for t in result.tokens)
+    sampling = Sampling(temperature=temperature, seed=0, **limits)
+    found, _ = decode(GatedEngine(model, PAPER, max_rows=rows), [prompt] * rows, 1, sampling=sampling)
+    drawn = Counter(tokens[0] for tokens in found)
     assert set(drawn) <= set(expected)
     for token, share in expected.items():
         assert abs(drawn[token] / rows - share) < 5 * (share * (1 - share) / rows) ** 0.5 + 1 / rows
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("max_new_tokens", 0), ("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1)]
-)
-def test_settings_out_of_range_are_refused_by_name(name: str, value: float):
-    with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
-        GenerationSettings(**({"max_new_tokens": 5, "temperature": 1.0} | {name: value}))
-
-
-# ---------------------------------------------------------------------- batches and stop strings
-
-
-def prompt_of(index: int, length: int, room: int | None = 50) -> EncodedPrompt:
-    return EncodedPrompt(Record(index, index + 1, index, "p"), "p", [1] * length, room)
-
-
-def test_batches_hold_like_lengths_longest_first():
-    lengths = [3, 9, 1, 7, 7, 2, 8]
-    batches = [([len(p.token_ids) for p in b], n) for b, n in make_batches([*map(prompt_of, range(7), lengths)], 3, 20)]
-    assert batches == [([9, 8, 7], 20), ([7, 3, 2], 20), ([1], 20)]
-
-
-def test_rows_with_little_room_do_not_cut_their_neighbours_short():
-    prompts = [prompt_of(0, 95, 1), prompt_of(1, 90, 6), prompt_of(2, 90, 6), prompt_of(3, 60, 36), prompt_of(4, 5, 91)]
-    found = [([p.record.index for p in batch], limit) for batch, limit in make_batches(prompts, 8, 20)]
-    assert found == [([0], 1), ([1, 2], 6), ([3, 4], 20)]
 
 
 def test_stop_strings_are_seen_at_once_and_cut_off():

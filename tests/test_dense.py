@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from engine_tools import decode
 from skipdecode import Schedule, attach
-from skipdecode.engine import Engine, Request
-from skipdecode.engine.backend import GenerationSettings
+from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.dense_model import DenseModel
-from skipdecode.engine.engine_backend import EngineBackend
 from skipdecode.engine.fast_model import TokenRows
 from skipdecode.engine.kernels import graphs
 from skipdecode.engine.kernels.slabs import row_bucket, token_bucket
 from skipdecode.engine.model_spec import READERS
 from skipdecode.engine.open_model import open_model
+from skipdecode.engine.opening import EngineSource
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.measure import measure
 from skipdecode.performance.bench.peers.fast import EnginePeer
@@ -85,7 +85,7 @@ def taped(family: str, **changes: Any) -> DenseModel:
     return DenseModel(tiny_model(family, **changes), TapeRecorder)
 
 
-def tokens(engine: Engine, requests: list[Request]) -> list[list[int]]:
+def tokens(engine: FastEngine, requests: list[Request]) -> list[list[int]]:
     rows: dict[int, list[int]] = {}
     for out in engine.run(requests):
         rows.setdefault(out.request, []).append(out.token)
@@ -99,7 +99,7 @@ def requests_of(new: int = NEW) -> list[Request]:
 @pytest.mark.parametrize("family", sorted(READERS))
 def test_recorded_steps_give_the_tokens_of_generate_under_attach(family: str):
     model, before = tiny_model(family, seed=3), TapeRecorder.replays
-    got = tokens(Engine(DenseModel(model, TapeRecorder), LINEAR), requests_of())
+    got = tokens(FastEngine(DenseModel(model, TapeRecorder), LINEAR), requests_of())
     assert TapeRecorder.replays > before
     with attach(model, LINEAR):
         for prompt, row in zip(PROMPTS, got, strict=True):
@@ -111,13 +111,13 @@ def test_recorded_steps_give_the_tokens_of_generate_under_attach(family: str):
 def test_rows_of_all_ages_and_lengths_come_go_and_move(family: str):
     schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=6, prompt="max_exit")
     requests = [Request(PROMPTS[i % 4], 3 + 5 * i % 17) for i in range(11)]
-    alone = [tokens(Engine(taped(family), schedule), [r])[0] for r in requests]
-    run = Engine(taped(family), schedule, max_rows=6, join_below=1, prompt_tokens=16)
+    alone = [tokens(FastEngine(taped(family), schedule), [r])[0] for r in requests]
+    run = FastEngine(taped(family), schedule, max_rows=6, join_below=1, prompt_tokens=16)
     assert tokens(run, requests) == alone
 
 
 def test_a_waves_tail_costs_what_is_alive():
-    run = Engine(taped("llama"), LINEAR, max_rows=8)
+    run = FastEngine(taped("llama"), LINEAR, max_rows=8)
     slots = run.submit([Request(PROMPTS[0], 12 if i == 0 else 4) for i in range(8)])
     run.step()
     assert run.kv.bytes_held == 8 * LAYERS * run.kv.slabs.capacity * run.kv.token_bytes
@@ -132,13 +132,13 @@ def test_a_waves_tail_costs_what_is_alive():
 
 def test_slabs_serve_one_engine_after_another_with_what_was_recorded():
     model = taped("llama")
-    first = tokens(Engine(model, LINEAR), requests_of())
+    first = tokens(FastEngine(model, LINEAR), requests_of())
     gc.collect()
     before = TapeRecorder.replays
-    run = Engine(model, LINEAR)
+    run = FastEngine(model, LINEAR)
     slabs, recorded = run.kv.slabs, len(run.kv.slabs.graphs)
     assert recorded
-    steps_of_other = Engine(model, LINEAR)
+    steps_of_other = FastEngine(model, LINEAR)
     assert steps_of_other.kv.slabs is not slabs
     assert tokens(run, requests_of()) == first
     assert len(slabs.graphs) == recorded
@@ -151,8 +151,8 @@ def test_slabs_serve_one_engine_after_another_with_what_was_recorded():
 
 def test_rows_that_run_keep_their_tokens_while_slabs_grow_and_positions_are_made():
     model = taped("llama", max_position_embeddings=8192)
-    alone = tokens(Engine(model, LINEAR), [Request(PROMPTS[2], 30)])
-    run = Engine(model, LINEAR, max_rows=4, join_below=1, in_order=True)
+    alone = tokens(FastEngine(model, LINEAR), [Request(PROMPTS[2], 30)])
+    run = FastEngine(model, LINEAR, max_rows=4, join_below=1, in_order=True)
     run.submit([Request(PROMPTS[2], 30)])
     got = [out.token for _ in range(4) for out in run.step()]
     run.submit([Request(tuple(3 + i % 90 for i in range(2100)), 2)])
@@ -162,17 +162,17 @@ def test_rows_that_run_keep_their_tokens_while_slabs_grow_and_positions_are_made
 
 def test_a_dead_rows_infinities_reach_nobody():
     model = taped("opt")
-    want = tokens(Engine(model, LINEAR), requests_of())
+    want = tokens(FastEngine(model, LINEAR), requests_of())
     gc.collect()
-    run = Engine(model, LINEAR)
+    run = FastEngine(model, LINEAR)
     run.kv.slabs.kv.fill_(torch.inf)
     assert tokens(run, requests_of()) == want
 
 
 def test_beyond_the_most_graphs_steps_run_as_they_are(monkeypatch: Any):
-    want = tokens(Engine(taped("qwen2"), LINEAR), requests_of())
+    want = tokens(FastEngine(taped("qwen2"), LINEAR), requests_of())
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
-    run = Engine(taped("qwen2"), LINEAR)
+    run = FastEngine(taped("qwen2"), LINEAR)
     assert tokens(run, requests_of()) == want
     assert len(run.kv.slabs.graphs) == 1
 
@@ -180,12 +180,13 @@ def test_beyond_the_most_graphs_steps_run_as_they_are(monkeypatch: Any):
 def test_few_depths_for_a_job_and_no_fewer_layers():
     model = tiny_model("llama")
     asked = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, *[7] * 60, *[4] * 60, 3), name="random-nested")
-    backend = EngineBackend(DenseModel(copy.deepcopy(model)), asked, end_tokens=())
-    assert backend.schedule.budgets == (8, *[7] * 60, *[4] * 61)
-    found = backend.generate(PROMPTS, GenerationSettings(20), range(4))
-    plain = EngineBackend(open_model(model, "torch"), asked, end_tokens=())
-    assert found.tokens == plain.generate(PROMPTS, GenerationSettings(20), range(4)).tokens
-    assert found.kv_bytes == found.kv_bytes_full > 0
+    notes: list[str] = []
+    engine = EngineSource(model, DenseModel(copy.deepcopy(model)), notes.append).engine(asked)
+    assert engine.schedule.budgets == (8, *[7] * 60, *[4] * 61)
+    assert "different depths" in notes[0]
+    plain = EngineSource(model, open_model(model, "torch"), notes.append).engine(asked)
+    assert decode(engine, PROMPTS, 20) == decode(plain, PROMPTS, 20)
+    assert engine.stats.kv_bytes_peak == engine.stats.kv_bytes_full_peak > 0
 
 
 def test_the_bench_times_recorded_steps_only_and_profiles_them():
@@ -232,9 +233,9 @@ def test_sizes_of_steps():
 def test_what_it_cannot_do_is_refused():
     model = tiny_model("llama")
     with pytest.raises(UsageError, match="lower max_rows"):
-        Engine(model, LINEAR, kernel="dense", kv_bytes=10**9)
+        FastEngine(model, LINEAR, kernel="dense", kv_bytes=10**9)
     with pytest.raises(UsageError, match="int8 weights are read on CPUs only"):
         open_model(model, "dense", "int8")
-    run = Engine(model, LINEAR, kernel="dense")
+    run = FastEngine(model, LINEAR, kernel="dense")
     with pytest.raises(UsageError, match=f"token {VOCAB} "):
         run.submit([Request((VOCAB,), 20)])

@@ -11,10 +11,9 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels import build
+from skipdecode.engine.opening import EngineSource
 from skipdecode.evaluation.methods.calm import Calm
-from skipdecode.evaluation.methods.engined import Engined, on_engine
-from skipdecode.evaluation.methods.full import Full
-from skipdecode.evaluation.methods.scheduled import Scheduled
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled, on_engine
 from skipdecode.evaluation.results import Run, load_run
 from textgen_tools import save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
@@ -39,7 +38,7 @@ def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, 
     model = tiny_model(family)
     ends = {method.generate(model, PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
     expected = method.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
-    fast = Engined(method, FastModel(model))
+    fast = method.on(EngineSource(model, FastModel(model), print))
     found = fast.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
     assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
         expected.tokens,
@@ -54,11 +53,11 @@ def test_other_methods_and_families_stay_on_transformers():
     notes: list[str] = []
     calm, full = Calm(), Full()
     methods, beside = on_engine([full, calm], tiny_model("llama"), "auto", notes.append)
-    assert [(m.name, m.engine) for m in methods] == [("full", "fast"), (calm.name, "transformers")]
-    assert {m.engine for m in beside} == {"fast", "transformers"}
+    assert [(m.name, m.engine) for m in methods] == [("full", "fast"), (calm.name, "generate")]
+    assert {m.engine for m in beside} == {"fast", "generate"}
     assert notes == [f"{calm.name}: no schedule, so it runs through transformers, next to full depth there"]
     methods, beside = on_engine([full], tiny_model("gpt2"), "auto", notes.append)
-    assert (methods, [m.engine for m in beside]) == ([full], ["transformers"])
+    assert [m.engine for m in (*methods, *beside)] == ["transformers", "transformers", "generate"]
     assert "no fast path for model type 'gpt2'" in notes[-1]
 
 
@@ -99,7 +98,7 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
         assert (fast.data["engine"], slow.data["engine"]) == ("fast", "transformers")
         assert fast.outputs == slow.outputs
         assert fast.data["metrics"] == slow.data["metrics"]
-        for key in ("fed_tokens", "layer_tokens", "layers_per_token", "positions"):
+        for key in ("fed_tokens", "layer_tokens", "layers_per_token"):
             assert fast.data["speed"][key] == slow.data["speed"][key]
         assert fast.data["speed"]["tokens_per_s"] > 0 < fast.data["speed"]["seconds"]
     assert found["auto"]["skipdecode-2x"].measured_speedup > 0
@@ -109,7 +108,7 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
 def test_each_method_is_measured_against_full_depth_on_its_own_engine(place: Path, tmp_path: Path):
     assert evaluate(place, "--out", str(tmp_path), "--methods", "skipdecode:2", "calm", "--seq-len", "8") == 0
     one, two = runs(tmp_path)["skipdecode-2x"], next(r for n, r in runs(tmp_path).items() if n.startswith("calm"))
-    assert (one.data["engine"], two.data["engine"]) == ("fast", "transformers")
+    assert (one.data["engine"], two.data["engine"]) == ("fast", "generate")
     assert one.measured_speedup > 0 < two.measured_speedup
     assert one.data["full_depth_speed"] != two.data["full_depth_speed"]
 

@@ -20,9 +20,8 @@ from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.fidelity import free_running, ratio_score
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.methods.base import Method
-from skipdecode.evaluation.methods.full import Full
-from skipdecode.evaluation.methods.scheduled import Scheduled
-from skipdecode.evaluation.methods.self_speculation import SelfSpeculation
+from skipdecode.evaluation.methods.drafting import SelfSpeculation
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run, check_directory, load_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.engine import Engine, GatedEngine, Request, Sampling, open_engine
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.errors import ScheduleError, UnsupportedModelError
 from tiny import LAYERS, OPTIONS, tiny_model
 
@@ -40,9 +40,9 @@ def test_it_samples_stops_and_numbers_like_the_fast_engine():
     samplings = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_k=9, seed=4), Sampling()]
     requests = [Request(p, 9, s, frozenset(range(60, 70))) for p, s in zip(PROMPTS, samplings, strict=True)]
     slow = [(*o[:3], o.layers, o.finish_reason) for o in GatedEngine(model, SCHEDULE).run(requests)]
-    fast = [(*o[:3], o.layers, o.finish_reason) for o in Engine(model, SCHEDULE, kernel="torch").run(requests)]
+    fast = [(*o[:3], o.layers, o.finish_reason) for o in FastEngine(model, SCHEDULE, kernel="torch").run(requests)]
     assert sorted(slow) == sorted(fast)
-    assert any(reason == "stop" for *_, reason in slow)
+    assert any(reason == "eos" for *_, reason in slow)
 
 
 def test_the_model_is_free_again_even_if_the_run_is_dropped():
@@ -53,14 +53,11 @@ def test_the_model_is_free_again_even_if_the_run_is_dropped():
     attach(model, SCHEDULE).detach()
 
 
-def test_open_engine_says_which_path_it_took():
-    assert isinstance(open_engine(tiny_model("llama"), SCHEDULE, kernel="torch"), Engine)
-    with pytest.warns(UserWarning, match="no fast path for model type 'gpt2'"):
-        assert isinstance(open_engine(tiny_model("gpt2"), SCHEDULE), GatedEngine)
+def test_what_it_cannot_run_is_refused():
     with pytest.raises(ScheduleError):
         GatedEngine(tiny_model("gpt2"), Schedule.full(3))
-    with pytest.raises(UnsupportedModelError), pytest.warns(UserWarning, match="no fast path"):
-        open_engine(_Foreign(), SCHEDULE)
+    with pytest.raises(UnsupportedModelError):
+        GatedEngine(_Foreign(), SCHEDULE)
 
 
 class _Foreign:

@@ -161,7 +161,7 @@ def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, ro
     assert summary["mean_layers_per_token"] == pytest.approx(schedule.mean_budget(7))
     assert (summary["rows"], summary["bad_rows"], summary["new_tokens"]) == (30, 0, 240)
     assert summary["decode_tokens"] == 210
-    assert 0 < summary["kv_bytes"] < summary["kv_bytes_full"]
+    assert 0 < summary["kv_bytes_peak"] < summary["kv_bytes_full_peak"]
     assert summary["comparison"]["batches"] == 4
     assert summary["comparison"]["nominal_speedup"] == pytest.approx(LAYERS / schedule.mean_budget(7))
     assert 0.3 < summary["comparison"]["measured_decode_speedup"] < 5

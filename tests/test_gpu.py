@@ -9,7 +9,7 @@ import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
-from skipdecode.engine import Engine, Request
+from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.model_spec import READERS
 from skipdecode.performance.machine import measure_bandwidth
@@ -27,7 +27,7 @@ LINEAR = Schedule.from_speedup(LAYERS, 2, NEW)
 
 def tokens(model: DenseModel, **options: Any) -> list[list[int]]:
     rows: list[list[int]] = [[] for _ in PROMPTS]
-    for out in Engine(model, LINEAR, **options).run([Request(p, NEW) for p in PROMPTS]):
+    for out in FastEngine(model, LINEAR, **options).run([Request(p, NEW) for p in PROMPTS]):
         rows[out.request].append(out.token)
     return rows
 

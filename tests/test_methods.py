@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
+from skipdecode.engine.opening import end_tokens
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.evaluation.methods import METHODS
-from skipdecode.evaluation.methods.base import end_tokens
 from skipdecode.evaluation.methods.calm import Calm
-from skipdecode.evaluation.methods.full import Full
-from skipdecode.evaluation.methods.prompt_lookup import PromptLookup
-from skipdecode.evaluation.methods.scheduled import Scheduled
-from skipdecode.evaluation.methods.self_speculation import SelfSpeculation
+from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.schedule.published import SCHEDULES, Budget, build_schedule
 from tiny import LAYERS, tiny_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.engine import Engine, Request
+from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels import backend_for
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
@@ -76,7 +76,7 @@ def dequantized_twin(model, kind):
 
 def decoded(fast, schedule, prompts, new):
     outputs = [[] for _ in prompts]
-    for out in Engine(fast, schedule).run(Request(p, new) for p in prompts):
+    for out in FastEngine(fast, schedule).run(Request(p, new) for p in prompts):
         outputs[out.request].append((out.token, out.logprob))
     return outputs
 

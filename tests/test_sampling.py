@@ -93,7 +93,6 @@ def test_logprob_is_the_models_own():
         (lambda: Sampling(repetition_penalty=0), "repetition_penalty=0"),
         (lambda: Request((), 1), "at least one token"),
         (lambda: Request((1,), 0), "max_new_tokens=0"),
-        (lambda: Request((1,), 1, stop_sequences=((),)), "empty stop sequence"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make, message):

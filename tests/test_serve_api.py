@@ -23,7 +23,7 @@ from serve_tools import (
     until,
 )
 from skipdecode.engine import Sampling
-from skipdecode.engine.row_seeds import row_seed
+from skipdecode.engine.requests import row_seed
 from tiny import LAYERS
 
 NEW = 24

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skipdecode import Schedule
-from skipdecode.engine import Engine, GatedEngine, Request, Sampling
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.errors import ScheduleError
 from tiny import LAYERS, tiny_model
 
@@ -31,17 +31,17 @@ def decode(engine, numbers):
 
 def test_schedules_of_one_drop_order_share_a_batch():
     model = tiny_model("llama")
-    engine = Engine(model, Schedule.constant(LAYERS, LAYERS), max_rows=4, join_below=1)
+    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), max_rows=4, join_below=1)
     numbers = [engine.submit([Request(p, NEW)], s)[0] for p, s in zip(PROMPTS, SCHEDULES, strict=True)]
     together = decode(engine, numbers)
     for prompt, schedule, row in zip(PROMPTS, SCHEDULES, together, strict=True):
-        alone = list(Engine(model, schedule).run([Request(prompt, NEW)]))
+        alone = list(FastEngine(model, schedule).run([Request(prompt, NEW)]))
         assert [(o.token, o.layers) for o in row] == [(o.token, o.layers) for o in alone]
     assert engine.kv.bytes_held == 0
 
 
 def test_another_drop_order_needs_another_engine():
-    engine = Engine(tiny_model("llama"), Schedule.constant(LAYERS, LAYERS))
+    engine = FastEngine(tiny_model("llama"), Schedule.constant(LAYERS, LAYERS))
     with pytest.raises(ScheduleError, match="another order"):
         engine.submit([Request(PROMPTS[0], NEW)], Schedule.top_down(LAYERS, 4))
     # As far as it drops, the order is the same.
@@ -49,7 +49,7 @@ def test_another_drop_order_needs_another_engine():
 
 
 def test_cancel_drops_what_waits():
-    engine = Engine(tiny_model("llama"), SCHEDULES[0], max_rows=1, in_order=True)
+    engine = FastEngine(tiny_model("llama"), SCHEDULES[0], max_rows=1, in_order=True)
     first, second, third = engine.submit([Request(p, 3) for p in PROMPTS[:3]])
     engine.step()
     assert engine.rows == 1
@@ -58,7 +58,7 @@ def test_cancel_drops_what_waits():
     assert {o.request for o in engine.run([])} == {first, third}
 
 
-@pytest.mark.parametrize("kind", [Engine, GatedEngine])
+@pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
 def test_likeliest_tokens(kind):
     model = tiny_model("llama")
     requests = [Request(PROMPTS[0], 2, Sampling(top_logprobs=5)), Request(PROMPTS[1], 2)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import EncodedPrompt
-    from skipdecode.engine.backend import BatchResult
+    from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
@@ -176,36 +175,40 @@ def _outcomes(config: Config, setting: _Setting) -> Part:
     from tqdm import tqdm
 
     from skipdecode.data.report import note
-    from skipdecode.engine.backend import GenerationSettings
-    from skipdecode.engine.engines import open_backends
+    from skipdecode.engine.opening import end_tokens, open_engines
+    from skipdecode.engine.requests import Request
 
     loaded = setting.loaded
-    source = open_backends(loaded.model, loaded.tokenizer, config.engine, note, config.weights)
-    backends = [source.backend(s) for _, s in setting.schedules]
-    ids = [p.token_ids for p in setting.prompts]
-    settings = GenerationSettings(config.max_new_tokens, ignore_eos=True)
-    backends[0].generate(ids[:1], GenerationSettings(2, ignore_eos=True), [0])
-    runs: list[list[BatchResult]] = [[] for _ in backends]
-    with tqdm(total=config.rounds * len(backends), unit="run", file=sys.stderr, leave=False) as bar:
+    source = open_engines(loaded.model, config.engine, note, config.weights)
+
+    def decode(schedule: Schedule, rows: int, tokens: int) -> tuple[Engine, list[list[int]]]:
+        engine = source.engine(schedule, max_rows=rows)
+        decoded = engine.decode([Request(tuple(p.token_ids), tokens) for p in setting.prompts[:rows]])
+        return engine, [row.tokens for row in decoded]
+
+    decode(setting.schedules[0][1], 1, 2)
+    runs: list[list[tuple[Engine, list[list[int]]]]] = [[] for _ in setting.schedules]
+    with tqdm(total=config.rounds * len(runs), unit="run", file=sys.stderr, leave=False) as bar:
         for _ in range(config.rounds):
-            for backend, results in zip(backends, runs, strict=True):
-                results.append(backend.generate(ids, settings, range(len(ids))))
+            for (_, schedule), results in zip(setting.schedules, runs, strict=True):
+                results.append(decode(schedule, len(setting.prompts), config.max_new_tokens))
                 bar.update()
+    ends = end_tokens(loaded.model, loaded.tokenizer)
     outcomes = [
         Outcome(
             name,
             schedule,
-            [_text(loaded.tokenizer, tokens, backends[0].end_tokens) for tokens in results[0].tokens],
-            results[0],
+            [_text(loaded.tokenizer, tokens, ends) for tokens in results[0][1]],
+            results[0][0].stats,
             # Whatever else the machine does can only slow a run down.
-            min(r.decode_s for r in results),
+            min(engine.stats.after_prompts for engine, _ in results),
         )
         for (name, schedule), results in zip(setting.schedules, runs, strict=True)
     ]
     asked = [(str(p.record.id), str(p.record.prompt).removeprefix(_INSTRUCTION).strip()) for p in setting.prompts]
-    return Part(setting.title, source.engine, asked, outcomes, setting.remark)
+    return Part(setting.title, source.name, asked, outcomes, setting.remark)
 
 
-def _text(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> str:
+def _text(tokenizer: Any, tokens: list[int], end_tokens: frozenset[int]) -> str:
     end = next((i for i, token in enumerate(tokens) if token in end_tokens), len(tokens))
     return str(tokenizer.decode(tokens[:end], skip_special_tokens=True)).strip()

@@ -12,7 +12,7 @@ from skipdecode.cli.columns import side_by_side, table
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.engine.backend import BatchResult
+    from skipdecode.engine.base import EngineStats
 
 __all__ = ["Outcome", "Part", "document", "page"]
 
@@ -24,12 +24,12 @@ class Outcome:
     name: str
     schedule: Schedule
     texts: list[str]
-    result: BatchResult
+    stats: EngineStats
     decode_s: float
 
     @property
     def layers(self) -> float:
-        return self.result.step_layers / self.result.steps
+        return self.stats.layer_reads / self.stats.steps
 
     def figures(self, full: Outcome) -> dict[str, Any]:
         """JSON-ready."""
@@ -39,9 +39,9 @@ class Outcome:
             "layers_per_token": self.layers,
             "nominal_speedup": full.layers / self.layers,
             "measured_decode_speedup": full.decode_s / self.decode_s,
-            "decode_tokens_per_s": len(self.texts) * self.result.steps / self.decode_s,
-            "kv_bytes": self.result.kv_bytes,
-            "kv_saved_share": 1 - self.result.kv_bytes / self.result.kv_bytes_full,
+            "decode_tokens_per_s": self.stats.fed_tokens / self.decode_s,
+            "kv_bytes": self.stats.kv_bytes_peak,
+            "kv_saved_share": 1 - self.stats.kv_bytes_peak / self.stats.kv_bytes_full_peak,
             "texts": self.texts,
         }
 

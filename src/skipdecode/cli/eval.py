@@ -191,9 +191,9 @@ def _runs(
 ) -> list[Run]:
     from skipdecode.cli.eval_progress import Bars
     from skipdecode.data.prompts import context_length
+    from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.kept import unfinished
-    from skipdecode.evaluation.methods.base import end_tokens
-    from skipdecode.evaluation.methods.engined import on_engine
+    from skipdecode.evaluation.methods.scheduled import on_engine
     from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
@@ -219,7 +219,7 @@ def _runs(
     subject = Subject(
         loaded.model,
         loaded.tokenizer,
-        end_tokens(loaded.model, loaded.tokenizer),
+        set(end_tokens(loaded.model, loaded.tokenizer)),
         context_length(unwrap(loaded.model)),
         full,
     )

@@ -10,7 +10,6 @@ stopped.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -31,15 +30,14 @@ if TYPE_CHECKING:
     from skipdecode.data.run import Job
     from skipdecode.data.source import PromptSource
     from skipdecode.data.summary import RunSummary
-    from skipdecode.engine.backend import GenerationSettings
-    from skipdecode.engine.engines import BackendSource
+    from skipdecode.engine.opening import EngineSource
+    from skipdecode.engine.requests import Sampling
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
 
 _INTERRUPTED = 130
-_COMPARED_BATCHES = 8
 
 
 def _with_escapes(text: str) -> str:
@@ -88,7 +86,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
         r"texts that end a row, cut off; \n and \t are understood", default=(), parse=_with_escapes
     )
     compare: bool = option(
-        f"also run full depth on up to about {_COMPARED_BATCHES} batches, alternating, and print both speeds",
+        "also run full depth on up to 8 batches afterwards, alternating, and print both speeds",
         default=False,
     )
     summary: str | None = option("file for the run's figures as JSON", default=None)
@@ -99,18 +97,18 @@ def run(config: Config) -> int:
     from skipdecode.data.output import check_output, open_writer
     from skipdecode.data.report import BadRows, note
 
-    settings = _checked_settings(config)
+    sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
     source = _source(config)
     bad_rows = BadRows()
     rows = _survey(source, config, bad_rows)
-    loaded, choice, backends = _load(config)
-    fingerprint = _fingerprint(config, settings, source, choice.schedule) | {"engine": backends.engine}
+    loaded, choice, engines = _load(config)
+    fingerprint = _fingerprint(config, source, choice.schedule) | {"engine": engines.name}
     writer = open_writer(config.output, fingerprint, restart=config.restart)
     try:
-        job = _job(config, settings, loaded, (backends, choice.schedule), rows - writer.rows_before)
+        job = _job(config, sampling, loaded, engines, choice.schedule)
         summary = _generate(source, config, job, writer, rows, bad_rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
@@ -125,8 +123,8 @@ def run(config: Config) -> int:
 # ---------------------------------------------------------------------- before the model
 
 
-def _checked_settings(config: Config) -> GenerationSettings:
-    from skipdecode.engine.backend import GenerationSettings
+def _checked_sampling(config: Config) -> Sampling:
+    from skipdecode.engine.requests import Sampling
 
     check_schedule_options(config)
     if config.prompts and config.input is not None:
@@ -140,7 +138,11 @@ def _checked_settings(config: Config) -> GenerationSettings:
         raise UsageError(f"--batch-size {config.batch_size} is not accepted: give 1 or more")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
-    return GenerationSettings(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+    if config.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {config.max_new_tokens} is not accepted: give 1 or more")
+    if config.temperature == 0 and (config.top_k or config.top_p < 1):
+        raise UsageError("--top-k and --top-p act on sampling only: give --temperature too, such as 0.7")
+    return Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed)
 
 
 def _same_file(one: str, other: str) -> bool:
@@ -172,9 +174,9 @@ def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
     return found.rows
 
 
-def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
+def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     from skipdecode.data.report import note, schedule_line
-    from skipdecode.engine.engines import open_backends
+    from skipdecode.engine.opening import open_engines
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
 
@@ -183,17 +185,15 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
     num_layers = len(decoder_layers(unwrap(loaded.model)))
     choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
-    return loaded, choice, open_backends(loaded.model, loaded.tokenizer, config.engine, note, config.weights)
+    return loaded, choice, open_engines(loaded.model, config.engine, note, config.weights)
 
 
-def _fingerprint(
-    config: Config, settings: GenerationSettings, source: PromptSource, schedule: Schedule
-) -> dict[str, Any]:
+def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> dict[str, Any]:
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     return {
         "model": config.model,
         "dtype": config.dtype,
-        **dataclasses.asdict(settings),
+        **{name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")},
         "stop": list(config.stop),
         "chat": config.chat,
         "system": config.system,
@@ -206,32 +206,24 @@ def _fingerprint(
 # ---------------------------------------------------------------------- the run
 
 
-def _job(
-    config: Config,
-    settings: GenerationSettings,
-    loaded: LoadedModel,
-    runs: tuple[BackendSource, Schedule],
-    rows: int,
-) -> Job:
+def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: EngineSource, schedule: Schedule) -> Job:
     from skipdecode.data.prompts import PromptEncoder, context_length
-    from skipdecode.data.run import CompareWith, Job, RowMaker
+    from skipdecode.data.run import Job, RowMaker
     from skipdecode.data.stopping import StopStrings
+    from skipdecode.engine.opening import end_tokens
 
     tokenizer = loaded.tokenizer
-    backends, schedule = runs
     chat = config.chat or config.system is not None
     stop = StopStrings(tokenizer, config.stop) if config.stop else None
-    compare = None
-    if config.compare:
-        every = max(1, rows // config.batch_size // _COMPARED_BATCHES)
-        compare = CompareWith(backends.backend(None), every)
     return Job(
         PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
-        backends.backend(schedule),
-        settings,
+        lambda rows: engines.engine(schedule, max_rows=rows),
+        sampling,
+        config.max_new_tokens,
+        end_tokens(loaded.model, tokenizer),
         RowMaker(tokenizer, stop, include_prompt=config.include_prompt),
         config.batch_size,
-        compare,
+        (lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
 
@@ -248,7 +240,8 @@ def _generate(
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     with progress_bar(rows, writer.rows_before) as progress:
         records = read_records(source, config.field, is_done=writer.is_done)
-        return generate_rows(records, job, writer, report=bad_rows.add_encoded, progress=progress)
+        left = rows - writer.rows_before
+        return generate_rows(records, job, writer, left, report=bad_rows.add_encoded, progress=progress)
 
 
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:

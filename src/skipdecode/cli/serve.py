@@ -19,7 +19,7 @@ from skipdecode.cli.options.model import ModelOptions
 from skipdecode.cli.options.option import option
 from skipdecode.cli.options.schedule import read_schedule
 from skipdecode.cli.options.threads import ThreadOptions
-from skipdecode.engine.backend import ENGINES
+from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.data.records import Record
-from skipdecode.data.summary import Comparison, RunSummary
+from skipdecode.data.summary import RunSummary, SpeedComparison
 from skipdecode.schedule import Schedule
 
 __all__ = ["BadRows", "note", "progress_bar", "schedule_line", "summary_lines"]
@@ -72,16 +72,16 @@ def schedule_line(schedule: Schedule, origin: str) -> str:
 def summary_lines(summary: RunSummary) -> list[str]:
     """The figures of a run, a few lines."""
     resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
+    stats, layers = summary.stats, summary.stats.mean_layers
     lines = [
-        f"{summary.rows} rows{resumed}; {summary.new_tokens} new tokens in {summary.seconds:.1f} s, "
+        f"{summary.rows} rows{resumed}; {stats.new_tokens} new tokens in {summary.seconds:.1f} s, "
         f"{summary.tokens_per_s:.1f} tokens/s in the model"
     ]
-    if summary.mean_layers is not None:
-        saved = 1 - summary.kv_bytes / summary.kv_bytes_full
+    if layers is not None:
         lines.append(
-            f"{summary.mean_layers:.1f} of {summary.num_layers} layers for a token on average "
-            f"({summary.num_layers / summary.mean_layers:.2f}x nominal); keys and values: at most "
-            f"{_bytes(summary.kv_bytes_peak)}, {saved:.0%} saved"
+            f"{layers:.1f} of {summary.num_layers} layers for a token on average "
+            f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
+            f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
         )
     if summary.comparison is not None:
         lines.append(_comparison_line(summary.comparison))
@@ -90,7 +90,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     return lines
 
 
-def _comparison_line(comparison: Comparison) -> str:
+def _comparison_line(comparison: SpeedComparison) -> str:
     found = comparison.to_dict()
     if found is None:
         return "no comparison: no row took a second token"

@@ -1,4 +1,4 @@
-"""Generates every row of an input: windows of rows, batches sorted by length inside a window, results to a writer.
+"""Generates every row of an input: windows of rows go to an engine, which sorts them by length into waves.
 
 Only one window of rows is in memory at a time, whatever the length of the input.
 """
@@ -6,32 +6,28 @@ Only one window of rows is in memory at a time, whatever the length of the input
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
+
+import torch
 
 from skipdecode.data.output import RowWriter
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
-from skipdecode.data.summary import Comparison, RunSummary
-from skipdecode.engine.backend import Backend, BatchResult, GenerationSettings
+from skipdecode.data.summary import RunSummary, SpeedComparison
+from skipdecode.engine.base import Engine
+from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, SkipDecodeError
 
-__all__ = ["WINDOW_BATCHES", "CompareWith", "Job", "RowMaker", "generate_rows", "make_batches", "refuse_bad_rows"]
+__all__ = ["COMPARED_BATCHES", "Job", "RowMaker", "generate_rows", "refuse_bad_rows"]
 
-WINDOW_BATCHES = 64
-_WARM_UP_TOKENS = 2
+COMPARED_BATCHES = 8
+_WINDOW_BATCHES = 64
 _CHECK_WINDOW = 1024
-
-
-@dataclass(frozen=True)
-class CompareWith:
-    """Full depth, run on every `every`-th batch next to the schedule."""
-
-    backend: Backend
-    every: int = 1
+_WARM_UP_TOKENS = 2
 
 
 class RowMaker:
@@ -51,7 +47,7 @@ class RowMaker:
         self.stop = stop
         self._include_prompt = include_prompt
 
-    def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: str) -> dict[str, Any]:
+    def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: FinishReason) -> dict[str, Any]:
         """The output of a row that went well."""
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return {
@@ -70,26 +66,113 @@ class Job:
     Parameters
     ----------
     encoder : PromptEncoder
-    backend : Backend
-    settings : GenerationSettings
+    make_engine : callable
+        From a number of rows to an engine under the job's schedule.
+    sampling : Sampling
+        Its seed is the job's: each row gets one of its own.
+    max_new_tokens : int
+        Most new tokens of a row; rows near the end of the context have room for fewer.
+    ends : frozenset of int
+        A row ends after any of these tokens.
     make : RowMaker
     batch_size : int
         Rows decoded together.
-    compare : CompareWith, optional
+    full_depth : callable, optional
+        From a number of rows to an engine at full depth: some batches are then timed on both.
     """
 
     encoder: PromptEncoder
-    backend: Backend
-    settings: GenerationSettings
+    make_engine: Callable[[int], Engine]
+    sampling: Sampling
+    max_new_tokens: int
+    ends: frozenset[int]
     make: RowMaker
     batch_size: int
-    compare: CompareWith | None = None
+    full_depth: Callable[[int], Engine] | None = None
+
+    def request(self, prompt: EncodedPrompt) -> Request:
+        """A row for the engine."""
+        room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
+        return Request(tuple(prompt.token_ids), room, self.sampling.for_row(prompt.record.index), self.ends)
+
+
+@dataclass
+class _Open:
+    """A row that is being generated."""
+
+    prompt: EncodedPrompt
+    tokens: list[int] = field(default_factory=list)
+
+
+class _Run:
+    """A job under way."""
+
+    def __init__(self, job: Job, writer: RowWriter, rows: int, summary: RunSummary, engine: Engine) -> None:
+        self.job, self.writer, self.summary, self.engine = job, writer, summary, engine
+        self.open: dict[int, _Open] = {}
+        self.compared: list[list[tuple[Request, int]]] = []
+        self._every = max(1, rows // job.batch_size // COMPARED_BATCHES)
+        self._finished = 0
+
+    def submit(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
+        """Queue a window's rows; those that cannot be generated are written at once. Returns how many those are."""
+        prompts = self.job.encoder.encode(window)
+        bad = [prompt for prompt in prompts if prompt.error is not None]
+        for prompt in bad:
+            report(prompt)
+            error = {"id": prompt.record.id, "line": prompt.record.line, "error": prompt.error}
+            self.writer.put(prompt.record.index, error, bad=True)
+        self.summary.rows += len(bad)
+        self.summary.bad_rows += len(bad)
+        good = [prompt for prompt in prompts if prompt.error is None]
+        numbers = self.engine.submit([self.job.request(prompt) for prompt in good])
+        self.open |= {number: _Open(prompt) for number, prompt in zip(numbers, good, strict=True)}
+        return len(bad)
+
+    def step(self) -> int:
+        """One step of the engine; returns how many rows have ended with it."""
+        try:
+            outputs = self.engine.step()
+        except torch.OutOfMemoryError:
+            raise SkipDecodeError(
+                f"out of memory with {self.job.batch_size} rows of up to {self.job.max_new_tokens} new tokens: give a "
+                "smaller --batch-size (finished rows of a file output are kept)"
+            ) from None
+        return sum(self._take(out) for out in outputs)
+
+    def _take(self, out: StepOutput) -> bool:
+        """A new token; whether its row ends with it."""
+        row = self.open.get(out.request)
+        if row is None:
+            return False  # of a row that a stop string has ended
+        row.tokens.append(out.token)
+        reason = out.finish_reason
+        if reason is None and self.job.make.stop is not None and self.job.make.stop(row.tokens):
+            reason = "stop"
+            self.engine.cancel(out.request)
+        if reason is None:
+            return False
+        del self.open[out.request]
+        self.writer.put(row.prompt.record.index, self.job.make.row(row.prompt, row.tokens, reason))
+        self.summary.rows += 1
+        self._keep_for_comparison(row)
+        return True
+
+    def _keep_for_comparison(self, row: _Open) -> None:
+        batch, place = divmod(self._finished, self.job.batch_size)
+        self._finished += 1
+        if self.job.full_depth is None or batch % self._every or batch // self._every >= COMPARED_BATCHES:
+            return
+        if not place:
+            self.compared.append([])
+        self.compared[-1].append((Request(tuple(row.prompt.token_ids), 1), len(row.tokens)))
 
 
 def generate_rows(
     records: Iterable[Record],
     job: Job,
     writer: RowWriter,
+    rows: int,
     *,
     report: Callable[[EncodedPrompt], None] = lambda prompt: None,
     progress: Callable[[int, RunSummary], None] = lambda rows, summary: None,
@@ -100,6 +183,8 @@ def generate_rows(
     ----------
     records : iterable of Record
         Rows that the writer does not have yet, in input order.
+    rows : int
+        How many those are.
     report : callable
         Told of each row that cannot be generated; such a row is written as ``{"id", "line", "error"}``.
     progress : callable
@@ -112,27 +197,22 @@ def generate_rows(
     SkipDecodeError
         The accelerator is out of memory.
     """
-    summary = RunSummary(job.backend.num_layers, writer.rows_before, writer.bad_before, rows_resumed=writer.rows_before)
-    summary.comparison = None if job.compare is None else Comparison()
+    engine = job.make_engine(job.batch_size)
+    summary = RunSummary(engine.num_layers, engine.stats, writer.rows_before, writer.bad_before, writer.rows_before)
     started = time.perf_counter()
-    for window in _windows(records, WINDOW_BATCHES * job.batch_size):
-        prompts = job.encoder.encode(window)
-        for prompt in (p for p in prompts if p.error is not None):
-            report(prompt)
-            error = {"id": prompt.record.id, "line": prompt.record.line, "error": prompt.error}
-            writer.put(prompt.record.index, error, bad=True)
-            summary.rows += 1
-            summary.bad_rows += 1
-            progress(1, summary)
-        for batch, limit in make_batches(prompts, job.batch_size, job.settings.max_new_tokens):
-            result = _generate(batch, replace(job.settings, max_new_tokens=limit), job, summary)
-            for prompt, tokens, reason in zip(batch, result.tokens, result.finish_reasons, strict=True):
-                writer.put(prompt.record.index, job.make.row(prompt, tokens, reason))
-            summary.rows += len(batch)
-            summary.add(sum(len(p.token_ids) for p in batch), result)
-            progress(len(batch), summary)
+    run = _Run(job, writer, rows, summary, engine)
+    windows = _windows(records, _WINDOW_BATCHES * job.batch_size)
+    window = next(windows, None)
+    while window is not None or engine.has_work:
+        if window is not None and not engine.waiting:
+            progress(run.submit(window, report), summary)
+            window = next(windows, None)
+        if ended := run.step():
+            progress(ended, summary)
     writer.finish()
     summary.seconds = time.perf_counter() - started
+    if job.full_depth is not None:
+        summary.comparison = _compared(run.compared, job.make_engine, job.full_depth)
     return summary
 
 
@@ -144,65 +224,32 @@ def refuse_bad_rows(records: Iterable[Record], encoder: PromptEncoder) -> None:
                 raise DataError(prompt.error, prompt.record.line)
 
 
-def make_batches(
-    prompts: Sequence[EncodedPrompt], batch_size: int, max_new_tokens: int
-) -> Iterator[tuple[list[EncodedPrompt], int]]:
-    """Batches of prompts of like length, longest first, each with its limit of new tokens.
-
-    Longest first, so that a batch that does not fit in memory fails at once. Rows near the end of the context have room
-    for fewer new tokens; only rows with the same limit share a batch, so no row is cut short by its neighbours.
-    """
-    batch: list[EncodedPrompt] = []
-    limit = max_new_tokens
-    for prompt in sorted((p for p in prompts if p.error is None), key=lambda p: -len(p.token_ids)):
-        own = max_new_tokens if prompt.room is None else min(max_new_tokens, prompt.room)
-        if batch and (own != limit or len(batch) == batch_size):
-            yield batch, limit
-            batch = []
-        limit = own
-        batch.append(prompt)
-    if batch:
-        yield batch, limit
-
-
 def _windows(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
     rows = iter(records)
     while window := list(islice(rows, size)):
         yield window
 
 
-def _generate(batch: list[EncodedPrompt], settings: GenerationSettings, job: Job, summary: RunSummary) -> BatchResult:
-    import torch
+def _compared(
+    batches: list[list[tuple[Request, int]]], ours: Callable[[int], Engine], full: Callable[[int], Engine]
+) -> SpeedComparison:
+    """Time both sides on each batch for as many steps as its longest row took; every other batch in the other order."""
+    found = SpeedComparison()
+    warm = False
+    for batch in batches:
+        tokens = max(length for _, length in batch)
+        if tokens < 2:
+            continue  # without decode steps it tells nothing
+        for side in () if warm else (ours, full):
+            _timed(side, batch, min(tokens, _WARM_UP_TOKENS))
+        warm = True
+        sides = (ours, full) if len(found.ratios) % 2 else (full, ours)
+        timed = {side: _timed(side, batch, tokens) for side in sides}
+        found.add(timed[ours].stats, timed[full].stats)
+    return found
 
-    prompts = [p.token_ids for p in batch]
-    keys = [p.record.index for p in batch]
-    try:
-        result = job.backend.generate(prompts, settings, keys, job.make.stop)
-        if job.compare is not None and summary.comparison is not None and summary.batches % job.compare.every == 0:
-            _compare(prompts, settings, keys, result, job.backend, job.compare.backend, summary.comparison)
-        return result
-    except torch.OutOfMemoryError:
-        raise SkipDecodeError(
-            f"out of memory with {len(batch)} rows of up to {len(prompts[0])} + {settings.max_new_tokens} tokens: "
-            "give a smaller --batch-size (finished rows of a file output are kept)"
-        ) from None
 
-
-def _compare(
-    prompts: list[list[int]],
-    settings: GenerationSettings,
-    keys: list[int],
-    result: BatchResult,
-    backend: Backend,
-    full: Backend,
-    comparison: Comparison,
-) -> None:
-    """Time both sides for as many steps as the rows took; every other batch in the other order."""
-    same = replace(settings, max_new_tokens=result.steps + 1, ignore_eos=True)
-    sides = [backend, full]
-    if not comparison.ratios:
-        for side in sides:
-            side.generate(prompts, replace(same, max_new_tokens=min(result.steps + 1, _WARM_UP_TOKENS)), keys)
-    order = sides if len(comparison.ratios) % 2 else sides[::-1]
-    timed = {id(side): side.generate(prompts, same, keys) for side in order}
-    comparison.add(timed[id(backend)], timed[id(full)])
+def _timed(side: Callable[[int], Engine], batch: list[tuple[Request, int]], tokens: int) -> Engine:
+    engine = side(len(batch))
+    engine.decode([Request(request.prompt, tokens) for request, _ in batch])
+    return engine

@@ -1,10 +1,11 @@
-"""Decoding: token ids in, a generator of per-step outputs out. Knows nothing about text.
+"""The engine: token ids in, a `StepOutput` for every new token out. Knows nothing about text.
 
-A request's life: `Request` (requests.py) -> waits in the `Scheduler` (waves.py) -> gets a slot and pages (kv.py) -> its
-prompt and then its tokens run through the `FastModel` (fast_model.py), read from a transformers model (model_spec.py),
-on the layers that the `BudgetPolicy` (budget_policy.py) grants -> `RowSampler` (sampling.py) -> `StepOutput`. `Engine`
-(engine.py) is the loop. On GPUs `DenseModel` (dense_model.py) and `SlabKV` (slab_kv.py) stand for model and pages.
-`open_engine` takes the fast path where there is one, else `GatedEngine` (gated_engine.py).
+A request's life: `Request` (requests.py) -> `Engine.submit` (base.py) -> waits in the `Scheduler` (scheduler.py) ->
+gets a slot and pages (kv.py) -> its prompt and then its tokens run through the `FastModel` (fast_model.py), read from a
+transformers model (model_spec.py), on the layers that the `BudgetPolicy` (depth.py) grants -> `RowSampler`
+(sampling.py) -> `StepOutput`. `FastEngine` (fast.py) is the loop; `GatedEngine` (gated.py) does the same through
+transformers.
+`open_engines` (opening.py) takes the fast one where it covers the model.
 """
 
 from __future__ import annotations
@@ -12,33 +13,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skipdecode.engine.choice import open_engine
+    from skipdecode.engine.base import Engine
     from skipdecode.engine.depth import BudgetPolicy, SchedulePolicy
-    from skipdecode.engine.fast import Engine
+    from skipdecode.engine.fast import FastEngine
     from skipdecode.engine.gated import GatedEngine
+    from skipdecode.engine.generate import GenerateEngine
+    from skipdecode.engine.opening import open_engines
     from skipdecode.engine.requests import Request, Sampling, StepOutput
-
-__all__ = [
-    "BudgetPolicy",
-    "Engine",
-    "GatedEngine",
-    "Request",
-    "Sampling",
-    "SchedulePolicy",
-    "StepOutput",
-    "open_engine",
-]
 
 _MODULES = {
     "BudgetPolicy": "depth",
-    "Engine": "fast",
+    "Engine": "base",
+    "FastEngine": "fast",
     "GatedEngine": "gated",
+    "GenerateEngine": "generate",
     "Request": "requests",
     "Sampling": "requests",
     "SchedulePolicy": "depth",
     "StepOutput": "requests",
-    "open_engine": "choice",
+    "open_engines": "opening",
 }
+
+__all__ = [
+    "BudgetPolicy",
+    "Engine",
+    "FastEngine",
+    "GatedEngine",
+    "GenerateEngine",
+    "Request",
+    "Sampling",
+    "SchedulePolicy",
+    "StepOutput",
+    "open_engines",
+]
 
 
 def __getattr__(name: str) -> Any:

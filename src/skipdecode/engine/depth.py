@@ -84,11 +84,15 @@ class DepthOrder:
             self._least[layer] = self.num_layers - rank
         self._layers: dict[int, tuple[int, ...]] = {}
 
+    def takes(self, schedule: Schedule) -> bool:
+        """Whether the layers that a schedule ever drops are the first of this order."""
+        dropped = schedule.dropped
+        return schedule.num_layers == self.num_layers and dropped == self._drop_order[: len(dropped)]
+
     def check(self, schedule: Schedule) -> None:
-        """Raise ScheduleError unless the layers that a schedule ever drops are the first of this order."""
+        """Raise ScheduleError unless rows under a schedule can run beside those of this order."""
         schedule.check_fits(self.num_layers)
-        dropped = schedule.drop_order[: self.num_layers - schedule.budgets[-1]]
-        if dropped != self._drop_order[: len(dropped)]:
+        if not self.takes(schedule):
             raise ScheduleError(f"schedule {schedule.name!r} drops layers in another order than this engine")
 
     def layers(self, budget: int) -> tuple[int, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
 from skipdecode.engine.fast_model import FastModel, TokenRows
 from skipdecode.engine.kernels import KernelChoice
@@ -18,11 +19,10 @@ from skipdecode.engine.open_model import open_model
 from skipdecode.engine.requests import Request, StepOutput, finish_reason
 from skipdecode.engine.sampling import RowSampler, choose, likeliest
 from skipdecode.engine.scheduler import RequestSize, Scheduler
-from skipdecode.engine.stats import EngineStats
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["Engine"]
+__all__ = ["FastEngine"]
 
 
 @dataclass(eq=False)
@@ -41,8 +41,8 @@ class _Row:
     logprob: float = 0.0
 
 
-class Engine:
-    """Decodes requests on one model under a schedule.
+class FastEngine(Engine):
+    """Decodes requests on the package's own kernels, or on a GPU's graphs; rows of any age share a step.
 
     Parameters
     ----------
@@ -89,9 +89,11 @@ class Engine:
         self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
+        self.name, self.num_layers = self.model.name, self.model.num_layers
         self._policy = _policy(schedule)
-        self._policy.schedule.check_fits(self.model.num_layers)
-        self._order = DepthOrder(self._policy.schedule)
+        self.schedule = self._policy.schedule
+        self.schedule.check_fits(self.num_layers)
+        self._order = DepthOrder(self.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
         if kv_bytes is not None and self.model.kernel == "dense":
@@ -106,12 +108,6 @@ class Engine:
         self._begin = time.perf_counter()
 
     # ------------------------------------------------------------------ public
-
-    def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
-        """Decode requests; yields every new token when its step ends. Numbers continue from earlier submissions."""
-        self.submit(requests)
-        while self.has_work:
-            yield from self.step()
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | BudgetPolicy | None = None) -> list[int]:
         """Queue requests; returns their numbers.
@@ -140,17 +136,33 @@ class Engine:
         return [size.request for size in sizes]
 
     @property
-    def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self._running or self._starting or self._scheduler.waiting)
+    def waiting(self) -> int:
+        """See `Engine`."""
+        return self._scheduler.waiting
 
     @property
     def rows(self) -> int:
-        """Requests that have a place in the batch."""
+        """See `Engine`."""
         return len(self._running) + len(self._starting)
 
+    @property
+    def kv_bytes(self) -> int:
+        """See `Engine`."""
+        return self.kv.bytes_held
+
+    def takes(self, schedule: Schedule) -> bool:
+        """See `Engine`: schedules that drop layers in this engine's order."""
+        return self._order.takes(schedule)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        for row in self._starting + self._running:
+            self.kv.close(row.slot)
+        self._starting, self._running, self._requests = [], [], {}
+        self._scheduler.clear()
+
     def cancel(self, number: int) -> None:
-        """Drop a request that waits or runs; its room is free at once."""
+        """See `Engine`; the request's room is free at once."""
         if self._requests.pop(number, None) is not None:
             self._scheduler.drop(number)
         for rows in (self._starting, self._running):
@@ -161,6 +173,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Admit what may join, run its prompts (all if nothing else runs, else a part), then decode one token a row."""
+        start = time.perf_counter()
         self._admit()
         outputs: list[StepOutput] = []
         while self._starting:
@@ -169,6 +182,7 @@ class Engine:
                 break
         if self._running and not (outputs and self._starting):
             outputs += self._decode()
+        self.stats.seconds += time.perf_counter() - start
         return outputs
 
     # ------------------------------------------------------------------ admission
@@ -255,10 +269,11 @@ class Engine:
             list(range(len(rows))),
         )
         logits = self.model.forward(batch, self.kv)
-        self._note_kv()
         for row in rows:
             row.fed += 1
+        self._note_kv()
         self.stats.steps += 1
+        self.stats.fed_tokens += len(rows)
         self.stats.token_layers += sum(counts)
         self.stats.layer_reads += sum(map(bool, counts))
         self.stats.decode_seconds += time.perf_counter() - start
@@ -302,7 +317,10 @@ class Engine:
         return outputs
 
     def _note_kv(self) -> None:
-        self.stats.kv_bytes_peak = max(self.stats.kv_bytes_peak, self.kv.bytes_held)
+        held = self.kv.bytes_held
+        pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running)
+        # Where whole rows are kept at full depth, that is what is held.
+        self.stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
 
 
 def _policy(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:

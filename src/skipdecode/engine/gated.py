@@ -1,40 +1,66 @@
-"""The engine's interface over transformers' own forward, gated: for families without a fast path, and as a reference.
+"""The engine over transformers' own forward, gated: for families without a fast path, and as a reference.
 
-Strict waves of left-padded rows on one `SkipCache`. Finished rows leave the batch and the cache. Depth follows the
-schedule's positions only. Several times slower than `Engine`.
+Strict waves of left-padded rows of one schedule on one `SkipCache`. Finished rows leave the batch and the cache. Depth
+follows the schedule's positions only. Several times slower than `FastEngine`.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import Request, StepOutput, finish_reason
 from skipdecode.engine.sampling import RowSampler, choose, likeliest
 from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.models.attach import Attachment, attach
+from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["GatedEngine"]
+__all__ = ["GatedEngine", "left_pad"]
 
 
-class GatedEngine:
+@dataclass(eq=False)
+class _Row:
+    number: int
+    request: Request
+    sampler: RowSampler
+    output: list[int]
+
+
+@dataclass(eq=False)
+class _Wave:
+    """Rows that started together."""
+
+    schedule: Schedule
+    attachment: Attachment
+    cache: SkipCache
+    rows: list[_Row]
+    ids: Tensor
+    mask: Tensor
+    position: int = 0
+
+
+class GatedEngine(Engine):
     """Decodes requests through a gated transformers model.
 
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
-        A causal LM of a family in `skipdecode.models.families`, nothing attached. While a `run` goes on, it is gated.
+        A causal LM of a family in `skipdecode.models.families`, nothing attached. It is gated while a wave runs.
     schedule : Schedule
-        Which layers run.
+        Which layers run. Requests with schedules of their own run in waves of their own, in the order of submission.
     max_rows : int
         Rows of a wave.
+    in_order : bool
+        Admit in order of submission instead of by length.
 
     Raises
     ------
@@ -44,80 +70,168 @@ class GatedEngine:
         If the schedule is for another number of layers.
     """
 
-    def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8) -> None:
+    name = "transformers"
+
+    def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
         self._model = unwrap(model)
-        schedule.check_fits(len(decoder_layers(self._model)))
-        self._schedule = schedule
-        self._max_rows = max_rows
-        self._takes_positions = "position_ids" in inspect.signature(type(self._model).forward).parameters
-        self._numbers = 0
-        self._cancelled: set[int] = set()
+        self.num_layers = len(decoder_layers(self._model))
+        schedule.check_fits(self.num_layers)
+        self.schedule = schedule
+        self.stats = EngineStats()
+        self._max_rows, self._in_order = max_rows, in_order
+        accepted = inspect.signature(type(self._model).forward).parameters
+        self._takes_positions = "position_ids" in accepted
+        self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._queues: dict[Schedule, Scheduler] = {}
+        self._requests: dict[int, Request] = {}
+        self._schedules: dict[int, Schedule] = {}
+        self._submitted = 0
+        self._wave: _Wave | None = None
         self._begin = time.perf_counter()
 
-    def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
-        """Decode requests; yields every new token as soon as its step ends. Numbers continue from earlier runs."""
-        waiting = dict(enumerate(requests, self._numbers))
-        self._numbers += len(waiting)
-        scheduler = Scheduler(self._max_rows)
-        scheduler.submit(RequestSize(r.max_new_tokens, len(r.prompt), i) for i, r in waiting.items())
-        with attach(self._model, self._schedule) as attachment:
-            while wave := scheduler.admit(0):
-                yield from self._wave(attachment, {size.request: waiting.pop(size.request) for size in wave})
+    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
+        """See `Engine`."""
+        wanted = self.schedule if schedule is None else schedule
+        wanted.check_fits(self.num_layers)
+        if wanted not in self._queues:
+            self._queues[wanted] = Scheduler(self._max_rows, in_order=self._in_order)
+        new = dict(enumerate(requests, self._submitted))
+        self._submitted += len(new)
+        self._requests |= new
+        self._schedules |= dict.fromkeys(new, wanted)
+        self._queues[wanted].submit(RequestSize(r.max_new_tokens, len(r.prompt), number) for number, r in new.items())
+        return list(new)
+
+    @property
+    def waiting(self) -> int:
+        """See `Engine`."""
+        return len(self._requests)
+
+    @property
+    def rows(self) -> int:
+        """See `Engine`."""
+        return 0 if self._wave is None else len(self._wave.rows)
+
+    @property
+    def kv_bytes(self) -> int:
+        """See `Engine`."""
+        return 0 if self._wave is None else self._wave.cache.kv_bytes()
 
     def cancel(self, number: int) -> None:
-        """Drop a request of the current `run`; its row leaves the batch when the step ends."""
-        self._cancelled.add(number)
+        """See `Engine`."""
+        if self._requests.pop(number, None) is not None:
+            self._queues[self._schedules.pop(number)].drop(number)
+        if self._wave is not None:
+            self._keep([row.number != number for row in self._wave.rows])
 
-    def _wave(self, attachment: Attachment, requests: dict[int, Request]) -> Iterator[StepOutput]:
-        device = self._model.device
-        numbers = list(requests)
-        samplers = [RowSampler(r.sampling, r.prompt) for r in requests.values()]
-        texts: list[list[int]] = [[] for _ in numbers]
-        width = max(len(r.prompt) for r in requests.values())
-        padding = [width - len(r.prompt) for r in requests.values()]
-        ids = torch.tensor(
-            [[0] * n + list(r.prompt) for n, r in zip(padding, requests.values(), strict=True)], device=device
-        )
-        mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
-        cache = attachment.new_cache(width)
-        for position in range(max(r.max_new_tokens for r in requests.values())):
-            start = time.perf_counter()
-            logits = self._logits(ids, mask, cache)
-            tokens, logprobs = choose(logits, samplers)
-            tops = likeliest(logits, samplers)
-            now = time.perf_counter()
-            layers = self._schedule.prompt_layers() if position == 0 else self._schedule.layers(position - 1)
-            alive = []
-            for row, (number, token, logprob) in enumerate(zip(numbers, tokens, logprobs, strict=True)):
-                texts[row].append(token)
-                reason = finish_reason(requests[number], texts[row])
-                if reason is None:
-                    alive.append(row)
-                times = now - self._begin, now - start
-                yield StepOutput(number, position, token, logprob, len(layers), reason, *times, tops[row])
-            alive = [row for row in alive if numbers[row] not in self._cancelled]
-            if not alive:
-                return
-            if len(alive) < len(numbers):
-                chosen = torch.tensor(alive, device=device)
-                _select_rows(cache, chosen)
-                mask = mask[chosen]
-                numbers, tokens = [numbers[i] for i in alive], [tokens[i] for i in alive]
-                texts, samplers = [texts[i] for i in alive], [samplers[i] for i in alive]
-            ids = torch.tensor(tokens, device=device).unsqueeze(1)
-            mask = torch.cat((mask, mask.new_ones(len(numbers), 1)), dim=1)
+    def close(self) -> None:
+        """See `Engine`."""
+        self._queues, self._requests, self._schedules = {}, {}, {}
+        self._end_wave()
 
-    @torch.no_grad()
-    def _logits(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        options = {}
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One forward of the wave: its prompts, or a token of each row. A new wave begins where the last has ended."""
+        start = time.perf_counter()
+        if self._wave is None:
+            if not self._requests:
+                return []
+            self._wave = self._next_wave()
+        try:
+            outputs = self._advance(self._wave, start)
+        except BaseException:
+            self.close()
+            raise
+        self.stats.seconds += time.perf_counter() - start
+        return outputs
+
+    # ------------------------------------------------------------------ waves
+
+    def _next_wave(self) -> _Wave:
+        """Rows of the schedule under which the longest waiting request runs."""
+        schedule = self._schedules[min(self._requests)]
+        chosen = [(size.request, self._requests.pop(size.request)) for size in self._queues[schedule].admit(0)]
+        for number, _ in chosen:
+            del self._schedules[number]
+        rows = [_Row(number, r, RowSampler(r.sampling, r.prompt), []) for number, r in chosen]
+        ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
+        attachment = attach(self._model, schedule)
+        return _Wave(schedule, attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
+
+    def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
+        logits = self._logits(wave)
+        forwarded = time.perf_counter()
+        samplers = [row.sampler for row in wave.rows]
+        tokens, logprobs = choose(logits, samplers)
+        tops = likeliest(logits, samplers)
+        now = time.perf_counter()
+        prompts = wave.position == 0
+        layers = len(wave.schedule.prompt_layers()) if prompts else wave.schedule.budget(wave.position - 1)
+        self._count(wave, layers, forwarded - start, now - forwarded)
+        outputs = []
+        for row, token, logprob, top in zip(wave.rows, tokens, logprobs, tops, strict=True):
+            row.output.append(token)
+            reason = finish_reason(row.request, row.output)
+            times = now - self._begin, now - start
+            outputs.append(StepOutput(row.number, wave.position, token, logprob, layers, reason, *times, top))
+        wave.position += 1
+        wave.ids = torch.tensor(tokens, device=self._model.device).unsqueeze(1)
+        wave.mask = torch.cat((wave.mask, wave.mask.new_ones(len(tokens), 1)), dim=1)
+        self._keep([out.finish_reason is None for out in outputs])
+        return outputs
+
+    def _logits(self, wave: _Wave) -> Tensor:
+        options: dict[str, Any] = dict(self._options)
         if self._takes_positions:
-            options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+            options["position_ids"] = (wave.mask.cumsum(1) - 1).clamp(min=0)[:, -wave.ids.shape[1] :]
+        output = self._model(
+            input_ids=wave.ids, attention_mask=wave.mask, past_key_values=wave.cache, use_cache=True, **options
+        )
+        if wave.ids.is_cuda:
+            torch.cuda.synchronize(wave.ids.device)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
+    def _count(self, wave: _Wave, layers: int, forward: float, choice: float) -> None:
+        stats, rows = self.stats, len(wave.rows)
+        stats.new_tokens += rows
+        stats.sampling_seconds += choice
+        if wave.position == 0:
+            stats.prompt_tokens += sum(len(row.request.prompt) for row in wave.rows)
+            stats.prompt_seconds += forward
+        else:
+            stats.steps += 1
+            stats.fed_tokens += rows
+            stats.token_layers += rows * layers
+            stats.layer_reads += layers
+            stats.decode_seconds += forward
+        stats.note_kv(wave.cache.kv_bytes(), wave.cache.kv_bytes_full())
 
-def _select_rows(cache: Any, rows: Tensor) -> None:
-    for layer, held in enumerate(cache.layers):
-        if cache.tokens_held(layer):
-            held.keys, held.values = held.keys[rows], held.values[rows]
+    def _keep(self, stays: list[bool]) -> None:
+        """Let rows leave the wave and its cache."""
+        wave = self._wave
+        if wave is None or all(stays):
+            return
+        wave.rows = [row for row, stay in zip(wave.rows, stays, strict=True) if stay]
+        if not wave.rows:
+            self._end_wave()
+            return
+        chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=wave.ids.device)
+        wave.ids, wave.mask = wave.ids[chosen], wave.mask[chosen]
+        for layer, held in enumerate(wave.cache.layers):
+            if wave.cache.tokens_held(layer):
+                held.keys, held.values = held.keys[chosen], held.values[chosen]
+
+    def _end_wave(self) -> None:
+        if self._wave is not None:
+            self._wave.attachment.detach()
+            self._wave = None
+
+
+def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, each (rows, longest prompt), with the padding on the left."""
+    rows = [list(prompt) for prompt in prompts]
+    width = max(map(len, rows))
+    tokens = torch.tensor([[pad] * (width - len(p)) + p for p in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in rows], device=device)
+    return tokens, mask

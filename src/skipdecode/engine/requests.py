@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Self
 
 from skipdecode.errors import UsageError
 
-__all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "finish_reason"]
+__all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "finish_reason", "row_seed"]
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["eos", "length", "stop"]
+"""Why a row ends: with an end token, at its limit, or because whoever reads it saw a text that stops it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Sampling:
         _check(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 or more")
         _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "a number above 0")
 
+    def for_row(self, key: int) -> Self:
+        """With a seed of the row's own, made from this one's and the row's key: the draws depend on no batch."""
+        return self if self.seed is None else replace(self, seed=row_seed(self.seed, key))
+
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the most likely token of the untouched logits is the answer."""
@@ -77,25 +83,19 @@ class Request:
         Default: greedy.
     stop_ids : frozenset of int
         Tokens that end the output; the token itself is part of it.
-    stop_sequences : tuple of tuple of int
-        Token sequences that end the output when its tail equals one.
     """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
-        object.__setattr__(self, "stop_sequences", tuple(tuple(s) for s in self.stop_sequences))
         if not self.prompt:
             raise UsageError("a prompt without tokens is not accepted: give at least one token id")
         _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
-        if not all(self.stop_sequences):
-            raise UsageError("an empty stop sequence is not accepted: give at least one token id")
 
 
 class StepOutput(NamedTuple):
@@ -113,7 +113,7 @@ class StepOutput(NamedTuple):
         Natural logarithm of the token's probability under the model (before temperature, penalties and cuts).
     layers : int
         Layers that the token it was predicted from ran.
-    finish_reason : {"stop", "length"} or None
+    finish_reason : {"eos", "length"} or None
         Why the request ends with this token; None if it goes on.
     seconds : float
         Time of the step's end, from the engine's start.
@@ -137,10 +137,14 @@ class StepOutput(NamedTuple):
 def finish_reason(request: Request, output: list[int]) -> FinishReason | None:
     """Why an output of one or more tokens is complete; None if it goes on."""
     if output[-1] in request.stop_ids:
-        return "stop"
-    if any(tuple(output[-len(sequence) :]) == sequence for sequence in request.stop_sequences):
-        return "stop"
+        return "eos"
     return "length" if len(output) >= request.max_new_tokens else None
+
+
+def row_seed(seed: int, key: int) -> int:
+    """The seed, of 63 bits, of the row `key` of a job whose seed is `seed`."""
+    digest = hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _check(ok: bool, name: str, value: object, accepted: str) -> None:

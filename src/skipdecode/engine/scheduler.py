@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = ["RequestSize", "Scheduler"]
+__all__ = ["JOIN_BELOW", "RequestSize", "Scheduler"]
+
+JOIN_BELOW = 0.25
+"""Of batch jobs: the next wave joins when this share of the rows is left. Measured in docs/LOG.md."""
 
 
 class RequestSize(NamedTuple):
@@ -80,6 +83,11 @@ class Scheduler:
         """Forget a request that was not admitted yet."""
         self._queue = deque(size for size in self._queue if size.request != request)
         self._sorted = [size for size in self._sorted if size.request != request]
+
+    def clear(self) -> None:
+        """Forget all requests that were not admitted yet."""
+        self._queue.clear()
+        self._sorted.clear()
 
     @property
     def waiting(self) -> int:

@@ -19,6 +19,8 @@ from skipdecode.evaluation.methods.base import Generation, Method
 __all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 
 _WARM_UP_TOKENS = 4
+_MOST_BATCHES = 4
+_LEAST_TURNS = 8  # of each method, where there are records enough: the interval of a speed is over turns
 
 
 @dataclass
@@ -146,15 +148,20 @@ def generate_all(
     tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
     timings = [Timing(side.rows_leave) for side in sides]
     warm = False
-    for number, indices in enumerate(batches([len(p) for p in prompts], batch_size)):
+    # Rows of several batches' worth go to an engine together, which sorts them into waves.
+    rows_at_once = batch_size * max(1, min(_MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
+    for number, indices in enumerate(batches([len(p) for p in prompts], rows_at_once)):
         rows = [prompts[i] for i in indices]
         done = kept.get(number)
         if done is None:
             for side in () if warm else sides:
-                side.generate(model, rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
+                side.generate(model, rows[:batch_size], max_new_tokens=_WARM_UP_TOKENS, eos=set())
             warm = True
             order = [(number + i) % len(sides) for i in range(len(sides))]
-            found = {i: sides[i].generate(model, rows, max_new_tokens=max_new_tokens, eos=eos) for i in order}
+            together = min(batch_size, len(rows))
+            found = {
+                i: sides[i].generate(model, rows, max_new_tokens=max_new_tokens, eos=eos, rows=together) for i in order
+            }
             done = [found[i] for i in range(len(sides))]
             kept.put(number, done)
         for generation, timing, outputs in zip(done, timings, tokens, strict=True):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.methods.base import Method
-from skipdecode.evaluation.methods.full import Full
+from skipdecode.evaluation.methods.base import Method, Untouched
+from skipdecode.evaluation.methods.scheduled import Full
 
 __all__ = ["Progress", "Settings", "Subject"]
 
@@ -71,7 +71,7 @@ class Subject:
     tokenizer: Any
     eos: set[int]
     context: int | None = None
-    full: Sequence[Method] = field(default_factory=lambda: (Full(),))
+    full: Sequence[Method] = field(default_factory=lambda: (Full(), Untouched()))
 
 
 class Progress:

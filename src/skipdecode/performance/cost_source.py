@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.engines import open_fast
 from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.opening import open_fast
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import DTYPES, load_config, load_model
@@ -87,7 +87,7 @@ def find_cost(
     engine : {"auto", "fast", "transformers"}
         Whose steps are timed; auto: the fast engine's where it covers the model.
     weights : {"model", "int8", "int4"}
-        See `skipdecode.engine.engines.open_fast`.
+        See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
         Measure, whatever an earlier calibration found.
     progress : bool

@@ -261,6 +261,11 @@ class Schedule:
         """Layers that run on prompt tokens, in ascending order."""
         return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)
 
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The layers that are dropped at some position, in order."""
+        return self.drop_order[: self.num_layers - self.budgets[-1]]
+
     def drop_position(self, layer: int) -> int | None:
         """First generation position at which `layer` no longer runs; None if it always runs."""
         return self._drop_positions[layer]

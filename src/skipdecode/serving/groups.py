@@ -1,22 +1,22 @@
-"""Rows that run side by side, on one engine for each order in which schedules drop layers.
+"""Rows that run side by side: an engine for each order in which schedules drop layers, or one for all through gates.
 
 Schedules of one order share a batch. Engines of different orders share the model's weights and are stepped in turn.
-Full depth fits any order and goes where most rows are.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from skipdecode.engine.fast import Engine
-from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.base import Engine
+from skipdecode.engine.opening import EngineSource
 from skipdecode.engine.requests import StepOutput
 from skipdecode.schedule import Schedule
 from skipdecode.serving.request_state import Choice
 
-__all__ = ["Group", "KvSize", "fast_groups"]
+__all__ = ["Group", "KvSize", "make_groups"]
 
 
 class KvSize(NamedTuple):
@@ -31,17 +31,17 @@ class KvSize(NamedTuple):
 
 
 class Group:
-    """Choices whose rows run on one engine; without any the engine is dropped, which gives back its memory.
+    """Choices on one engine, which is made for the first of them and dropped after the last.
 
     Parameters
     ----------
     make : callable
         A new engine.
-    order : tuple of int
-        The order in which layers are dropped here.
+    order : tuple of int or None
+        The order in which layers are dropped here; None: any schedule runs here.
     """
 
-    def __init__(self, make: Callable[[], Engine], order: tuple[int, ...]) -> None:
+    def __init__(self, make: Callable[[], Engine], order: tuple[int, ...] | None) -> None:
         self._make = make
         self._order = order
         self._engine: Engine | None = None
@@ -55,12 +55,12 @@ class Group:
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values that are held."""
-        return 0 if self._engine is None else self._engine.kv.bytes_held
+        return 0 if self._engine is None else self._engine.kv_bytes
 
     def takes(self, schedule: Schedule) -> bool:
         """Whether rows under this schedule can run here."""
-        dropped = _dropped(schedule)
-        return dropped == self._order[: len(dropped)]
+        dropped = schedule.dropped
+        return self._order is None or dropped == self._order[: len(dropped)]
 
     def submit(self, choice: Choice) -> None:
         """Take a choice; raises a SkipDecodeError if the model cannot run it."""
@@ -70,7 +70,7 @@ class Group:
         self._choices[number] = choice
 
     def cancel(self, choice: Choice) -> None:
-        """Drop a choice; its room is free before the next step. Others' choices are ignored."""
+        """Drop a choice; its room is free before the next step. Choices of other groups are ignored."""
         for number in [number for number, row in self._choices.items() if row is choice]:
             del self._choices[number]
             if self._engine is not None:
@@ -92,36 +92,36 @@ class Group:
         """Drop all choices and what they hold; returns them."""
         choices = list(self._choices.values())
         self._choices.clear()
-        self._drop_idle_engine()
+        # It may be broken: what it can still give back, it gives back.
+        with contextlib.suppress(Exception):
+            self._drop_idle_engine()
         return choices
 
     def _drop_idle_engine(self) -> None:
-        if not self._choices:
-            self._engine = None
+        if not self._choices and self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
 
 
-def fast_groups(model: FastModel, schedules: Iterable[Schedule], max_rows: int) -> list[Group]:
-    """As few groups as take all of the schedules, with at most `max_rows` rows each, over the same model."""
+def make_groups(source: EngineSource, schedules: Iterable[Schedule], max_rows: int) -> list[Group]:
+    """As few groups as take all of the schedules, of at most `max_rows` rows each."""
 
     def maker(order: tuple[int, ...]) -> Callable[[], Engine]:
         # Stands for the order: each row brings its own schedule.
-        schedule = Schedule(model.num_layers, order, (model.num_layers,), warmup_layers=0, name="group")
+        stand_in = Schedule(source.num_layers, order, (source.num_layers,), warmup_layers=0, name="group")
 
         def make() -> Engine:
             with warnings.catch_warnings():
                 # Said once, when the model was opened.
                 warnings.simplefilter("ignore", UserWarning)
-                return Engine(model, schedule, max_rows=max_rows, join_below=1, in_order=True)
+                return source.engine(stand_in, max_rows=max_rows, join_below=1, in_order=True)
 
         return make
 
+    if source.fast is None:
+        return [Group(maker(()), None)]
     orders: list[tuple[int, ...]] = []
-    for dropped in sorted({_dropped(schedule) for schedule in schedules}, key=len, reverse=True):
+    for dropped in sorted({schedule.dropped for schedule in schedules}, key=len, reverse=True):
         if not any(order[: len(dropped)] == dropped for order in orders):
             orders.append(dropped)
     return [Group(maker(order), order) for order in orders]
-
-
-def _dropped(schedule: Schedule) -> tuple[int, ...]:
-    """The layers that a schedule ever drops, in order."""
-    return schedule.drop_order[: schedule.num_layers - schedule.budgets[-1]]

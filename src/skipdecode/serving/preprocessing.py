@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
-from skipdecode.engine.requests import Request, Sampling
-from skipdecode.engine.row_seeds import row_seed
+from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.detokenizer import Detokenizer
 from skipdecode.serving.errors import ApiError
@@ -45,7 +44,7 @@ class Preprocessor:
         tokenizer: Any,
         context: int | None,
         vocab_size: int,
-        end_tokens: Sequence[int],
+        end_tokens: Iterable[int],
         catalog: Catalog,
         limits: ServerLimits,
     ) -> None:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
 from skipdecode.engine.depth import DepthOrder
-from skipdecode.engine.requests import FinishReason, Request
+from skipdecode.engine.requests import Request
 from skipdecode.serving.catalog import NamedSchedule
 from skipdecode.serving.detokenizer import Detokenizer, Piece
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["Choice", "Event", "Failed", "Finished", "RequestState", "Summary", "Update"]
+__all__ = ["Choice", "ChoiceFinish", "Event", "Failed", "Finished", "RequestState", "Summary", "Update"]
+
+
+ChoiceFinish = Literal["stop", "length"]
+"""OpenAI's words; the engine tells an end token from a stop sequence, and both are a stop here."""
 
 
 class Update(NamedTuple):
@@ -25,7 +29,7 @@ class Update(NamedTuple):
 
     choice: int
     pieces: list[Piece]
-    finish_reason: FinishReason | None
+    finish_reason: ChoiceFinish | None
 
     @property
     def text(self) -> str:
@@ -79,7 +83,7 @@ class Choice:
     kv_bytes: int = 0  # held after the last token
     kv_bytes_full: int = 0  # what full depth would hold
     last_time: float = 0.0  # when the last token came
-    finish_reason: FinishReason | None = None
+    finish_reason: ChoiceFinish | None = None
 
 
 @dataclass(eq=False, kw_only=True)

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from skipdecode.engine.requests import FinishReason
 from skipdecode.serving.detokenizer import Piece
 from skipdecode.serving.errors import ExactModel
-from skipdecode.serving.request_state import Event, Failed, Finished, RequestState, Summary, Update
+from skipdecode.serving.request_state import ChoiceFinish, Event, Failed, Finished, RequestState, Summary, Update
 
 __all__ = [
     "ChatResponse",
@@ -75,7 +74,7 @@ class _AnyChoice(ExactModel):
 
 
 class _Choice(_AnyChoice):
-    finish_reason: FinishReason
+    finish_reason: ChoiceFinish
 
 
 class _CompletionChoice(_Choice):
@@ -105,7 +104,7 @@ class _ChunkChoice(_AnyChoice):
     text: str | None = None
     delta: _Delta | None = None
     logprobs: _CompletionLogprobs | _ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChoiceFinish | None
 
 
 class _AnyAnswer(ExactModel):

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipdecode.data.prompts import context_length
-from skipdecode.engine.engines import open_fast
-from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.transformers_backend import end_tokens
+from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.gated_group import GatedGroup
-from skipdecode.serving.groups import Group, KvSize, fast_groups
+from skipdecode.serving.groups import KvSize, make_groups
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Preprocessor
@@ -72,7 +69,7 @@ def open_service(
         See `Catalog`.
     engine : {"auto", "fast", "transformers"}
     weights : {"model", "int8", "int4"}
-        See `skipdecode.engine.engines.open_fast`.
+        See `skipdecode.engine.opening.open_fast`.
     note : callable
         Told one line where the choice of the engine needs a word.
 
@@ -84,8 +81,9 @@ def open_service(
     plain = unwrap(model)
     num_layers = len(decoder_layers(plain))
     catalog = Catalog(num_layers, carried, others)
-    fast = open_fast(model, engine, note, weights)
-    groups, kv_size = _groups(model, fast, catalog, limits)
+    source = open_engines(model, engine, note, weights)
+    groups = make_groups(source, [*catalog.schedules(), catalog.budget_schedule()], limits.max_rows)
+    kv_size = _kv_size(source)
     metrics = Metrics(num_layers)
     context = context_length(plain)
     vocab_size = plain.get_input_embeddings().weight.shape[0]
@@ -103,14 +101,9 @@ def open_service(
     )
 
 
-def _groups(
-    model: Any, fast: FastModel | None, catalog: Catalog, limits: ServerLimits
-) -> tuple[Sequence[Group | GatedGroup], KvSize]:
-    if fast is None:
-        plain = unwrap(model)
-        geometry = ModelGeometry.from_config(plain.config, plain.dtype.itemsize)
-        kv_size = KvSize(1, round(geometry.kv_bytes_per_token()))
-        return [GatedGroup(model, limits.max_rows, kv_size)], kv_size
-    kv = fast.new_kv()
-    schedules = [*catalog.schedules(), catalog.budget_schedule()]
-    return fast_groups(fast, schedules, limits.max_rows), KvSize(kv.page_tokens, kv.page_bytes)
+def _kv_size(source: EngineSource) -> KvSize:
+    if source.fast is not None:
+        kv = source.fast.new_kv()
+        return KvSize(kv.page_tokens, kv.page_bytes)
+    plain = unwrap(source.model)
+    return KvSize(1, round(ModelGeometry.from_config(plain.config, plain.dtype.itemsize).kv_bytes_per_token()))

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.gated_group import GatedGroup
 from skipdecode.serving.groups import Group, KvSize
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
@@ -44,7 +43,7 @@ class ModelWorker:
 
     def __init__(
         self,
-        groups: Sequence[Group | GatedGroup],
+        groups: Sequence[Group],
         num_layers: int,
         kv_size: KvSize,
         limits: ServerLimits,
@@ -64,7 +63,7 @@ class ModelWorker:
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._running: dict[Choice, Group | GatedGroup] = {}
+        self._running: dict[Choice, Group] = {}
         self._events: dict[RequestState, list[Event]] = {}  # of this step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
@@ -187,6 +186,7 @@ class ModelWorker:
                     return
                 choice = self._waiting.popleft()
                 schedule = choice.state.schedule.schedule
+                # Full depth fits any order: it goes where most rows are.
                 group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
                 self._running[choice] = group
             try:
@@ -241,7 +241,7 @@ class ModelWorker:
             choice.finish_reason = "stop"
             self._running[choice].cancel(choice)
         else:
-            choice.finish_reason = output.finish_reason
+            choice.finish_reason = "stop" if output.finish_reason == "eos" else output.finish_reason
         if pieces or choice.finish_reason is not None:
             self._tell(state, Update(choice.index, pieces, choice.finish_reason))
         if choice.finish_reason is not None:

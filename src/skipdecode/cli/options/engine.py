@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skipdecode.cli.options.option import option
-from skipdecode.engine.backend import ENGINES, WEIGHTS
+from skipdecode.engine.base import ENGINES, WEIGHTS
 
 __all__ = ["EngineOptions"]
 

@@ -12,10 +12,10 @@ __all__ = ["METHODS"]
 METHODS = Registry(
     "method",
     {
-        "full": "skipdecode.evaluation.methods.full:Full",
+        "full": "skipdecode.evaluation.methods.scheduled:Full",
         "schedule": "skipdecode.evaluation.methods.scheduled:Scheduled",
         "calm": "skipdecode.evaluation.methods.calm:Calm",
-        "self_speculation": "skipdecode.evaluation.methods.self_speculation:SelfSpeculation",
-        "prompt_lookup": "skipdecode.evaluation.methods.prompt_lookup:PromptLookup",
+        "self_speculation": "skipdecode.evaluation.methods.drafting:SelfSpeculation",
+        "prompt_lookup": "skipdecode.evaluation.methods.drafting:PromptLookup",
     },
 )

@@ -1,45 +1,45 @@
-"""The interface of a decoding method: token ids of prompts in, token ids of outputs out, with its time and its depth.
+"""The interface of a decoding method: a name for tables, what it needs of a model, and the engine that does it.
 
 Greedy only: methods are compared on what they compute, not on luck. Knows nothing about text.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from skipdecode.engine import transformers_backend
+from skipdecode.engine.base import Engine
+from skipdecode.engine.generate import GenerateEngine
+from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["Generation", "LayerCount", "Method", "Timed", "end_tokens", "fed_tokens", "left_pad"]
+__all__ = ["GenerateMethod", "Generation", "LayerCount", "Method", "Untouched"]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What one batch gave, and what it took.
+    """What some rows gave, and what they took.
 
     Parameters
     ----------
     tokens : list of list of int
         New tokens of each row; the end token, where one came, is the last.
     prompt_seconds : float
-        Until the first new tokens were there.
+        Time in prompts' forwards.
     decode_seconds : float
-        From there to the end.
+        All other time.
     layer_tokens : int
         Sum over the generated tokens that were fed back of the layers they ran; of a method that drafts, all layers
         that ran behind the prompt, drafts and their checks included. Rows that have ended do not count.
     fed_tokens : int
         Generated tokens of the output that had to be fed back: all but each row's last.
+    positions : int
+        Decode steps, from the first new token of a batch to the last of its longest row.
     """
 
     tokens: list[list[int]]
@@ -47,11 +47,7 @@ class Generation:
     decode_seconds: float
     layer_tokens: int
     fed_tokens: int
-
-    @property
-    def positions(self) -> int:
-        """Steps from the first new token to the last, of the longest row: what decode time is spent on in lockstep."""
-        return max(0, max(map(len, self.tokens), default=0) - 1)
+    positions: int
 
 
 class Method(ABC):
@@ -69,8 +65,8 @@ class Method(ABC):
         Whether the output is full depth's by construction.
     full_depth : bool
         Whether it is full depth itself, the yardstick.
-    engine : {"transformers", "fast"}
-        What runs the model.
+    engine : str
+        What runs the model (`Engine.name`).
     rows_leave : bool
         Whether rows that have ended leave the batch. If not, they are decoded on to the end of the longest.
     """
@@ -80,14 +76,20 @@ class Method(ABC):
     max_batch: int | None = None
     lossless: bool = False
     full_depth: bool = False
-    engine: str = "transformers"
+    engine: str = GenerateEngine.name
     rows_leave: bool = False
 
     @abstractmethod
+    def make_engine(self, model: Any, max_rows: int) -> Engine:
+        """A new engine that decodes this way, `max_rows` rows at a time.
+
+        `model` is a transformers causal LM in eval mode with nothing attached; it is left as it was.
+        """
+
     def generate(
-        self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int]
+        self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int], rows: int = 0
     ) -> Generation:
-        """Greedy continuations of a batch.
+        """Greedy continuations.
 
         Parameters
         ----------
@@ -99,7 +101,29 @@ class Method(ABC):
             Longest output.
         eos : set of int
             Tokens that end a row.
+        rows : int
+            Rows decoded together; 0 for all.
+
+        Raises
+        ------
+        UsageError
+            The method does not decode so many rows together.
         """
+        together = rows or len(prompts)
+        if self.max_batch is not None and together > self.max_batch:
+            raise UsageError(f"{self.name} decodes {self.max_batch} row at a time: give --batch-size {self.max_batch}")
+        engine = self.make_engine(model, together)
+        ends = frozenset(eos)
+        decoded = engine.decode([Request(tuple(prompt), max_new_tokens, stop_ids=ends) for prompt in prompts])
+        stats = engine.stats
+        return Generation(
+            [row.tokens for row in decoded],
+            stats.prompt_seconds,
+            stats.after_prompts,
+            stats.token_layers,
+            stats.fed_tokens,
+            stats.steps,
+        )
 
     def settings(self) -> dict[str, Any]:
         """JSON-ready parameters of the method, for the result."""
@@ -110,89 +134,30 @@ class Method(ABC):
         find_family(unwrap(model))
 
 
-class Timed(Method):
+class GenerateMethod(Method):
     """A method that is a call of transformers' `generate`; subclasses say what goes around it and into it."""
 
-    def session(self, model: Any, eos: set[int]) -> AbstractContextManager[Any]:
-        """What must hold while the model generates."""
-        return nullcontext()
+    def around(self, model: Any, eos: frozenset[int]) -> AbstractContextManager[Any] | None:
+        """What must hold while the model generates, see `GenerateEngine`; None: nothing."""
+        return None
 
     def options(self) -> dict[str, Any]:
         """Further arguments of `generate`."""
         return {}
 
-    def layer_tokens(self, rows: list[list[int]], prompt_tokens: int, num_layers: int, session: Any) -> int:
-        """`Generation.layer_tokens`; `session` is what entering `session` gave. Default: every layer."""
-        return num_layers * fed_tokens(rows)
-
-    def generate(
-        self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int]
-    ) -> Generation:
-        """See `Method.generate`."""
-        from transformers import StoppingCriteriaList
-
-        if self.max_batch is not None and len(prompts) > self.max_batch:
-            raise UsageError(f"{self.name} decodes {self.max_batch} row at a time: give --batch-size {self.max_batch}")
-        pad = min(eos) if eos else 0
-        tokens, mask = left_pad(prompts, pad, model.device)
-        clock = _Clock(model.device)
-        with torch.inference_mode(), self.session(model, eos) as session:
-            start = clock.now()
-            output = model.generate(
-                input_ids=tokens,
-                attention_mask=mask,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                repetition_penalty=1.0,
-                eos_token_id=sorted(eos) or None,
-                pad_token_id=pad,
-                stopping_criteria=StoppingCriteriaList([clock]),
-                **self.options(),
-            )
-            end = clock.now()
-        rows = [_until_end(row, eos) for row in output[:, tokens.shape[1] :].tolist()]
-        first = end if clock.first is None else clock.first
-        count = self.layer_tokens(rows, tokens.numel(), len(decoder_layers(unwrap(model))), session)
-        return Generation(rows, first - start, end - first, count, fed_tokens(rows))
+    def make_engine(self, model: Any, max_rows: int) -> Engine:
+        """See `Method.make_engine`."""
+        changed = type(self).around is not GenerateMethod.around
+        around = (lambda ends: self.around(model, ends)) if changed else None
+        return GenerateEngine(model, max_rows=max_rows, options=self.options(), around=around)  # type: ignore[arg-type]
 
 
-def fed_tokens(rows: Sequence[Sequence[int]]) -> int:
-    """Tokens of the output that were fed back: all but each row's last."""
-    return sum(max(0, len(row) - 1) for row in rows)
+class Untouched(GenerateMethod):
+    """`generate` as it is: the yardstick of the methods that live inside it."""
 
-
-def end_tokens(model: Any, tokenizer: Any) -> set[int]:
-    """Tokens that end a text: those of the model's generation config and the tokenizer's own."""
-    return set(transformers_backend.end_tokens(model, tokenizer))
-
-
-def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask, each (rows, longest prompt), with the padding on the left."""
-    return transformers_backend.left_pad(prompts, pad, device)
-
-
-def _until_end(row: list[int], eos: set[int]) -> list[int]:
-    end = next((i for i, token in enumerate(row) if token in eos), len(row) - 1)
-    return row[: end + 1]
-
-
-class _Clock:
-    """A stopping criterion that never stops: `generate` calls it after each step, so it knows when the first ended."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-        self.first: float | None = None
-
-    def now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self.first is None:
-            self.first = self.now()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    name = "full"
+    lossless = True
+    full_depth = True
 
 
 class LayerCount:
@@ -200,7 +165,7 @@ class LayerCount:
 
     def __init__(self, model: Any) -> None:
         self._layers = decoder_layers(unwrap(model))
-        self.total = 0
+        self._total = 0
 
     def __enter__(self) -> LayerCount:
         self._handles = [layer.register_forward_pre_hook(self._add, with_kwargs=True) for layer in self._layers]
@@ -210,6 +175,10 @@ class LayerCount:
         for handle in self._handles:
             handle.remove()
 
+    def layers_of(self, rows: list[list[int]], prompt_tokens: int) -> int:
+        """All that ran, less the prompt's one pass."""
+        return self._total - len(self._layers) * prompt_tokens
+
     def _add(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.total += hidden.shape[0] * hidden.shape[1]
+        self._total += hidden.shape[0] * hidden.shape[1]

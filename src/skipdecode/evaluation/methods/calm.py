@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.errors import UnsupportedModelError, UsageError
-from skipdecode.evaluation.methods.base import Timed
+from skipdecode.evaluation.methods.base import GenerateMethod
 from skipdecode.models.families import decoder_layers, unwrap
 
 __all__ = ["MEASURES", "Calm"]
@@ -26,7 +26,7 @@ MEASURES = ("softmax", "state")
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-class Calm(Timed):
+class Calm(GenerateMethod):
     """Exit where confidence exceeds a threshold, checked after every layer from `min_exit_layer` on.
 
     Parameters
@@ -72,7 +72,7 @@ class Calm(Timed):
             raise UsageError(f"min_exit_layer={self.min_exit_layer} is not accepted: give 1 to {layers}")
 
     @contextmanager
-    def session(self, model: Any, eos: set[int]) -> Iterator[_Exits]:
+    def around(self, model: Any, eos: frozenset[int]) -> Iterator[_Exits]:
         """The model with exits in front of its layers."""
         plain = unwrap(model)
         exits = _Exits(self, plain, eos)
@@ -87,15 +87,11 @@ class Calm(Timed):
             for layer in layers:
                 del layer.forward
 
-    def layer_tokens(self, rows: list[list[int]], prompt_tokens: int, num_layers: int, session: Any) -> int:
-        """Layers that ran in each step, for every row that was still being decoded in it."""
-        return int(session.layer_tokens)
-
 
 class _Exits:
     """Which rows have left in the step at hand."""
 
-    def __init__(self, calm: Calm, model: Any, eos: set[int]) -> None:
+    def __init__(self, calm: Calm, model: Any, eos: frozenset[int]) -> None:
         self._calm = calm
         self._norm = model.get_decoder().norm
         self._head = model.get_output_embeddings()
@@ -105,7 +101,11 @@ class _Exits:
         self._gone = torch.empty(0, dtype=torch.bool)
         self._rows = 0
         self._last = len(decoder_layers(model)) - 1
-        self.layer_tokens = 0
+        self._layer_tokens = 0
+
+    def layers_of(self, rows: list[list[int]], prompt_tokens: int) -> int:
+        """Layers that ran in each step, for every row that was still being decoded in it."""
+        return self._layer_tokens
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward starts: the first is the prompt's."""
@@ -125,7 +125,7 @@ class _Exits:
             _store(layer, index, hidden_states, kwargs)
             return hidden_states
         output: Tensor = torch.where(self._gone[:, None, None], hidden_states, forward(hidden_states, *args, **kwargs))
-        self.layer_tokens += self._rows
+        self._layer_tokens += self._rows
         if self._calm.min_exit_layer <= index + 1 <= self._last:
             self._gone |= self._confidence(hidden_states, output) >= self._calm.threshold
         return output

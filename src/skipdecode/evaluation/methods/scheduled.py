@@ -1,44 +1,121 @@
-"""Any nested schedule: SkipDecode, early termination, Unified Layer Skipping, D3, static pruning, calibrated ones."""
+"""Any nested schedule: SkipDecode, early termination, Unified Layer Skipping, D3, static pruning, calibrated ones.
+
+Decoded by the engine that is asked for; without one, through transformers with gates.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from skipdecode.evaluation.methods.base import Timed
-from skipdecode.models.attach import attach
+from skipdecode.engine.base import Engine
+from skipdecode.engine.gated import GatedEngine
+from skipdecode.engine.opening import EngineSource, open_engines
+from skipdecode.errors import UsageError
+from skipdecode.evaluation.methods.base import Method, Untouched
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["Scheduled"]
+__all__ = ["Full", "Scheduled", "on_engine"]
 
 
-class Scheduled(Timed):
-    """The model under a schedule.
+class Scheduled(Method):
+    """The model under a schedule; rows that end leave the batch.
 
     Parameters
     ----------
     schedule : Schedule
         For a model of its number of layers.
+    source : EngineSource, optional
+        Engines of the model that is decoded.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule: Schedule = schedule
+    rows_leave = True
+
+    def __init__(self, schedule: Schedule, source: EngineSource | None = None) -> None:
+        self._asked = schedule
+        self._source = source
+        self.schedule: Schedule | None = schedule if source is None else source.suited(schedule)
         self.name = schedule.name
         self.lossless = schedule.is_full
+        self.engine = GatedEngine.name if source is None else source.name
 
-    def session(self, model: Any, eos: set[int]) -> AbstractContextManager[Any]:
-        """The schedule, attached."""
-        return attach(model, self.schedule)
+    def on(self, source: EngineSource) -> Scheduled:
+        """The same, decoded by the engines of a model."""
+        return Scheduled(self._asked, source)
 
-    def layer_tokens(self, rows: list[list[int]], prompt_tokens: int, num_layers: int, session: Any) -> int:
-        """By the schedule, row by row."""
-        return sum(self.schedule.budget(i) for row in rows for i in range(len(row) - 1))
+    def make_engine(self, model: Any, max_rows: int) -> Engine:
+        """See `Method.make_engine`."""
+        schedule = self.schedule or Schedule.full(len(decoder_layers(unwrap(model))))
+        if self._source is None:
+            return GatedEngine(model, schedule, max_rows=max_rows)
+        return self._source.engine(schedule, max_rows=max_rows)
 
     def settings(self) -> dict[str, Any]:
         """The schedule itself."""
-        return {"name": self.name, "schedule": self.schedule.to_dict()}
+        return {"name": self.name, "schedule": self._asked.to_dict()}
 
     def check(self, model: Any) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""
-        self.schedule.check_fits(len(decoder_layers(unwrap(model))))
+        self._asked.check_fits(len(decoder_layers(unwrap(model))))
+
+
+class Full(Scheduled):
+    """Every layer for every token: the yardstick of all schedules on the same engine."""
+
+    full_depth = True
+
+    def __init__(self, source: EngineSource | None = None) -> None:
+        self._source = source
+        self.schedule = None
+        self.name = "full"
+        self.lossless = True
+        self.engine = GatedEngine.name if source is None else source.name
+
+    def on(self, source: EngineSource) -> Full:
+        """See `Scheduled.on`."""
+        return Full(source)
+
+    def settings(self) -> dict[str, Any]:
+        """Its name."""
+        return {"name": self.name}
+
+    def check(self, model: Any) -> None:
+        """See `Method.check`."""
+        Method.check(self, model)
+
+
+def on_engine(
+    methods: Sequence[Method], model: Any, engine: str, note: Callable[[str], None], weights: str = "model"
+) -> tuple[list[Method], tuple[Method, ...]]:
+    """Methods on the engine that is asked for, where it can run them, and full depth on each engine that is used.
+
+    Parameters
+    ----------
+    methods : sequence of Method
+        As made: schedules through transformers.
+    model : PreTrainedModel or PeftModel
+    engine : {"auto", "fast", "transformers"}
+        See `skipdecode.engine.opening.open_fast`.
+    note : callable
+        Told one line where the choice needs a word.
+    weights : {"model", "int8", "int4"}
+        See `open_fast`.
+
+    Raises
+    ------
+    SkipDecodeError
+        A method does not fit the model, or `engine` is "fast" and cannot run the model or a method.
+    """
+    for method in methods:
+        method.check(model)
+    others = [m.name for m in methods if not isinstance(m, Scheduled)]
+    if others and engine == "fast":
+        raise UsageError(f"--engine fast does not run {', '.join(others)}: give --engine auto")
+    if len(others) == len(methods):
+        return list(methods), (Untouched(),)
+    source = open_engines(model, engine, note, weights)
+    if others:
+        note(f"{', '.join(others)}: no schedule, so it runs through transformers, next to full depth there")
+    bound = [m.on(source) if isinstance(m, Scheduled) else m for m in methods]
+    return bound, (Full(source), Untouched())

@@ -13,8 +13,7 @@ import torch
 from transformers.generation import StoppingCriteriaList
 
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.methods.prompt_lookup import PromptLookup
-from skipdecode.evaluation.methods.self_speculation import SelfSpeculation
+from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.bench.clock import TokenClock
 from skipdecode.performance.bench.peers.base import Peer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from skipdecode.engine.depth import RowView
-from skipdecode.engine.fast import Engine
+from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, TokenRows
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import LinearSpec
@@ -106,7 +106,7 @@ class EnginePeer(Peer):
         self._recorded.clear()
         self._policy.now = Schedule.full(self.fast.num_layers)
         # All prompts in one forward: rows that begin together stay together.
-        engine = Engine(self.fast, self._policy, max_rows=batch, prompt_tokens=batch * prompt)
+        engine = FastEngine(self.fast, self._policy, max_rows=batch, prompt_tokens=batch * prompt)
         engine.submit([Request((0,) * (prompt - 1), new + 1)] * batch)
         # The step that ends the prompts also feeds every row's first new token: the prompt's last, as counted here.
         with _not_computing(self.fast):
@@ -116,7 +116,7 @@ class EnginePeer(Peer):
             engine.kv.fill()
         self._engine = engine
 
-    def start(self, schedule: Schedule) -> Engine:
+    def start(self, schedule: Schedule) -> FastEngine:
         """An engine that stands behind the prompt, with `new` - 1 steps to go under `schedule`."""
         self._policy.now = schedule
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Text through the engine: that of transformers, whatever the batch; other families fall back and say so."""
+"""Engines by name: the fast one gives transformers' tokens; models it does not cover fall back and say so."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from engine_tools import decode
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine.backend import GenerationSettings
-from skipdecode.engine.engine_backend import EngineBackend
-from skipdecode.engine.engines import open_backends
+from skipdecode.engine import FastEngine, GatedEngine, Sampling
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels import build
-from skipdecode.engine.transformers_backend import TransformersBackend
+from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
-from textgen_tools import byte_tokenizer, read_rows, save_tiny_model, write_rows
+from textgen_tools import read_rows, save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
 
 PROMPTS = [[5, 6, 7, 8], [9], list(range(3, 40)), [11, 12, 13, 14, 15, 16, 17]]
 PAPER = Schedule.from_speedup(LAYERS, 2, 20)
-KEYS = range(len(PROMPTS))
+FULL = Schedule.full(LAYERS)
 
 
 def native_or_skip() -> None:
@@ -34,62 +33,61 @@ def native_or_skip() -> None:
         pytest.skip(str(e))
 
 
-def fast(model: Any, schedule: Schedule | None = PAPER, ends: tuple[int, ...] = ()) -> EngineBackend:
-    return EngineBackend(FastModel(copy.deepcopy(model)), schedule, end_tokens=ends)
+def fast(model: Any, schedule: Schedule = PAPER) -> FastEngine:
+    return FastEngine(FastModel(copy.deepcopy(model)), schedule)
 
 
 def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
     notes: list[str] = []
-    return open_backends(model, byte_tokenizer(), engine, notes.append).engine, notes
+    return open_engines(model, engine, notes.append).name, notes
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
-@pytest.mark.parametrize("schedule", [None, PAPER, Schedule.even(LAYERS, (6, 4, 3))], ids=["full", "paper", "even"])
-def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: str, schedule: Schedule | None):
+@pytest.mark.parametrize("schedule", [FULL, PAPER, Schedule.even(LAYERS, (6, 4, 3))], ids=["full", "paper", "even"])
+def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: str, schedule: Schedule):
     native_or_skip()
-    model, settings = tiny_model(family), GenerationSettings(20)
-    expected = TransformersBackend(model, schedule, end_tokens=(), pad_token=0).generate(PROMPTS, settings, KEYS)
+    model = tiny_model(family)
+    whole, _ = decode(GatedEngine(model, schedule), PROMPTS, 20)
     # An end token that one of the rows meets on its way.
-    end = expected.tokens[2][7]
-    for ends in ((), (end,)):
-        expected = TransformersBackend(model, schedule, end_tokens=ends, pad_token=0).generate(PROMPTS, settings, KEYS)
-        found = fast(model, schedule, ends).generate(PROMPTS, settings, KEYS)
-        assert found.tokens == expected.tokens
-        assert found.finish_reasons == expected.finish_reasons
-        assert (found.steps, found.step_layers) == (expected.steps, expected.step_layers)
-        assert found.prefill_s > 0 < found.decode_s
-        assert 0 < found.kv_bytes <= found.kv_bytes_full
-        if schedule is None:
-            assert found.kv_bytes == found.kv_bytes_full
+    for ends in ((), (whole[2][7],)):
+        slow, quick = GatedEngine(model, schedule), fast(model, schedule)
+        assert decode(quick, PROMPTS, 20, ends=ends) == decode(slow, PROMPTS, 20, ends=ends)
+        for name in ("steps", "fed_tokens", "token_layers", "layer_reads", "new_tokens", "prompt_tokens"):
+            assert getattr(quick.stats, name) == getattr(slow.stats, name), name
+        stats = quick.stats
+        assert stats.prompt_seconds > 0 < stats.after_prompts
+        assert 0 < stats.kv_bytes_peak <= stats.kv_bytes_full_peak
+        if schedule.is_full:
+            assert stats.kv_bytes_peak == stats.kv_bytes_full_peak
         elif not ends:
-            assert found.kv_bytes < found.kv_bytes_full
-    ignored = fast(model, schedule, (end,)).generate(PROMPTS, GenerationSettings(20, ignore_eos=True), KEYS)
-    assert ignored.finish_reasons == ["length"] * 4
+            assert stats.kv_bytes_peak < stats.kv_bytes_full_peak
 
 
 def test_stopped_row_ends_where_it_was_stopped():
     native_or_skip()
-    model, settings = tiny_model("llama"), GenerationSettings(12)
-    whole = fast(model).generate(PROMPTS, settings, KEYS).tokens
+    model = tiny_model("llama")
+    whole, _ = decode(fast(model), PROMPTS, 12)
 
     def should_stop(tokens: Any) -> bool:
         return len(tokens) == 5 and list(tokens) == whole[1][:5]
 
-    found = fast(model).generate(PROMPTS, settings, KEYS, should_stop)
-    assert found.tokens == [row[:5] if i == 1 else row for i, row in enumerate(whole)]
-    assert found.finish_reasons == ["length", "stop", "length", "length"]
+    tokens, reasons = decode(fast(model), PROMPTS, 12, should_stop=should_stop)
+    assert tokens == [row[:5] if i == 1 else row for i, row in enumerate(whole)]
+    assert reasons == ["length", "stop", "length", "length"]
 
 
 def test_sampled_rows_depend_on_seed_and_key_only():
     native_or_skip()
-    backend = fast(tiny_model("llama"))
-    settings = GenerationSettings(16, temperature=0.9, top_k=40, top_p=0.95, seed=3)
-    together = backend.generate(PROMPTS, settings, KEYS).tokens
-    alone = [backend.generate([p], settings, [k]).tokens[0] for p, k in zip(PROMPTS, KEYS, strict=True)]
-    assert together == alone
-    other = GenerationSettings(16, temperature=0.9, top_k=40, top_p=0.95, seed=4)
-    assert backend.generate(PROMPTS, other, KEYS).tokens != together
-    assert backend.generate([PROMPTS[0]] * 2, settings, [0, 1]).tokens[1] != together[0]
+    model = FastModel(tiny_model("llama"))
+
+    def rows(prompts: Any, keys: Any, seed: int = 3) -> list[list[int]]:
+        sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=seed)
+        return decode(FastEngine(model, PAPER), prompts, 16, sampling=sampling, keys=keys)[0]
+
+    together = rows(PROMPTS, range(4))
+    assert together == [rows([prompt], [key])[0] for key, prompt in enumerate(PROMPTS)]
+    assert rows(PROMPTS, range(4), seed=4) != together
+    assert rows([PROMPTS[0]] * 2, [0, 1])[1] != together[0]
 
 
 def test_unsupported_family_falls_back_with_one_note():
@@ -121,11 +119,11 @@ def test_adapter_is_merged_into_a_copy():
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     model.eval()
     notes: list[str] = []
-    settings, texts = GenerationSettings(10), []
+    texts = []
     for engine in ("auto", "transformers"):
-        source = open_backends(model, byte_tokenizer(), engine, notes.append)
-        assert source.engine == ("fast" if engine == "auto" else engine)
-        texts.append(source.backend(PAPER).generate(PROMPTS, settings, KEYS).tokens)
+        source = open_engines(model, engine, notes.append)
+        assert source.name == ("fast" if engine == "auto" else engine)
+        texts.append(decode(source.engine(PAPER), PROMPTS, 10))
     assert texts[0] == texts[1]
     assert len(notes) == 1
     assert "merged into a copy" in notes[0]

@@ -1,4 +1,4 @@
-"""Which engine generates for a model: the fast one where it covers the model, else transformers' forward, with a note.
+"""Which engine decodes for a model: the fast one where it covers the model, else transformers' forward, with a note.
 
 Models wrapped by PEFT run through the fast engine on a copy into which the adapter is merged: the same function,
 rounded once more in the weights' type.
@@ -10,60 +10,74 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from skipdecode.engine.backend import ENGINES, WEIGHTS, Backend
-from skipdecode.engine.engine_backend import EngineBackend
+from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
+from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.open_model import open_model
-from skipdecode.engine.transformers_backend import TransformersBackend, end_tokens
+from skipdecode.engine.scheduler import JOIN_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
-from skipdecode.models.families import unwrap
+from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["BackendSource", "open_backends", "open_fast"]
+__all__ = ["EngineSource", "end_tokens", "open_engines", "open_fast"]
 
 
-class BackendSource:
-    """Backends of one model on one engine, for any number of schedules.
+class EngineSource:
+    """Engines of one model, for any number of schedules; all share its weights.
 
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
-    tokenizer : transformers tokenizer
     fast : FastModel or None
-        None: through transformers.
+        The model's fast path; None: through transformers.
     note : callable
         Told one line where a schedule runs otherwise than it says.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, fast: FastModel | None, note: Callable[[str], None]) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._fast = fast
+    def __init__(self, model: Any, fast: FastModel | None, note: Callable[[str], None]) -> None:
+        self.model = model
+        self.fast = fast
+        self.num_layers = len(decoder_layers(unwrap(model)))
         self._note = note
+        self._told: set[Schedule] = set()
 
     @property
-    def engine(self) -> str:
+    def name(self) -> str:
         """ "fast" (with quantised weights "fast-int8" or "fast-int4") or "transformers"."""
-        return "transformers" if self._fast is None else self._fast.name
+        return GatedEngine.name if self.fast is None else self.fast.name
 
-    def backend(self, schedule: Schedule | None) -> Backend:
-        """A backend under a schedule; None is full depth."""
-        if self._fast is None:
-            return TransformersBackend.of(self._model, self._tokenizer, schedule)
-        if schedule is not None and (suited := self._fast.suited(schedule)) != schedule:
-            before, after = (len(set(s.budgets)) for s in (schedule, suited))
+    def suited(self, schedule: Schedule) -> Schedule:
+        """What runs where a job asks for a schedule: on some devices one of fewer budgets (`FastModel.suited`)."""
+        return schedule if self.fast is None else self.fast.suited(schedule)
+
+    def engine(
+        self,
+        schedule: Schedule | None = None,
+        *,
+        max_rows: int = 8,
+        join_below: float = JOIN_BELOW,
+        in_order: bool = False,
+    ) -> Engine:
+        """A new engine; `schedule` None is full depth, the rest as in `FastEngine`."""
+        asked = Schedule.full(self.num_layers) if schedule is None else schedule
+        if self.fast is None:
+            return GatedEngine(self.model, asked, max_rows=max_rows, in_order=in_order)
+        asked.check_fits(self.num_layers)
+        suited = self.fast.suited(asked)
+        if suited != asked and asked not in self._told:
+            self._told.add(asked)
+            before, after = (len(set(s.budgets)) for s in (asked, suited))
             self._note(
                 f"{before} different depths are rounded up to {after}, since each is recorded apart on this device: "
-                f"{schedule.mean_budget():.2f} layers on average become {suited.mean_budget():.2f}"
+                f"{asked.mean_budget():.2f} layers on average become {suited.mean_budget():.2f}"
             )
-        return EngineBackend(self._fast, schedule, end_tokens=end_tokens(self._model, self._tokenizer))
+        return FastEngine(self.fast, suited, max_rows=max_rows, join_below=join_below, in_order=in_order)
 
 
-def open_backends(
-    model: Any, tokenizer: Any, engine: str, note: Callable[[str], None], weights: str = "model"
-) -> BackendSource:
-    """The engine for a model, as a source of backends; see `open_fast`."""
-    return BackendSource(model, tokenizer, open_fast(model, engine, note, weights), note)
+def open_engines(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> EngineSource:
+    """A model's engines; see `open_fast`."""
+    return EngineSource(model, open_fast(model, engine, note, weights), note)
 
 
 def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> FastModel | None:
@@ -130,3 +144,10 @@ def _merged_copy(model: Any) -> Any:
         return merge()
     except (ValueError, TypeError, NotImplementedError) as e:
         raise UnfitModelError(f"its adapter cannot be merged into the weights ({e})") from None
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end a text: those of the model's generation config and the tokenizer's own."""
+    configured = unwrap(model).generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(t) for t in (*listed, tokenizer.eos_token_id) if t is not None)

@@ -1,0 +1,184 @@
+"""The one interface of everything that decodes a batch: token ids in, one `StepOutput` for every new token out.
+
+`FastEngine` (fast.py) runs on the package's own kernels, `GatedEngine` (gated.py) on transformers' forward with gates,
+`GenerateEngine` (generate.py) is transformers' own `generate`, untouched. Knows nothing about text.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from skipdecode.engine.requests import FinishReason, Request, StepOutput
+from skipdecode.schedule import Schedule
+
+__all__ = ["ENGINES", "WEIGHTS", "Decoded", "Engine", "EngineStats", "StopCheck"]
+
+ENGINES = ("auto", "fast", "transformers")
+"""What a user may ask for; see `skipdecode.engine.opening.open_fast`."""
+WEIGHTS = ("model", "int8", "int4")
+
+StopCheck = Callable[[Sequence[int]], bool]
+"""Asked with a row's new tokens after each step; True ends the row with reason "stop"."""
+
+
+@dataclass
+class EngineStats:
+    """Totals of an engine since it was made.
+
+    Parameters
+    ----------
+    steps, prompt_tokens, new_tokens : int
+        Decode steps, tokens of prompts run, tokens put out.
+    seconds : float
+        Time in `step`, everything included.
+    prompt_seconds, decode_seconds, sampling_seconds : float
+        Time in prompts' forwards, decode steps' forwards, and the choice of tokens. On a GPU a step's forward is only
+        launched, and its time is in that of the choice, which waits for it.
+    fed_tokens : int
+        Generated tokens that were fed back: one for each row of each decode step.
+    token_layers : int
+        Sum over fed tokens of the layers that they ran.
+    layer_reads : int
+        Sum over decode steps of the layers that ran at all: what was read from memory.
+    kv_bytes_peak, kv_bytes_full_peak : int
+        Most bytes of keys and values held at a time, and what the same rows would have held at full depth.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    fed_tokens: int = 0
+    token_layers: int = 0
+    layer_reads: int = 0
+    kv_bytes_peak: int = 0
+    kv_bytes_full_peak: int = 0
+
+    @property
+    def after_prompts(self) -> float:
+        """Seconds of all that is not prompts' forwards: what decoding takes."""
+        return self.seconds - self.prompt_seconds
+
+    @property
+    def mean_layers(self) -> float | None:
+        """Layers that a fed token ran, on average; None if none was fed."""
+        return self.token_layers / self.fed_tokens if self.fed_tokens else None
+
+    def note_kv(self, held: int, full: int) -> None:
+        """Take in the bytes that are held now, and what full depth would hold."""
+        self.kv_bytes_peak = max(self.kv_bytes_peak, held)
+        self.kv_bytes_full_peak = max(self.kv_bytes_full_peak, full)
+
+
+class Decoded(NamedTuple):
+    """A finished row: its new tokens, the end token included, and why it ended."""
+
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+class Engine(ABC):
+    """Decodes requests on one model.
+
+    Attributes
+    ----------
+    name : str
+        What runs the model, for tables: "fast", "fast-int8", "transformers", …
+    num_layers : int
+        Decoder layers of the model.
+    schedule : Schedule
+        Under which requests run that bring none of their own.
+    stats : EngineStats
+    """
+
+    name: str
+    num_layers: int
+    schedule: Schedule
+    stats: EngineStats
+
+    @abstractmethod
+    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
+        """Queue requests; returns their numbers, which go on from earlier ones.
+
+        Parameters
+        ----------
+        requests : iterable of Request
+        schedule : Schedule, optional
+            Of these requests, in place of the engine's.
+
+        Raises
+        ------
+        ScheduleError
+            The engine cannot run the schedule beside its own.
+        UsageError
+            A request cannot ever run here.
+        """
+
+    @abstractmethod
+    def step(self) -> list[StepOutput]:
+        """Do the next piece of work; a new token for every row that it brought forward."""
+
+    @abstractmethod
+    def cancel(self, number: int) -> None:
+        """Drop a request that waits or runs before the next step; unknown numbers are ignored."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests that have no place in the batch yet."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Requests that have a place in the batch."""
+
+    @property
+    @abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values that are held."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self.rows)
+
+    def takes(self, schedule: Schedule) -> bool:
+        """Whether `submit` accepts requests under this schedule."""
+        return schedule.num_layers == self.num_layers
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to give back
+        """Drop all requests and what they hold; the model is as it was."""
+
+    def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
+        """Decode requests; yields every new token when its step ends. The engine is closed if this is left early."""
+        self.submit(requests)
+        try:
+            while self.has_work:
+                yield from self.step()
+        except GeneratorExit:
+            self.close()
+            raise
+
+    def decode(self, requests: Sequence[Request], should_stop: StopCheck | None = None) -> list[Decoded]:
+        """Decode requests to their ends; the rows in the order of the requests."""
+        places = {number: place for place, number in enumerate(self.submit(requests))}
+        tokens: list[list[int]] = [[] for _ in requests]
+        reasons: list[FinishReason] = ["length"] * len(requests)
+        while self.has_work:
+            for out in self.step():
+                place = places[out.request]
+                if reasons[place] == "stop":
+                    continue
+                tokens[place].append(out.token)
+                if out.finish_reason is not None:
+                    reasons[place] = out.finish_reason
+                elif should_stop is not None and should_stop(tokens[place]):
+                    reasons[place] = "stop"
+                    self.cancel(out.request)
+        return [Decoded(*row) for row in zip(tokens, reasons, strict=True)]
