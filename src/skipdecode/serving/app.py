@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
@@ -114,13 +115,7 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
             encoded -= 1
         request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}
         service.worker.submit(state)
-        builder = kind(
-            state,
-            service.name,
-            service.token_text,
-            logprobs=body.top_logprobs_wanted is not None,
-            include_usage=body.include_usage,
-        )
+        builder = kind(state, body, service.name, service.token_text)
         if body.stream:
             return EventStreamResponse(state, builder, service)
         return Response(builder.whole(await collect(state, service, request)), media_type="application/json")
@@ -191,14 +186,11 @@ def _add_page(app: FastAPI) -> None:
         kind = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            app.add_route(path, _file(file.read_bytes(), kind), include_in_schema=False)
+            app.add_route(path, partial(_file, file.read_bytes(), kind), include_in_schema=False)
 
 
-def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    async def file(request: Request) -> Response:
-        return Response(content, media_type=kind)
-
-    return file
+async def _file(content: bytes, kind: str, request: Request) -> Response:
+    return Response(content, media_type=kind)
 
 
 def _health(response: Response, fine: bool) -> HealthResponse:

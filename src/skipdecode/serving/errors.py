@@ -78,25 +78,22 @@ class ApiError(HTTPException):
 
 def add_error_handlers(app: FastAPI) -> None:
     """Have an application answer every exception with an `ErrorResponse`."""
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _wrong_request)
-    app.add_exception_handler(Exception, _crash)
 
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, ApiError):
+            code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            headers = None if error.headers is None else dict(error.headers)
+            error = ApiError(error.status_code, code or "invalid_value", error.detail, headers=headers)
+        return error.response()
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        headers = None if error.headers is None else dict(error.headers)
-        error = ApiError(error.status_code, code or "invalid_value", error.detail, headers=headers)
-    return error.response() if isinstance(error, ApiError) else await _crash(request, error)
+    @app.exception_handler(RequestValidationError)
+    async def wrong_request(request: Request, error: RequestValidationError) -> Response:
+        return _explained(error.errors()).response()
 
-
-async def _wrong_request(request: Request, error: Exception) -> Response:
-    return _explained(error.errors() if isinstance(error, RequestValidationError) else []).response()
-
-
-async def _crash(request: Request, error: Exception) -> Response:
-    return ApiError(500, "engine_error", "the server failed; the request is lost").response()
+    @app.exception_handler(Exception)
+    async def crash(request: Request, error: Exception) -> Response:
+        return ApiError(500, "engine_error", "the server failed; the request is lost").response()
 
 
 def _explained(errors: Sequence[Any]) -> ApiError:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from skipdecode.serving.detokenizer import Piece
 from skipdecode.serving.errors import ExactModel
+from skipdecode.serving.protocol import GenerationRequest
 from skipdecode.serving.request_state import ChoiceFinish, Event, Failed, Finished, RequestState, Summary, Update
 
 __all__ = [
@@ -148,15 +149,12 @@ class ResponseBuilder(ABC):
 
     Parameters
     ----------
-    state : RequestState
+    body : GenerationRequest
+        What the client sent.
     model : str
         The served name.
     token_text : callable
         Text of a single token, for log-probabilities.
-    logprobs : bool
-        Whether log-probabilities are wanted.
-    include_usage : bool
-        Whether a stream ends with a chunk that has the usage.
     """
 
     prefix: ClassVar[str]
@@ -165,12 +163,12 @@ class ResponseBuilder(ABC):
     response: ClassVar[type[_Answer]]
 
     def __init__(
-        self, state: RequestState, model: str, token_text: Callable[[int], str], *, logprobs: bool, include_usage: bool
+        self, state: RequestState, body: GenerationRequest, model: str, token_text: Callable[[int], str]
     ) -> None:
         self._state = state
         self._token_text = token_text
-        self._logprobs = logprobs
-        self._include_usage = include_usage
+        self._logprobs = body.top_logprobs_wanted is not None
+        self._include_usage = body.include_usage
         self._lengths = [0] * len(state.choices)
         self._head: dict[str, Any] = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",

@@ -23,26 +23,16 @@ __all__ = ["Service", "open_service"]
 
 @dataclass(frozen=True)
 class Service:
-    """What the paths of the server need.
+    """What the paths of the server need."""
 
-    Parameters
-    ----------
-    name : str
-        Of the model, as clients see it.
-    token_text : callable
-        Text of a single token.
-    kv_bytes_most : int
-        Most bytes of keys and values that the limits allow.
-    """
-
-    name: str
+    name: str  # of the model, as clients see it
     catalog: Catalog
     preprocessor: Preprocessor
     worker: ModelWorker
     metrics: Metrics
     limits: ServerLimits
-    token_text: Callable[[int], str]
-    kv_bytes_most: int
+    token_text: Callable[[int], str]  # of a single token
+    kv_bytes_most: int  # of keys and values, within the limits
 
 
 def open_service(
