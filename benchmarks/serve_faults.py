@@ -27,7 +27,7 @@ import psutil
 from serve_load import gauge, server
 
 from skipdecode.common.environment import environment
-from skipdecode.serving.auth import ENVIRONMENT_VARIABLE
+from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE
 
 KEY = "the-key-of-this-run"
 PATH = "/v1/completions"

@@ -16,8 +16,8 @@ import httpx
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
-from skipdecode.serving.auth import KeyRing
-from skipdecode.serving.limits import Binding, Limits
+from skipdecode.serving.limits import Binding, ServerLimits
+from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.server import make_server
 from skipdecode.serving.service import Service, open_service
 from tiny import LAYERS, tiny_model
@@ -46,12 +46,12 @@ def tiny_service(
             carried=carried,
             others=(NESTED, OTHER_ORDER),
             engine=engine,
-            limits=Limits(**limits),
+            limits=ServerLimits(**limits),
         )
 
 
 @contextlib.contextmanager
-def running(service: Service, keys: KeyRing | None = None, drain_seconds: float = 5.0) -> Iterator[httpx.Client]:
+def running(service: Service, keys: ApiKeys | None = None, drain_seconds: float = 5.0) -> Iterator[httpx.Client]:
     """A client of the service's server; the server is stopped at the end."""
     server = make_server(service, Binding(port=0, drain_seconds=drain_seconds, log_level="warning"), keys)
     sock = socket.socket()
@@ -81,8 +81,8 @@ def until(condition: Any, seconds: float = 20.0) -> None:
 
 def slowed(service: Service, seconds: float) -> Service:
     """The service with steps that take at least so long, so that there is time to do something meanwhile."""
-    for lane in service.worker._lanes:
-        lane.step = _later(lane.step, seconds)
+    for group in service.worker._groups:
+        group.step = _later(group.step, seconds)
     return service
 
 
@@ -125,7 +125,12 @@ def streamed_text(chunks: list[Any], index: int = 0) -> str:
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
+def metric(service: Service, name: str, **labels: str) -> float:
+    """A metric's value, 0 if it was never set; `name` without the package's prefix."""
+    return service.metrics.registry.get_sample_value(f"skipdecode_{name}", labels) or 0.0
+
+
 def is_idle(service: Service) -> bool:
     """Whether no row, no keys and values and no waiting choice is left."""
     names = ("running_rows", "kv_bytes_held", "kv_bytes_saved", "queue_length")
-    return not any(service.metrics.value(name) for name in names)
+    return not any(metric(service, name) for name in names)

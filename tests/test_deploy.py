@@ -64,19 +64,6 @@ def test_every_metric_of_the_dashboard_is_served(dashboard: dict[str, Any]):
     assert all(name in served for text in variables for name in re.findall(r"skipdecode_\w+", text))
 
 
-def test_panels_are_told_apart_and_do_not_overlap(dashboard: dict[str, Any]):
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        grid = panel["gridPos"]
-        cells = {(grid["x"] + i, grid["y"] + j) for i in range(grid["w"]) for j in range(grid["h"])}
-        assert not cells & taken, panel["title"]
-        assert grid["x"] + grid["w"] <= 24
-        taken |= cells
-    for key in ("id", "title"):
-        values = [panel[key] for panel in dashboard["panels"]]
-        assert len(values) == len(set(values))
-
-
 def test_compose_keeps_to_this_machine_and_its_files_are_there(compose: dict[str, Any]):
     for name, service in compose["services"].items():
         for port in service["ports"]:

@@ -15,6 +15,7 @@ from serve_tools import (
     events,
     greedy,
     is_idle,
+    metric,
     offline,
     running,
     streamed_text,
@@ -367,14 +368,14 @@ def test_health_and_metrics(client, service):
     for path in ("/health", "/health/live", "/health/ready"):
         assert client.get(path).json() == {"status": "ok"}
     before = {
-        name: service.metrics.value(name, schedule="nested")
+        name: metric(service, name, schedule="nested")
         for name in ("prompt_tokens_total", "generated_tokens_total", "layers_run_total", "layers_full_total")
     }
-    ended = service.metrics.value("request_seconds_count")
+    ended = metric(service, "request_seconds_count")
     answer = post(client, COMPLETIONS, greedy(prompt="xyz", max_tokens=9, skipdecode={"schedule": "nested"}))
     until(lambda: is_idle(service))
-    until(lambda: service.metrics.value("request_seconds_count") == ended + 1)
-    gained = {name: service.metrics.value(name, schedule="nested") - value for name, value in before.items()}
+    until(lambda: metric(service, "request_seconds_count") == ended + 1)
+    gained = {name: metric(service, name, schedule="nested") - value for name, value in before.items()}
     found = answer["skipdecode"]
     assert gained == {
         "prompt_tokens_total": 3,
@@ -387,7 +388,7 @@ def test_health_and_metrics(client, service):
     for name in re.findall(r"^\| `(\w+)`", metrics_table(), re.MULTILINE):
         assert f"# HELP skipdecode_{name.removesuffix('_total')}" in page.text, name
     client.get("/wp-login.php")
-    assert service.metrics.value("requests_total", endpoint="other", outcome="refused") >= 1
+    assert metric(service, "requests_total", endpoint="other", outcome="refused") >= 1
 
 
 def metrics_table():

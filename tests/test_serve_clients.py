@@ -15,7 +15,7 @@ os.environ["LANGSMITH_TRACING"] = "false"
 import pytest
 
 from serve_tools import is_idle, offline, running, tiny_service, until
-from skipdecode.serving.auth import KeyRing
+from skipdecode.serving.middleware import ApiKeys
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 NEW = 12
@@ -119,7 +119,7 @@ def test_openai_keys_and_full_queues():
     openai = pytest.importorskip("openai", reason="pip install 'skipdecode[conformance]'")
     import hashlib
 
-    keys = KeyRing((hashlib.sha256(b"right").hexdigest(),))
+    keys = ApiKeys((hashlib.sha256(b"right").hexdigest(),))
     with running(tiny_service(max_rows=1, max_waiting=0), keys) as client:
         base = f"{client.base_url}/v1"
         with (

@@ -12,9 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from serve_tools import events, greedy, is_idle, offline, running, slowed, streamed_text, tiny_service, until
+from serve_tools import (
+    NESTED,
+    events,
+    greedy,
+    is_idle,
+    metric,
+    offline,
+    running,
+    slowed,
+    streamed_text,
+    tiny_service,
+    until,
+)
 from skipdecode.errors import UsageError
-from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
+from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
 
 COMPLETIONS = "/v1/completions"
 LONG = greedy(prompt="hello", max_tokens=1000, logit_bias={"2": -100})
@@ -35,11 +47,11 @@ def raw_stream(client, body, receive_buffer=None):
 
 
 def running_rows(service):
-    return service.metrics.value("running_rows")
+    return metric(service, "running_rows")
 
 
 def outcomes(service, outcome):
-    return service.metrics.value("requests_total", endpoint=COMPLETIONS, outcome=outcome)
+    return metric(service, "requests_total", endpoint=COMPLETIONS, outcome=outcome)
 
 
 # ---------------------------------------------------------------------- keys and sizes
@@ -50,7 +62,7 @@ def test_api_keys(tmp_path, monkeypatch):
     hashes = [hashlib.sha256(key).hexdigest() for key in (b"from-the-file", b"from-sha256sum")]
     file.write_text(f"# ours\n{hashes[0]}  # laptop\n\n{hashes[1]}  -\n")
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "from-the-environment, second")
-    with running(tiny_service(), KeyRing.read(str(file))) as client:
+    with running(tiny_service(), ApiKeys.read(str(file))) as client:
         for key in ("from-the-file", "from-sha256sum", "from-the-environment", "second"):
             for path in ("/v1/models", "/metrics"):
                 assert client.get(path, headers={"authorization": f"Bearer {key}"}).status_code == 200
@@ -66,14 +78,14 @@ def test_api_keys(tmp_path, monkeypatch):
 
 def test_files_of_keys_that_are_none(tmp_path, monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
-    assert not KeyRing.read(None)
+    assert not ApiKeys.read(None)
     file = tmp_path / "keys"
     for content, match in (("plain-key", "line 1: not the SHA-256"), ("# none\n", "holds no key")):
         file.write_text(content)
         with pytest.raises(UsageError, match=match):
-            KeyRing.read(str(file))
+            ApiKeys.read(str(file))
     with pytest.raises(UsageError, match="cannot read"):
-        KeyRing.read(str(tmp_path / "absent"))
+        ApiKeys.read(str(tmp_path / "absent"))
 
 
 def test_large_bodies_are_refused_and_their_senders_get_the_answer():
@@ -110,7 +122,7 @@ def test_a_full_queue_is_answered_with_429_and_its_end_with_service():
     with running(service) as client, ThreadPoolExecutor(4) as pool:
         body = greedy(prompt="hello", max_tokens=60, logit_bias={"2": -100})
         kept = [pool.submit(client.post, COMPLETIONS, json=body) for _ in range(4)]
-        until(lambda: running_rows(service) == 2 and service.metrics.value("queue_length") == 2)
+        until(lambda: running_rows(service) == 2 and metric(service, "queue_length") == 2)
         refused = client.post(COMPLETIONS, json=body)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
@@ -169,9 +181,9 @@ def test_a_client_that_leaves_the_queue_never_runs():
         until(lambda: running_rows(service) == 1)
         raw_stream(client, LONG).close()
         second = raw_stream(client, LONG)
-        until(lambda: service.metrics.value("queue_length") == 1)
+        until(lambda: metric(service, "queue_length") == 1)
         second.close()
-        until(lambda: service.metrics.value("queue_length") == 0)
+        until(lambda: metric(service, "queue_length") == 0)
         assert first.result().status_code == 200
         until(lambda: is_idle(service))
 
@@ -199,8 +211,8 @@ def test_a_step_that_raises_fails_its_requests_and_the_server_goes_on():
         body = greedy(prompt="hello", max_tokens=40, logit_bias={"2": -100})
         want = client.post(COMPLETIONS, json=body).json()["choices"]
         until(lambda: is_idle(service))
-        lane = next(lane for lane in service.worker._lanes if lane.takes(service.catalog.plan("nested", None).schedule))
-        step, calls = lane.step, []
+        group = next(group for group in service.worker._groups if group.takes(NESTED))
+        step, calls = group.step, []
 
         def failing():
             calls.append(1)
@@ -208,7 +220,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_server_goes_on():
                 raise MemoryError("no room")
             return step()
 
-        lane.step = failing
+        group.step = failing
         other = body | {"skipdecode": {"schedule": "even"}}
         kept = pool.submit(client.post, COMPLETIONS, json=other)
         streamed = raw_stream(client, body | {"skipdecode": {"schedule": "nested"}})
@@ -225,7 +237,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_server_goes_on():
         streamed.close()
         assert kept.result().status_code == 200  # another drop order, another engine
         until(lambda: is_idle(service))
-        assert service.metrics.value("step_failures_total") == 1
+        assert metric(service, "step_failures_total") == 1
         assert client.post(COMPLETIONS, json=body).json()["choices"] == want
         assert client.get("/health/ready").status_code == 200
 

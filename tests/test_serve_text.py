@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkpoints import byte_tokenizer
 from skipdecode.engine import StepOutput
-from skipdecode.serving.text_stream import TextStream
+from skipdecode.serving.detokenizer import Detokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -23,7 +23,7 @@ def outputs(tokens):
 
 def pushed(tokens, stops=()):
     """What each push returns, up to the end or a stop."""
-    stream = TextStream(TOKENIZER, stops)
+    stream = Detokenizer(TOKENIZER, stops)
     parts = []
     for output in outputs(tokens):
         parts.append(stream.push(output))
@@ -60,7 +60,7 @@ def test_text_is_that_of_all_tokens_together(tokens):
 @settings(max_examples=300)
 def test_stop_strings_cut_and_nothing_of_them_shows(text, stops):
     tokens = TOKENIZER(text).input_ids
-    stream = TextStream(TOKENIZER, tuple(stops))
+    stream = Detokenizer(TOKENIZER, tuple(stops))
     shown = ""
     for count, output in enumerate(outputs(tokens), 1):
         shown += "".join(piece.text for piece in stream.push(output))

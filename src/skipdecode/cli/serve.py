@@ -19,7 +19,7 @@ from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
-from skipdecode.serving.limits import Binding, Limits
+from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
     from skipdecode.serving.service import Service
@@ -28,7 +28,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Binding, Limits, EngineOptions, ModelOptions, ThreadOptions):
+class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode serve`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
@@ -61,10 +61,10 @@ def run(config: Config) -> int:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.data.report import note
-    from skipdecode.serving.auth import ENVIRONMENT_VARIABLE, KeyRing
+    from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import is_loopback, open_socket, run_server
 
-    keys = KeyRing.read(config.api_keys)
+    keys = ApiKeys.read(config.api_keys)
     # Before the model, which takes a while to load.
     listening = open_socket(config)
     service = _service(config)

@@ -1,4 +1,4 @@
-"""The paths of the server, as a FastAPI application behind the `Guard`."""
+"""The paths of the server, as a FastAPI application behind the `Middleware`."""
 
 from __future__ import annotations
 
@@ -7,42 +7,65 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from functools import partial
+from importlib.resources import files
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from skipdecode import __version__
-from skipdecode.serving.auth import KeyRing
-from skipdecode.serving.errors import ApiError, error_body
-from skipdecode.serving.middleware import Guard
-from skipdecode.serving.page import page_files
+from skipdecode.serving.catalog import ModelEntry, ModelList
+from skipdecode.serving.errors import ApiError, ErrorResponse, ExactModel, add_error_handlers
+from skipdecode.serving.middleware import ApiKeys, Middleware
 from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
-from skipdecode.serving.replies import ChatReply, CompletionReply, Reply
-from skipdecode.serving.schema import RESPONSES, describe
+from skipdecode.serving.responses import (
+    ChatResponse,
+    ChatResponseBuilder,
+    CompletionResponse,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+)
 from skipdecode.serving.service import Service
-from skipdecode.serving.streaming import TicketStream, collect
-from skipdecode.serving.validation import explain
+from skipdecode.serving.streaming import EventStreamResponse, collect
 
 __all__ = ["create_app"]
 
 T = TypeVar("T")
+Answers = dict[int | str, dict[str, Any]]
+
 _STOP_SECONDS = 10.0
+_MEDIA_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 
-def create_app(service: Service, *, keys: KeyRing | None = None, local_only: bool = False) -> ASGIApp:
+class TokensResponse(ExactModel):
+    """Of /tokenize."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+
+
+class HealthResponse(ExactModel):
+    """Of the health checks."""
+
+    status: Literal["ok", "unavailable"]
+
+
+def create_app(service: Service, *, keys: ApiKeys | None = None, local_only: bool = False) -> ASGIApp:
     """The application; its lifespan starts and stops the service's worker.
 
     Parameters
     ----------
-    service : Service
-    keys : KeyRing, optional
-        Without one, no key is needed.
+    keys : ApiKeys, optional
+        Without any, no key is needed.
     local_only : bool
-        See `Guard`.
+        See `Middleware`.
     """
     # Encoding a long prompt takes a while: one thread of its own, so that the event loop goes on.
     encoding = ThreadPoolExecutor(1, "encoding")
@@ -55,17 +78,15 @@ def create_app(service: Service, *, keys: KeyRing | None = None, local_only: boo
         encoding.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="skipdecode", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _wrong_request)
-    app.add_exception_handler(Exception, _crash)
+    add_error_handlers(app)
     _add_generation(app, service, encoding)
     _add_models(app, service)
     _add_operations(app, service)
     _add_page(app)
-    describe(app)
-    return Guard(
+    _describe(app)
+    return Middleware(
         app,
-        keys=keys or KeyRing(),
+        keys=keys or ApiKeys(),
         max_body_bytes=service.limits.max_body_bytes,
         metrics=service.metrics,
         paths=[route.path for route in app.routes if hasattr(route, "path")],
@@ -82,101 +103,99 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
 
     encoded = 0  # requests whose prompts are being encoded
 
-    async def generate(request: Request, body: GenerationRequest, kind: type[Reply]) -> Response:
+    async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Response:
         nonlocal encoded
         arrived = time.perf_counter()
         _check_model(service, body.model)
         service.worker.check_room(1 + encoded)
         encoded += 1
         try:
-            ticket = await in_thread(service.intake.ticket, body, arrived)
+            state = await in_thread(service.preprocessor.request_state, body, arrived)
         finally:
             encoded -= 1
-        request.state.log = {"schedule": ticket.plan.name, "prompt_tokens": ticket.prompt_tokens}
-        service.worker.submit(ticket)
-        reply = kind(
-            ticket,
-            service.name,
-            service.token_text,
-            logprobs=body.top_logprobs_wanted is not None,
-            include_usage=body.include_usage,
-        )
+        request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}
+        service.worker.submit(state)
+        builder = kind(state, body, service.name, service.token_text)
         if body.stream:
-            return TicketStream(ticket, reply, service)
-        return JSONResponse(reply.whole(await collect(ticket, service, request)))
+            return EventStreamResponse(state, builder, service)
+        return Response(builder.whole(await collect(state, service, request)), media_type="application/json")
 
-    @app.post("/v1/completions", responses=RESPONSES["completion"])
+    # Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    answers: Answers = {200: {"content": {"text/event-stream": {"schema": event}}}}
+    answers |= _failures(400, 401, 404, 413, 429, 500, 503, 504)
+
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=answers)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Text that goes on from a prompt."""
-        return await generate(request, body, CompletionReply)
+        return await generate(request, body, CompletionResponseBuilder)
 
-    @app.post("/v1/chat/completions", responses=RESPONSES["chat"])
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=answers)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The assistant's next message."""
-        return await generate(request, body, ChatReply)
+        return await generate(request, body, ChatResponseBuilder)
 
-    @app.post("/tokenize", responses=RESPONSES["tokens"])
-    async def tokenize(body: TokenizeRequest) -> Response:
+    @app.post("/tokenize", responses=_failures(400, 401, 404, 413, 500))
+    async def tokenize(body: TokenizeRequest) -> TokensResponse:
         """Token ids of a text or a chat."""
         _check_model(service, body.model)
-        source = body.prompt if body.prompt is not None else body.messages
-        tokens = await in_thread(service.intake.tokens, source)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.intake.context})
+        tokens = await in_thread(service.preprocessor.tokens, body.source)
+        return TokensResponse(tokens=tokens, count=len(tokens), max_model_len=service.preprocessor.context)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    entry = {
-        "id": service.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "skipdecode",
-        "skipdecode": service.catalog.to_dict(),
-    }
+    entry = service.catalog.model_entry(service.name)
 
-    @app.get("/v1/models", responses=RESPONSES["models"])
-    async def models() -> Response:
+    @app.get("/v1/models", responses=_failures(401))
+    async def models() -> ModelList:
         """The model and its schedules."""
-        return JSONResponse({"object": "list", "data": [entry]})
+        return ModelList(object="list", data=[entry])
 
-    @app.get("/v1/models/{name:path}", responses=RESPONSES["model"])
-    async def model(name: str) -> Response:
+    @app.get("/v1/models/{name:path}", responses=_failures(401, 404))
+    async def model(name: str) -> ModelEntry:
         """The same entry, by name."""
         _check_model(service, name)
-        return JSONResponse(entry)
+        return entry
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    @app.get("/health/live", responses=RESPONSES["health"])
-    async def live() -> Response:
+    answers: Answers = {503: {"model": HealthResponse}}
+
+    @app.get("/health/live", responses=answers)
+    async def live(response: Response) -> HealthResponse:
         """Whether the server works."""
-        return _health(service.worker.alive)
+        return _health(response, service.worker.alive)
 
-    @app.get("/health", responses=RESPONSES["health"])
-    @app.get("/health/ready", responses=RESPONSES["health"])
-    async def ready() -> Response:
+    @app.get("/health", responses=answers)
+    @app.get("/health/ready", responses=answers)
+    async def ready(response: Response) -> HealthResponse:
         """Whether the server takes requests."""
-        return _health(service.worker.accepting)
+        return _health(response, service.worker.accepting)
 
-    @app.get("/metrics", responses=RESPONSES["metrics"])
+    text: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus"}
+
+    @app.get("/metrics", responses=_failures(401) | {200: text})
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.render(), media_type=service.metrics.content_type)
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, (content, kind) in page_files().items():
-        app.add_route(path, _file(content, kind), include_in_schema=False)
+    """The playground; its files are kept in memory, and a request's path is only looked up among them."""
+    for file in files("skipdecode.serving").joinpath("static").iterdir():
+        kind = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            path = "/" if file.name == "index.html" else f"/{file.name}"
+            app.add_route(path, partial(_file, file.read_bytes(), kind), include_in_schema=False)
 
 
-def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    async def file(request: Request) -> Response:
-        return Response(content, media_type=kind)
-
-    return file
+async def _file(content: bytes, kind: str, request: Request) -> Response:
+    return Response(content, media_type=kind)
 
 
-def _health(fine: bool) -> Response:
-    return JSONResponse({"status": "ok" if fine else "unavailable"}, 200 if fine else 503)
+def _health(response: Response, fine: bool) -> HealthResponse:
+    response.status_code = 200 if fine else 503
+    return HealthResponse(status="ok" if fine else "unavailable")
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -184,22 +203,24 @@ def _check_model(service: Service, name: str | None) -> None:
         raise ApiError(404, "model_not_found", f"there is no such model here: the server has {service.name}", "model")
 
 
-# ---------------------------------------------------------------------- errors
+# ---------------------------------------------------------------------- the description
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ApiError):
-        return JSONResponse(error.body(), error.status_code, error.headers)
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = error.headers if isinstance(error, HTTPException) else None
-    code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_value")
-    return JSONResponse(error_body(status, code, str(getattr(error, "detail", error))), status, headers)
+def _failures(*statuses: int) -> Answers:
+    return {status: {"model": ErrorResponse} for status in statuses}
 
 
-async def _wrong_request(request: Request, error: Exception) -> Response:
-    found = explain(error.errors() if isinstance(error, RequestValidationError) else [])
-    return JSONResponse(found.body(), found.status_code)
+def _describe(app: FastAPI) -> None:
+    """Take FastAPI's own error out of the description: this server answers 400 where FastAPI would answer 422."""
+    make = app.openapi
 
+    def openapi() -> dict[str, Any]:
+        schema = make()
+        for methods in schema["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
 
-async def _crash(request: Request, error: Exception) -> Response:
-    return JSONResponse(error_body(500, "engine_error", "the server failed; the request is lost"), 500)
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,20 +1,21 @@
-"""The schedules that a server has loaded, and those that a request names. Pure Python."""
+"""The schedules that a server has loaded, those that a request names, and how /v1/models describes them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
-from skipdecode.serving.errors import ApiError
+from skipdecode.serving.errors import ApiError, ExactModel
 
-__all__ = ["Catalog", "Plan"]
+__all__ = ["Catalog", "ModelEntry", "ModelList", "NamedSchedule"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class NamedSchedule:
     """The schedule of a request.
 
     Parameters
@@ -29,6 +30,46 @@ class Plan:
     name: str
     label: str
     schedule: Schedule
+
+
+class _ScheduleEntry(ExactModel):
+    name: str
+    nominal_speedup: float
+    mean_budget: float
+    seq_len: int
+    warmup_layers: int
+    budgets: list[int]
+    drop_order: list[int]
+
+
+class _Budget(ExactModel):
+    least: int
+    most: int
+    drop_order: list[int]
+
+
+class _Schedules(ExactModel):
+    num_layers: int
+    default_schedule: str
+    budget: _Budget
+    schedules: list[_ScheduleEntry]
+
+
+class ModelEntry(ExactModel):
+    """The model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    skipdecode: _Schedules
+
+
+class ModelList(ExactModel):
+    """Of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelEntry]
 
 
 class Catalog:
@@ -51,78 +92,74 @@ class Catalog:
 
     def __init__(self, num_layers: int, carried: Schedule | None, others: Iterable[Schedule] = ()) -> None:
         self.num_layers = num_layers
-        self._plans: dict[str, Plan] = {}
+        self._loaded: dict[str, Schedule] = {}
         self._add(Schedule.full(num_layers))
         self.default = "full" if carried is None else self._add(carried)
         for schedule in others:
             self._add(schedule)
-        orders = [s.drop_order for s in (self._plans[self.default].schedule, *self.schedules()) if s.drop_order]
-        #: The order in which budgets of requests drop layers.
-        self.budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
+        orders = [s.drop_order for s in (self._loaded[self.default], *self.schedules()) if s.drop_order]
+        # In which budgets of requests drop layers.
+        self._budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
+        self._least_budget = max(1, num_layers - len(self._budget_order))
 
     def schedules(self) -> list[Schedule]:
         """All loaded schedules."""
-        return [plan.schedule for plan in self._plans.values()]
+        return list(self._loaded.values())
 
     def names(self) -> list[str]:
         """Of all loaded schedules."""
-        return list(self._plans)
+        return list(self._loaded)
 
-    def plan(self, name: str | None, budget: int | None) -> Plan:
+    def find(self, name: str | None, budget: int | None) -> NamedSchedule:
         """The schedule that a request asks for; raises ApiError if there is none."""
         if budget is not None:
-            return self._constant(min(budget, self.num_layers))
-        if name is None:
-            return self._plans[self.default]
-        if name not in self._plans:
-            known = ", ".join(self._plans)
-            message = f"there is no schedule of this name: the server has {known}"
+            schedule = self._constant(min(budget, self.num_layers))
+            return NamedSchedule(schedule.name, "budget", schedule)
+        name = self.default if name is None else name
+        if name not in self._loaded:
+            message = f"there is no schedule of this name: the server has {', '.join(self._loaded)}"
             raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
-        return self._plans[name]
+        return NamedSchedule(name, name, self._loaded[name])
 
     def budget_schedule(self) -> Schedule:
         """A schedule that stands for all budgets of requests: it drops as much as any of them."""
-        return self._constant(self._least).schedule
+        return self._constant(self._least_budget)
 
-    @property
-    def _least(self) -> int:
-        return max(1, self.num_layers - len(self.budget_order))
+    def model_entry(self, model: str) -> ModelEntry:
+        """The model, served under this name, with its schedules."""
+        schedules = [
+            _ScheduleEntry(
+                name=name,
+                nominal_speedup=round(schedule.nominal_speedup, 4),
+                mean_budget=round(schedule.mean_budget(), 4),
+                seq_len=schedule.seq_len,
+                warmup_layers=schedule.warmup_layers,
+                budgets=list(schedule.budgets),
+                drop_order=list(schedule.drop_order),
+            )
+            for name, schedule in self._loaded.items()
+        ]
+        budget = _Budget(least=self._least_budget, most=self.num_layers, drop_order=list(self._budget_order))
+        described = _Schedules(
+            num_layers=self.num_layers, default_schedule=self.default, budget=budget, schedules=schedules
+        )
+        return ModelEntry(
+            id=model, object="model", created=int(time.time()), owned_by="skipdecode", skipdecode=described
+        )
 
-    def _constant(self, budget: int) -> Plan:
-        if budget < self._least:
-            message = f"a budget of {budget} layers is not accepted: give {self._least} to {self.num_layers}"
+    def _constant(self, budget: int) -> Schedule:
+        if budget < self._least_budget:
+            message = f"a budget of {budget} layers is not accepted: give {self._least_budget} to {self.num_layers}"
             raise ApiError(400, "invalid_value", message, "skipdecode.budget")
-        schedule = Schedule(self.num_layers, self.budget_order, (budget,), warmup_layers=0, name=f"budget-{budget}")
-        return Plan(schedule.name, "budget", schedule)
+        return Schedule(self.num_layers, self._budget_order, (budget,), warmup_layers=0, name=f"budget-{budget}")
 
     def _add(self, schedule: Schedule) -> str:
         schedule.check_fits(self.num_layers)
         name, number = schedule.name, 1
-        while name in self._plans:
-            if self._plans[name].schedule == schedule:
+        while name in self._loaded:
+            if self._loaded[name] == schedule:
                 return name
             number += 1
             name = f"{schedule.name}-{number}"
-        self._plans[name] = Plan(name, name, schedule)
+        self._loaded[name] = schedule
         return name
-
-    def to_dict(self) -> dict[str, Any]:
-        """The extension of `/v1/models`."""
-        return {
-            "num_layers": self.num_layers,
-            "default_schedule": self.default,
-            "budget": {"least": self._least, "most": self.num_layers, "drop_order": list(self.budget_order)},
-            "schedules": [_described(name, plan.schedule) for name, plan in self._plans.items()],
-        }
-
-
-def _described(name: str, schedule: Schedule) -> dict[str, Any]:
-    return {
-        "name": name,
-        "nominal_speedup": round(schedule.nominal_speedup, 4),
-        "mean_budget": round(schedule.mean_budget(), 4),
-        "seq_len": schedule.seq_len,
-        "warmup_layers": schedule.warmup_layers,
-        "budgets": list(schedule.budgets),
-        "drop_order": list(schedule.drop_order),
-    }

@@ -1,12 +1,44 @@
-"""Errors that clients see, in OpenAI's shape."""
+"""Errors that clients see, in OpenAI's shape, and how other exceptions become them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
 
-__all__ = ["ApiError", "error_body"]
+__all__ = ["ApiError", "ErrorResponse", "ExactModel", "add_error_handlers"]
+
+_ACCEPTED = {
+    "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids, none empty",
+    "stop": "give text or a list of up to 4 texts, each of 1 to 1000 characters",
+    "content": 'give text or a list of {"type": "text", "text": ...}',
+    "logit_bias": "give token ids (as text) with numbers from -100 to 100",
+}
+_LONGEST_NAME = 100
+
+
+class ExactModel(BaseModel):
+    """What the server sends: these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class _Error(ExactModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorResponse(ExactModel):
+    """Any status of 400 and above."""
+
+    error: _Error
 
 
 class ApiError(HTTPException):
@@ -33,13 +65,60 @@ class ApiError(HTTPException):
         self.code = code
         self.param = param
 
-    def body(self) -> dict[str, Any]:
-        """The JSON that is sent."""
-        return error_body(self.status_code, self.code, self.detail, self.param)
+    def body(self) -> ErrorResponse:
+        """What is sent, as OpenAI's clients expect it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        return ErrorResponse(error=_Error(message=self.detail, type=kind, param=self.param, code=self.code))
+
+    def response(self) -> Response:
+        """As a whole response."""
+        return JSONResponse(self.body().model_dump(), self.status_code, self.headers)
 
 
-def error_body(status: int, code: str, message: str, param: str | None = None) -> dict[str, Any]:
-    """`{"error": …}` as OpenAI's clients expect it."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def add_error_handlers(app: FastAPI) -> None:
+    """Have an application answer every exception with an `ErrorResponse`."""
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        if not isinstance(error, ApiError):
+            code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            headers = None if error.headers is None else dict(error.headers)
+            error = ApiError(error.status_code, code or "invalid_value", error.detail, headers=headers)
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_request(request: Request, error: RequestValidationError) -> Response:
+        return _explained(error.errors()).response()
+
+    @app.exception_handler(Exception)
+    async def crash(request: Request, error: Exception) -> Response:
+        return ApiError(500, "engine_error", "the server failed; the request is lost").response()
+
+
+def _explained(errors: Sequence[Any]) -> ApiError:
+    """What pydantic found wrong with a request, in one line that names the field."""
+    if not errors:
+        return ApiError(400, "invalid_value", "the request is not valid")
+    first = errors[0]
+    path = [part for part in first["loc"] if part not in ("body", "query", "path")]
+    param = _field(path)
+    kind = first["type"]
+    if kind == "json_invalid":
+        return ApiError(400, "invalid_json", "the body is not JSON")
+    if not path:
+        return ApiError(400, "invalid_json", "give a JSON object as the body, with content-type: application/json")
+    if kind == "extra_forbidden":
+        return ApiError(400, "unknown_field", f"the field {param} is not known: leave it out", param)
+    if kind == "missing":
+        return ApiError(400, "invalid_value", f"the field {param} is missing", param)
+    accepted = first["msg"][:1].lower() + first["msg"][1:]
+    name = next((part for part in path if part in _ACCEPTED), None)
+    if name is not None:
+        param, accepted = _field(path[: path.index(name) + 1]), _ACCEPTED[name]
+    return ApiError(400, "invalid_value", f"{param} is not accepted: {accepted}", param)
+
+
+def _field(path: list[Any]) -> str:
+    """The field's name; what a client made up is cut to what can be sent back."""
+    return ".".join(str(part) for part in path)[:_LONGEST_NAME].encode("utf-8", "replace").decode()

@@ -1,35 +1,26 @@
 """Rows that run side by side: an engine for each order in which schedules drop layers, or one for all through gates.
 
 Schedules of one order share a batch. Engines of different orders share the model's weights and are stepped in turn.
-Full depth fits any order and goes where most rows are. An engine without rows gives back its memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import EngineSource
-from skipdecode.engine.requests import Request, StepOutput
+from skipdecode.engine.requests import StepOutput
 from skipdecode.schedule import Schedule
+from skipdecode.serving.request_state import Choice
 
-__all__ = ["Group", "KvSize", "group_for", "make_groups"]
-
-T = TypeVar("T")
+__all__ = ["Group", "KvSize", "make_groups"]
 
 
 class KvSize(NamedTuple):
-    """How keys and values are stored.
-
-    Parameters
-    ----------
-    page_tokens : int
-        Tokens of a page.
-    page_bytes : int
-        Bytes of a page of one layer.
-    """
+    """How keys and values are stored: in pages of so many tokens, each of so many bytes in one layer."""
 
     page_tokens: int
     page_bytes: int
@@ -39,10 +30,8 @@ class KvSize(NamedTuple):
         return -(-tokens // self.page_tokens) * self.page_bytes * layers
 
 
-class Group(Generic[T]):
-    """Rows on one engine, which is made for the first of them and dropped after the last.
-
-    A row is any object of the caller's; it is used as a key.
+class Group:
+    """Choices on one engine, which is made for the first of them and dropped after the last.
 
     Parameters
     ----------
@@ -56,13 +45,12 @@ class Group(Generic[T]):
         self._make = make
         self._order = order
         self._engine: Engine | None = None
-        self._rows: dict[int, T] = {}
-        self._numbers: dict[T, int] = {}
+        self._choices: dict[int, Choice] = {}  # by their numbers in the engine
 
     @property
     def rows(self) -> int:
-        """Rows that were submitted and have not ended."""
-        return len(self._rows)
+        """Choices that were submitted and have not ended."""
+        return len(self._choices)
 
     @property
     def kv_bytes(self) -> int:
@@ -74,48 +62,48 @@ class Group(Generic[T]):
         dropped = schedule.dropped
         return self._order is None or dropped == self._order[: len(dropped)]
 
-    def submit(self, row: T, request: Request, schedule: Schedule) -> None:
-        """Take a row; raises a SkipDecodeError if the model cannot run it."""
+    def submit(self, choice: Choice) -> None:
+        """Take a choice; raises a SkipDecodeError if the model cannot run it."""
         if self._engine is None:
             self._engine = self._make()
-        number = self._engine.submit([request], schedule)[0]
-        self._rows[number] = row
-        self._numbers[row] = number
+        (number,) = self._engine.submit([choice.request], choice.state.schedule.schedule)
+        self._choices[number] = choice
 
-    def cancel(self, row: T) -> None:
-        """Drop a row; its room is free before the next step. Unknown rows are ignored."""
-        number = self._numbers.pop(row, None)
-        if number is not None and self._engine is not None:
-            del self._rows[number]
-            self._engine.cancel(number)
-            self._rest()
+    def cancel(self, choice: Choice) -> None:
+        """Drop a choice; its room is free before the next step. Choices of other groups are ignored."""
+        for number in [number for number, row in self._choices.items() if row is choice]:
+            del self._choices[number]
+            if self._engine is not None:
+                self._engine.cancel(number)
+        self._drop_idle_engine()
 
-    def step(self) -> list[tuple[T, StepOutput]]:
-        """One token for each row that is past its prompt. May raise anything: call `reset` then."""
+    def step(self) -> list[tuple[Choice, StepOutput]]:
+        """One token for each choice that is past its prompt. May raise anything: call `reset` then."""
         if self._engine is None:
             return []
-        outputs = [(self._rows[out.request], out) for out in self._engine.step()]
-        for row, out in outputs:
+        outputs = [(self._choices[out.request], out) for out in self._engine.step()]
+        for _, out in outputs:
             if out.finish_reason is not None:
-                del self._rows[out.request], self._numbers[row]
-        self._rest()
+                del self._choices[out.request]
+        self._drop_idle_engine()
         return outputs
 
-    def reset(self) -> list[T]:
-        """Drop all rows and what they hold; returns them."""
-        rows = list(self._rows.values())
-        self._rows.clear()
-        self._numbers.clear()
-        self._rest()
-        return rows
+    def reset(self) -> list[Choice]:
+        """Drop all choices and what they hold; returns them."""
+        choices = list(self._choices.values())
+        self._choices.clear()
+        # It may be broken: what it can still give back, it gives back.
+        with contextlib.suppress(Exception):
+            self._drop_idle_engine()
+        return choices
 
-    def _rest(self) -> None:
-        if not self._rows and self._engine is not None:
-            self._engine.close()
-            self._engine = None
+    def _drop_idle_engine(self) -> None:
+        if not self._choices and self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
 
 
-def make_groups(source: EngineSource, schedules: Iterable[Schedule], max_rows: int) -> list[Group[T]]:
+def make_groups(source: EngineSource, schedules: Iterable[Schedule], max_rows: int) -> list[Group]:
     """As few groups as take all of the schedules, of at most `max_rows` rows each."""
 
     def maker(order: tuple[int, ...]) -> Callable[[], Engine]:
@@ -137,8 +125,3 @@ def make_groups(source: EngineSource, schedules: Iterable[Schedule], max_rows: i
         if not any(order[: len(dropped)] == dropped for order in orders):
             orders.append(dropped)
     return [Group(maker(order), order) for order in orders]
-
-
-def group_for(groups: list[Group[T]], schedule: Schedule) -> Group[T]:
-    """The group with most rows among those that take the schedule."""
-    return max((group for group in groups if group.takes(schedule)), key=lambda group: group.rows)

@@ -10,11 +10,11 @@ from typing import Literal
 
 from skipdecode.common.options import Options, option
 
-__all__ = ["Binding", "Limits"]
+__all__ = ["Binding", "ServerLimits"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits(Options):
+class ServerLimits(Options):
     """Bounds of the server; together they bound its memory.
 
     `max_unread_tokens` counts tokens of a stream that its reader has not taken; beyond that the request is dropped.

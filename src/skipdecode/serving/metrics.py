@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -22,40 +24,31 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, num_layers: int) -> None:
-        self._registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Finished requests", "endpoint", "outcome")
-        self.queue_length = self._gauge("queue_length", "Choices that wait")
-        self.running_rows = self._gauge("running_rows", "Choices in the batch")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts", "schedule")
-        self.generated_tokens = self._counter("generated_tokens", "New tokens", "schedule")
-        self.layers_run = self._counter("layers_run", "Layers run for new tokens", "schedule")
-        self.layers_full = self._counter("layers_full", "Layers that full depth would run for them", "schedule")
-        self.first_token_seconds = self._histogram("first_token_seconds", "From arrival to first token", _SECONDS)
-        self.inter_token_seconds = self._histogram("inter_token_seconds", "Between a choice's tokens", _SECONDS)
-        self.request_seconds = self._histogram("request_seconds", "From arrival to end", (*_SECONDS, 120, 300, 600))
-        self.steps = self._counter("steps", "Steps of the model")
-        self.step_seconds = self._histogram("step_seconds", "Duration of a step", _SECONDS)
-        self.step_depth = self._histogram("step_depth", "Mean layers of a step's rows", _depths(num_layers))
-        self.kv_bytes_held = self._gauge("kv_bytes_held", "Keys and values now")
-        self.kv_bytes_saved = self._gauge("kv_bytes_saved", "What full depth would hold beyond that")
-        self.step_failures = self._counter("step_failures", "Steps that raised")
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="skipdecode", registry=self.registry)
+        gauge = partial(Gauge, namespace="skipdecode", registry=self.registry)
+        histogram = partial(Histogram, namespace="skipdecode", registry=self.registry)
+        depths = _depths(num_layers)
+        self.requests = counter("requests", "Finished requests", ("endpoint", "outcome"))
+        self.queue_length = gauge("queue_length", "Choices that wait")
+        self.running_rows = gauge("running_rows", "Choices in the batch")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("schedule",))
+        self.generated_tokens = counter("generated_tokens", "New tokens", ("schedule",))
+        self.layers_run = counter("layers_run", "Layers run for new tokens", ("schedule",))
+        self.layers_full = counter("layers_full", "Layers that full depth would run for them", ("schedule",))
+        self.first_token_seconds = histogram("first_token_seconds", "From arrival to first token", buckets=_SECONDS)
+        self.inter_token_seconds = histogram("inter_token_seconds", "Between a choice's tokens", buckets=_SECONDS)
+        self.request_seconds = histogram("request_seconds", "From arrival to end", buckets=(*_SECONDS, 120, 300, 600))
+        self.steps = counter("steps", "Steps of the model")
+        self.step_seconds = histogram("step_seconds", "Duration of a step", buckets=_SECONDS)
+        self.step_depth = histogram("step_depth", "Mean layers of a step's rows", buckets=depths)
+        self.kv_bytes_held = gauge("kv_bytes_held", "Keys and values now")
+        self.kv_bytes_saved = gauge("kv_bytes_saved", "What full depth would hold beyond that")
+        self.step_failures = counter("step_failures", "Steps that raised")
 
     def render(self) -> bytes:
         """The page that Prometheus reads."""
-        return bytes(generate_latest(self._registry))
-
-    def value(self, name: str, **labels: str) -> float:
-        """A metric's value, 0 if it was never set; `name` without the package's prefix."""
-        return self._registry.get_sample_value(f"skipdecode_{name}", labels) or 0.0
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, namespace="skipdecode", registry=self._registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, namespace="skipdecode", registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, namespace="skipdecode", registry=self._registry, buckets=buckets)
+        return bytes(generate_latest(self.registry))
 
 
 def _depths(num_layers: int) -> tuple[float, ...]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
+import hmac
 import logging
+import os
+import re
 import time
 import uuid
 from collections.abc import Iterable
+from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skipdecode.serving.auth import KeyRing
+from skipdecode.errors import UsageError
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
 
-__all__ = ["Guard"]
+__all__ = ["ENVIRONMENT_VARIABLE", "ApiKeys", "Middleware"]
 
+ENVIRONMENT_VARIABLE = "SKIPDECODE_API_KEY"
 _LOG = logging.getLogger("skipdecode.serve")
 _CLOSED_PATHS = ("/v1/", "/tokenize", "/metrics")
 _POLICY = (
@@ -33,17 +38,72 @@ _TIMED = ("/v1/completions", "/v1/chat/completions")
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
-class Guard:
-    """ASGI middleware.
+class ApiKeys:
+    """The keys that are accepted; with none, everybody is.
 
     Parameters
     ----------
-    app : ASGI application
-    keys : KeyRing
+    hashes : iterable of str
+        SHA-256 of the keys, as 64 hexadecimal digits.
+    """
+
+    def __init__(self, hashes: tuple[str, ...] = ()) -> None:
+        self._hashes = tuple(value.lower().encode() for value in hashes)
+
+    @classmethod
+    def read(cls, path: str | None) -> ApiKeys:
+        """Keys from a file of hashes, one a line (# begins a comment), and from the environment, in plain, with commas.
+
+        Raises
+        ------
+        UsageError
+            The file cannot be read, or a line is no hash.
+        """
+        hashes = []
+        if path is not None:
+            try:
+                lines = Path(path).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as e:
+                raise UsageError(f"cannot read the API keys in {path}: {e}") from None
+            for number, line in enumerate(lines, 1):
+                # sha256sum writes a dash, for standard input, behind the hash.
+                value = line.partition("#")[0].strip().removesuffix("-").rstrip()
+                if value and not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+                    raise UsageError(
+                        f"{path}, line {number}: not the SHA-256 of a key; make one with: printf %s KEY | sha256sum"
+                    )
+                hashes += [value] if value else []
+            if not hashes:
+                raise UsageError(f"{path} holds no key: leave --api-keys out to need none")
+        keys = os.environ.get(ENVIRONMENT_VARIABLE, "").split(",")
+        hashes += [_hash(key.strip().encode()) for key in keys if key.strip()]
+        return cls(tuple(hashes))
+
+    def __bool__(self) -> bool:
+        return bool(self._hashes)
+
+    def accepts(self, authorization: bytes) -> bool:
+        """Whether an Authorization header's value holds one of the keys."""
+        scheme, _, key = authorization.partition(b" ")
+        given = _hash(key.strip()).encode()
+        # All are compared, so that the time tells nothing.
+        found = [hmac.compare_digest(given, value) for value in self._hashes]
+        return scheme.lower() == b"bearer" and any(found)
+
+
+def _hash(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+class Middleware:
+    """In front of the ASGI application.
+
+    Parameters
+    ----------
+    keys : ApiKeys
         For everything but the page, the health checks and the description of the interface.
     max_body_bytes : int
         Size of a request's body.
-    metrics : Metrics
     paths : iterable of str
         Paths that are counted by their own names; all others are counted as "other".
     local_only : bool
@@ -55,7 +115,7 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        keys: KeyRing,
+        keys: ApiKeys,
         max_body_bytes: int,
         metrics: Metrics,
         paths: Iterable[str],
@@ -90,7 +150,7 @@ class Guard:
             self._check(scope)
             await self._app(scope, self._counted(receive), noting)
         except ApiError as error:
-            await _answer(error, noting)
+            await error.response()(scope, receive, noting)
         except asyncio.CancelledError:
             # uvicorn cancels what does not end in time when it stops: no error of the application.
             state["outcome"] = "cancelled"
@@ -146,14 +206,6 @@ class Guard:
             "request": request_id.decode(),
         }
         _LOG.info("request", extra={"fields": fields | scope["state"].get("log", {})})
-
-
-async def _answer(error: ApiError, send: Send) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-    await send({"type": "http.response.start", "status": error.status_code, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _outcome(status: int) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest", "Message", "TokenizeRequest"]
+__all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest", "Message", "Prompt", "TokenizeRequest"]
 
 _MOST_STOP_CHARACTERS = 1000
 _INT64 = 2**63
@@ -83,7 +83,7 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
-class GenerationRequest(_Strict):
+class _GenerationFields(_Strict):
     """What completions and chats have in common."""
 
     model: str | None = Field(None, description="the served name, or left out")
@@ -115,21 +115,11 @@ class GenerationRequest(_Strict):
         return kept
 
     @model_validator(mode="after")
-    def _options_of_streams(self) -> GenerationRequest:
+    def _options_of_streams(self) -> _GenerationFields:
         if self.stream_options is not None and not self.stream:
             message = "stream_options belongs to a stream: give stream=true, or leave it out"
             raise ApiError(400, "invalid_value", message, "stream_options")
         return self
-
-    @property
-    def new_tokens(self) -> int | None:
-        """Most new tokens, if the client says so."""
-        return self.max_tokens
-
-    @property
-    def top_logprobs_wanted(self) -> int | None:
-        """How many likeliest tokens are reported; None if no log-probabilities are."""
-        return None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -147,7 +137,7 @@ class GenerationRequest(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(_GenerationFields):
     """Body of /v1/completions."""
 
     prompt: (
@@ -159,16 +149,23 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @property
+    def new_tokens(self) -> int | None:
+        """Most new tokens, if the client says so."""
+        return self.max_tokens
+
+    @property
     def top_logprobs_wanted(self) -> int | None:
-        """See `GenerationRequest`."""
+        """How many likeliest tokens are reported; None if no log-probabilities are."""
         return self.logprobs
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> Sequence[Prompt]:
         """One entry for each prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         whole: Any = self.prompt
-        return [whole] if isinstance(whole[0], int) else list(whole)
+        if isinstance(whole[0], int):
+            return [tuple(whole)]
+        return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in whole]
 
 
 class TextPart(_Strict):
@@ -191,7 +188,7 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(_GenerationFields):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -211,13 +208,22 @@ class ChatRequest(GenerationRequest):
 
     @property
     def new_tokens(self) -> int | None:
-        """See `GenerationRequest`."""
+        """See `CompletionRequest`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """See `GenerationRequest`."""
+        """See `CompletionRequest`."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self) -> Sequence[Prompt]:
+        """See `CompletionRequest`."""
+        return [self.messages]
+
+
+GenerationRequest = CompletionRequest | ChatRequest
+#: Text, token ids, or a chat.
+Prompt = str | tuple[int, ...] | list[Message]
 
 
 class TokenizeRequest(_Strict):
@@ -232,6 +238,11 @@ class TokenizeRequest(_Strict):
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "invalid_value", "give prompt or messages, one of the two", "prompt")
         return self
+
+    @property
+    def source(self) -> Prompt:
+        """The one that was given."""
+        return self.prompt if self.prompt is not None else self.messages or []
 
 
 def _same(value: Any, neutral: Any) -> bool:

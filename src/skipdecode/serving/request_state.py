@@ -6,19 +6,22 @@ The worker's thread fills in the choices; the event loop only sees events, throu
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
+from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
-from skipdecode.serving.catalog import Plan
+from skipdecode.serving.catalog import NamedSchedule
+from skipdecode.serving.detokenizer import Detokenizer, Piece
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.text_stream import Piece, TextStream
 
-__all__ = ["Choice", "Event", "Failed", "FinishReason", "Finished", "Summary", "Ticket", "Update"]
+__all__ = ["Choice", "ChoiceFinish", "Event", "Failed", "Finished", "RequestState", "Summary", "Update"]
 
-FinishReason = Literal["stop", "length"]
+
+ChoiceFinish = Literal["stop", "length"]
+"""OpenAI's words; the engine tells an end token from a stop sequence, and both are a stop here."""
 
 
 class Update(NamedTuple):
@@ -26,7 +29,12 @@ class Update(NamedTuple):
 
     choice: int
     pieces: list[Piece]
-    finish_reason: FinishReason | None
+    finish_reason: ChoiceFinish | None
+
+    @property
+    def text(self) -> str:
+        """Of the tokens together."""
+        return "".join(piece.text for piece in self.pieces)
 
 
 @with_config(ConfigDict(extra="forbid"))  # for the description of the interface
@@ -64,88 +72,38 @@ Event = Update | Finished | Failed
 
 @dataclass(eq=False)
 class Choice:
-    """One row of the batch; the worker's.
+    """One row of the batch; the worker's."""
 
-    Parameters
-    ----------
-    ticket : Ticket
-        It belongs to.
-    index : int
-        Number of the choice in the response.
-    request : Request
-        For the engine.
-    text : TextStream
-    tokens, layers_run : int
-        New tokens so far, and the sum of the layers that ran for them.
-    kv_bytes, kv_bytes_full : int
-        Held after the last token, and what full depth would hold.
-    last_time : float
-        When the last token came.
-    finish_reason : {"stop", "length"} or None
-    """
-
-    ticket: Ticket
-    index: int
+    state: RequestState
+    index: int  # in the response
     request: Request
-    text: TextStream
-    tokens: int = 0
-    layers_run: int = 0
-    kv_bytes: int = 0
-    kv_bytes_full: int = 0
-    last_time: float = 0.0
-    finish_reason: FinishReason | None = None
+    detokenizer: Detokenizer
+    tokens: int = 0  # new ones so far
+    layers_run: int = 0  # for them, all together
+    kv_bytes: int = 0  # held after the last token
+    kv_bytes_full: int = 0  # what full depth would hold
+    last_time: float = 0.0  # when the last token came
+    finish_reason: ChoiceFinish | None = None
 
 
-class Ticket:
-    """A request that was accepted.
+@dataclass(eq=False, kw_only=True)
+class RequestState:
+    """A request that was accepted. Times are on `time.perf_counter`'s clock."""
 
-    Parameters
-    ----------
-    requests : list of Request
-        One for each choice.
-    prompt_tokens : int
-        Of all prompts, each counted once.
-    plan : Plan
-        The schedule.
-    tokenizer : transformers tokenizer
-        The worker's own.
-    stops : tuple of str
-        Stop strings.
-    trace : bool
-        Whether the client wants the layers of each token.
-    arrived, deadline : float
-        On `time.perf_counter`'s clock.
-    max_unread : int
-        Tokens that may wait for the reader.
-    """
-
-    def __init__(
-        self,
-        requests: list[Request],
-        prompt_tokens: int,
-        plan: Plan,
-        tokenizer: Any,
-        stops: tuple[str, ...],
-        *,
-        trace: bool,
-        arrived: float,
-        deadline: float,
-        max_unread: int,
-    ) -> None:
-        self.plan = plan
-        self.prompt_tokens = prompt_tokens
-        self.trace = trace
-        self.deadline = deadline
-        self.arrived = arrived
-        self.choices = [Choice(self, i, r, TextStream(tokenizer, stops)) for i, r in enumerate(requests)]
-        self.first_token: float | None = None
-        self.budgets: set[int] = set()
-        self.outcome = "cancelled"
-        self.closed = False
-        self._max_unread = max_unread
-        self._unread = 0
-        self._events: list[Event] = []
-        self._wake = asyncio.Event()
+    schedule: NamedSchedule
+    prompt_tokens: int  # of all prompts, each counted once
+    trace: bool  # whether the client wants the layers of each token
+    arrived: float
+    deadline: float
+    max_unread: int  # tokens that may wait for the reader
+    choices: list[Choice] = field(default_factory=list)
+    first_token: float | None = None
+    budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
+    outcome: str = "cancelled"
+    closed: bool = False  # nobody reads any more
+    _unread: int = 0
+    _events: list[Event] = field(default_factory=list)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ------------------------------------------------------------------ event loop
 
@@ -156,7 +114,7 @@ class Ticket:
         self._unread += sum(len(event.pieces) for event in events if isinstance(event, Update))
         self._events += events
         self._wake.set()
-        return self._unread <= self._max_unread
+        return self._unread <= self.max_unread
 
     async def take(self) -> list[Event]:
         """All events since the last call, at least one."""
@@ -173,15 +131,19 @@ class Ticket:
         """Whether all choices have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def summary(self, num_layers: int, layer_sets: dict[str, list[int]] | None) -> Summary:
+    def summary(self, num_layers: int) -> Summary:
         """Of the finished request."""
         tokens = sum(choice.tokens for choice in self.choices)
         first = self.arrived if self.first_token is None else self.first_token
         decode = max(choice.last_time for choice in self.choices) - first
         later = tokens - len(self.choices)
         held = sum(choice.kv_bytes for choice in self.choices)
+        sets = None
+        if self.trace:
+            order = DepthOrder(self.schedule.schedule)
+            sets = {str(budget): list(order.layers(budget)) for budget in sorted(self.budgets)}
         return Summary(
-            schedule=self.plan.name,
+            schedule=self.schedule.name,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=tokens,
             layers_run=sum(choice.layers_run for choice in self.choices),
@@ -191,5 +153,5 @@ class Ticket:
             first_token_s=round(first - self.arrived, 6),
             decode_s=round(decode, 6),
             tokens_per_s=round(later / decode, 3) if later > 0 and decode > 0 else None,
-            layer_sets=layer_sets,
+            layer_sets=sets,
         )

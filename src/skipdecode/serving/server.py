@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import signal
 import socket
 import sys
 import threading
+import time
+import traceback
+from typing import Any
 
 import uvicorn
 
 from skipdecode.errors import UsageError
 from skipdecode.serving.app import create_app
-from skipdecode.serving.auth import KeyRing
 from skipdecode.serving.limits import Binding
-from skipdecode.serving.logs import log_config
+from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.service import Service
-from skipdecode.serving.worker import Worker
+from skipdecode.serving.worker import ModelWorker
 
 __all__ = ["is_loopback", "make_server", "open_socket", "run_server"]
 
@@ -53,12 +57,12 @@ def open_socket(binding: Binding) -> socket.socket:
     return found
 
 
-def make_server(service: Service, binding: Binding, keys: KeyRing | None = None) -> uvicorn.Server:
+def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None) -> uvicorn.Server:
     """A uvicorn server; its `run` returns once it is stopped."""
     app = create_app(service, keys=keys, local_only=is_loopback(binding.host))
     config = uvicorn.Config(
         app,
-        log_config=log_config(binding.log_level),
+        log_config=_log_config(binding.log_level),
         access_log=False,
         server_header=False,
         limit_concurrency=binding.max_connections,
@@ -71,7 +75,7 @@ def make_server(service: Service, binding: Binding, keys: KeyRing | None = None)
 class _DrainingServer(uvicorn.Server):
     """Tells the worker when it begins to stop, so that requests which do not end in time end with an error."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, worker: ModelWorker, seconds: float) -> None:
         super().__init__(config)
         self._worker = worker
         self._seconds = seconds
@@ -82,7 +86,7 @@ class _DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run_server(service: Service, binding: Binding, listening: socket.socket, keys: KeyRing | None = None) -> None:
+def run_server(service: Service, binding: Binding, listening: socket.socket, keys: ApiKeys | None = None) -> None:
     """Serve on a socket until SIGINT or SIGTERM."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     server = make_server(service, binding, keys)
@@ -90,3 +94,34 @@ def run_server(service: Service, binding: Binding, listening: socket.socket, key
         # uvicorn raises the signal that stopped it again; a drained server has ended well.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
     server.run([listening])
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line: `time`, `level`, `logger`, `message`, the record's `fields`, and of an error the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """For `logging.config.dictConfig` and uvicorn."""
+    handler = {"class": "logging.StreamHandler", "stream": "ext://sys.stderr", "formatter": "json"}
+    plain = {"handlers": ["stderr"], "level": level.upper(), "propagate": False}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"json": {"()": _JsonFormatter}},
+        "handlers": {"stderr": handler},
+        "loggers": dict.fromkeys(("skipdecode.serve", "uvicorn"), plain),
+    }

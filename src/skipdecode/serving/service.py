@@ -1,4 +1,4 @@
-"""The model behind the server: loaded, with its schedules, its lanes and its worker. Knows nothing about HTTP."""
+"""The model behind the server: loaded, with its schedules, its groups and its worker. Knows nothing about HTTP."""
 
 from __future__ import annotations
 
@@ -12,43 +12,27 @@ from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.groups import Group, KvSize, make_groups
-from skipdecode.serving.limits import Limits
+from skipdecode.serving.groups import KvSize, make_groups
+from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.preprocessing import Intake
-from skipdecode.serving.request_state import Choice
-from skipdecode.serving.worker import Worker
+from skipdecode.serving.preprocessing import Preprocessor
+from skipdecode.serving.worker import ModelWorker
 
 __all__ = ["Service", "open_service"]
 
 
 @dataclass(frozen=True)
 class Service:
-    """What the paths of the server need.
+    """What the paths of the server need."""
 
-    Parameters
-    ----------
-    name : str
-        Of the model, as clients see it.
-    catalog : Catalog
-    intake : Intake
-    worker : Worker
-    metrics : Metrics
-    limits : Limits
-    token_text : callable
-        Text of a single token.
-    kv_bytes_most : int
-        Most bytes of keys and values that the limits allow.
-    """
-
-    name: str
+    name: str  # of the model, as clients see it
     catalog: Catalog
-    intake: Intake
-    worker: Worker
+    preprocessor: Preprocessor
+    worker: ModelWorker
     metrics: Metrics
-    limits: Limits
-    token_text: Callable[[int], str]
-    kv_bytes_most: int
+    limits: ServerLimits
+    token_text: Callable[[int], str]  # of a single token
+    kv_bytes_most: int  # of keys and values, within the limits
 
 
 def open_service(
@@ -60,7 +44,7 @@ def open_service(
     others: Sequence[Schedule] = (),
     engine: str = "auto",
     weights: str = "model",
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Service:
     """A service for a loaded model; its worker is not started yet.
@@ -69,17 +53,13 @@ def open_service(
     ----------
     model : PreTrainedModel or PeftModel
         Its projection weights may be fused in place.
-    tokenizer : transformers tokenizer
     name : str
         As clients see it.
-    carried : Schedule or None
-        The checkpoint's own schedule, the default of requests.
-    others : sequence of Schedule
-        Further schedules.
+    carried, others
+        See `Catalog`.
     engine : {"auto", "fast", "transformers"}
     weights : {"model", "int8", "int4"}
         See `skipdecode.engine.opening.open_fast`.
-    limits : Limits, optional
     note : callable
         Told one line where the choice of the engine needs a word.
 
@@ -87,25 +67,23 @@ def open_service(
     ------
     UsageError, ScheduleError, UnsupportedModelError
     """
-    limits = limits or Limits()
+    limits = limits or ServerLimits()
     plain = unwrap(model)
     num_layers = len(decoder_layers(plain))
     catalog = Catalog(num_layers, carried, others)
     source = open_engines(model, engine, note, weights)
-    groups: list[Group[Choice]] = make_groups(
-        source, [*catalog.schedules(), catalog.budget_schedule()], limits.max_rows
-    )
+    groups = make_groups(source, [*catalog.schedules(), catalog.budget_schedule()], limits.max_rows)
     kv_size = _kv_size(source)
     metrics = Metrics(num_layers)
     context = context_length(plain)
     vocab_size = plain.get_input_embeddings().weight.shape[0]
-    intake = Intake(tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits)
+    preprocessor = Preprocessor(tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits)
     longest = limits.max_prompt_tokens + limits.max_new_tokens
     return Service(
         name=name,
         catalog=catalog,
-        intake=intake,
-        worker=Worker(groups, num_layers, kv_size, limits, metrics),
+        preprocessor=preprocessor,
+        worker=ModelWorker(groups, num_layers, kv_size, limits, metrics),
         metrics=metrics,
         limits=limits,
         token_text=lambda token: str(tokenizer.decode([token])),

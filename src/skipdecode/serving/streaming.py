@@ -1,40 +1,31 @@
-"""A ticket's events on their way to the client: as a stream, or collected. Frees the rows when the client goes away."""
+"""A request's events on their way to the client: as a stream, or collected. Frees its rows if the client goes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.replies import Reply, sse
-from skipdecode.serving.request_state import Event, Failed, Finished, Ticket
+from skipdecode.serving.request_state import Event, Failed, Finished, RequestState
+from skipdecode.serving.responses import ResponseBuilder, server_sent_event
 from skipdecode.serving.service import Service
 
-__all__ = ["TicketStream", "collect"]
+__all__ = ["EventStreamResponse", "collect"]
 
 
-class TicketStream(StreamingResponse):
-    """Server-sent events of a ticket.
+class EventStreamResponse(StreamingResponse):
+    """Server-sent events of a request that was submitted."""
 
-    Parameters
-    ----------
-    ticket : Ticket
-        Submitted.
-    reply : Reply
-    service : Service
-    """
-
-    def __init__(self, ticket: Ticket, reply: Reply, service: Service) -> None:
+    def __init__(self, state: RequestState, builder: ResponseBuilder, service: Service) -> None:
         super().__init__(self._events(), media_type="text/event-stream")
         # For proxies that would collect the stream.
         self.headers["X-Accel-Buffering"] = "no"
-        self._ticket = ticket
-        self._reply = reply
+        self._state = state
+        self._builder = builder
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -47,18 +38,18 @@ class TicketStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, in_time)
         except* TimeoutError:
-            self._ticket.outcome = "slow_reader"
+            self._state.outcome = "slow_reader"
         finally:
-            close(self._ticket, self._service, scope["state"])
+            _close(self._state, self._service, scope)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        yield self._reply.opening()
+        yield self._builder.opening()
         while True:
-            events = await self._ticket.take()
-            chunks = self._reply.chunks(events)
-            if self._ticket.closed:
+            events = await self._state.take()
+            chunks = self._builder.chunks(events)
+            if self._state.closed:
                 error = ApiError(400, "slow_reader", "the stream was read too slowly and is cut off")
-                yield chunks + sse(error.body())
+                yield chunks + server_sent_event(error.body())
                 return
             if chunks:
                 yield chunks
@@ -66,19 +57,19 @@ class TicketStream(StreamingResponse):
                 return
 
 
-async def collect(ticket: Ticket, service: Service, request: Request) -> list[Event]:
-    """All events of a ticket.
+async def collect(state: RequestState, service: Service, request: Request) -> list[Event]:
+    """All events of a request that was submitted.
 
     Raises
     ------
     ApiError
-        The ticket failed.
+        It failed.
     """
     events: list[Event] = []
     gone = asyncio.create_task(_gone(request))
     try:
         while not _is_end(events):
-            taking = asyncio.create_task(ticket.take())
+            taking = asyncio.create_task(state.take())
             done, _ = await asyncio.wait((taking, gone), return_when=asyncio.FIRST_COMPLETED)
             if taking not in done:
                 taking.cancel()
@@ -86,20 +77,20 @@ async def collect(ticket: Ticket, service: Service, request: Request) -> list[Ev
             events += taking.result()
     finally:
         gone.cancel()
-        close(ticket, service, request.scope["state"])
+        _close(state, service, request.scope)
     failed = next((event.error for event in events if isinstance(event, Failed)), None)
     if failed is not None:
         raise failed
     return events
 
 
-def close(ticket: Ticket, service: Service, state: dict[str, Any]) -> None:
-    """Free what a ticket still holds; note how it ended."""
-    ticket.closed = True
-    state["outcome"] = ticket.outcome
-    state["log"]["completion_tokens"] = sum(choice.tokens for choice in ticket.choices)
-    if not ticket.done:
-        service.worker.cancel(ticket)
+def _close(state: RequestState, service: Service, scope: Scope) -> None:
+    """Free what a request still holds; note how it ended."""
+    state.closed = True
+    scope["state"]["outcome"] = state.outcome
+    scope["state"]["log"]["completion_tokens"] = sum(choice.tokens for choice in state.choices)
+    if not state.done:
+        service.worker.cancel(state)
 
 
 async def _gone(request: Request) -> None:

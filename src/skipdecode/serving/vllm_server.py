@@ -23,13 +23,9 @@ def vllm_command(
     Parameters
     ----------
     model : str
-        By name, as `skipdecode.models.loading.hub.load_model` takes it; no adapter.
+        As `skipdecode.models.loading.hub.load_model` takes it; no adapter.
     name : str
         As clients see the model.
-    host, port
-        Where it listens.
-    dtype : str
-        Of the weights.
     schedules : sequence of Schedule
         Beside the checkpoint's own.
 

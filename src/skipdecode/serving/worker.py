@@ -1,4 +1,4 @@
-"""The one thread that owns the model: takes tickets, gives their choices rows, steps them, sends back events.
+"""The one thread that owns the model: takes requests, gives their choices rows, steps them, sends back events.
 
 The event loop talks to it through `submit`, `cancel` and `stop`, which return at once; events come back through
 `loop.call_soon_threadsafe`, one call a step for all rows together.
@@ -12,63 +12,66 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
-from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.groups import Group, KvSize, group_for
-from skipdecode.serving.limits import Limits
+from skipdecode.serving.groups import Group, KvSize
+from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.outbox import Outbox
-from skipdecode.serving.request_state import Choice, Failed, Finished, Ticket, Update
+from skipdecode.serving.request_state import Choice, Event, Failed, Finished, RequestState, Update
 
-__all__ = ["Worker"]
+__all__ = ["ModelWorker"]
 
 _LOG = logging.getLogger("skipdecode.serve")
 _LONGEST_RETRY = 60
 
 
-class Worker:
-    """Runs tickets.
+class ModelWorker:
+    """Runs requests.
 
     Parameters
     ----------
-    lanes : list of Group
-        Together they take every schedule that a ticket may have. Used by the worker's thread only.
+    groups : sequence of Group
+        Together they take every schedule that a request may have. Used by the worker's thread only.
     num_layers : int
         Of the model.
     kv_size : KvSize
-        How the lanes store keys and values.
-    limits : Limits
-    metrics : Metrics
+        How the groups store keys and values.
     """
 
     def __init__(
-        self, lanes: list[Group[Choice]], num_layers: int, kv_size: KvSize, limits: Limits, metrics: Metrics
+        self,
+        groups: Sequence[Group],
+        num_layers: int,
+        kv_size: KvSize,
+        limits: ServerLimits,
+        metrics: Metrics,
     ) -> None:
-        self._lanes = lanes
+        self._groups = groups
         self._num_layers = num_layers
         self._kv_size = kv_size
         self._limits = limits
         self._metrics = metrics
-        self._outbox = Outbox(self.cancel)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._wake = threading.Condition()
         # Under the lock of `_wake`:
         self._waiting: deque[Choice] = deque()
-        self._cancelled: list[Ticket] = []
+        self._cancelled: list[RequestState] = []
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._running: dict[Choice, Group[Choice]] = {}
+        self._running: dict[Choice, Group] = {}
+        self._events: dict[RequestState, list[Event]] = {}  # of this step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
     # ------------------------------------------------------------------ any thread
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin; events go to `loop`."""
-        self._outbox.open(loop)
+        self._loop = loop
         self._thread.start()
 
     @property
@@ -78,11 +81,11 @@ class Worker:
 
     @property
     def accepting(self) -> bool:
-        """Whether tickets are taken."""
+        """Whether requests are taken."""
         return self.alive and not self._stopping and self._drained_at == math.inf
 
-    def submit(self, ticket: Ticket) -> None:
-        """Queue a ticket.
+    def submit(self, state: RequestState) -> None:
+        """Queue a request.
 
         Raises
         ------
@@ -92,8 +95,8 @@ class Worker:
         with self._wake:
             if not self.accepting:
                 raise _stopping()
-            self.check_room(len(ticket.choices))
-            self._waiting.extend(ticket.choices)
+            self.check_room(len(state.choices))
+            self._waiting.extend(state.choices)
             self._metrics.queue_length.set(len(self._waiting))
             self._wake.notify()
 
@@ -107,14 +110,14 @@ class Worker:
             message = f"the queue is full ({waiting} wait): try again in {seconds} s"
             raise ApiError(429, "queue_full", message, headers={"Retry-After": str(seconds)})
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Drop what is left of a ticket before the next step."""
+    def cancel(self, state: RequestState) -> None:
+        """Drop what is left of a request before the next step."""
         with self._wake:
-            self._cancelled.append(ticket)
+            self._cancelled.append(state)
             self._wake.notify()
 
     def drain(self, seconds: float) -> None:
-        """Take no more tickets; those that are there fail after this time."""
+        """Take no more requests; those that are there fail after this time."""
         with self._wake:
             self._drained_at = time.perf_counter() + seconds
 
@@ -134,46 +137,46 @@ class Worker:
                 self._expire()
                 self._admit()
                 self._step()
-                self._outbox.send()
+                self._send()
         except Exception:
             _LOG.exception("the model's thread ended")
         finally:
             with self._wake:
                 self._stopping = True
-            for ticket in self._all_tickets():
-                self._outbox.add(ticket, Failed(_stopping()))
-            self._outbox.send()
+            for state in self._all_requests():
+                self._tell(state, Failed(_stopping()))
+            self._send()
 
-    def _all_tickets(self) -> set[Ticket]:
+    def _all_requests(self) -> set[RequestState]:
         with self._wake:
-            return {choice.ticket for choice in (*self._waiting, *self._running)}
+            return {choice.state for choice in (*self._waiting, *self._running)}
 
     def _await_work(self) -> bool:
-        """Sleep until there is something to do, drop cancelled tickets; False once the worker is to stop."""
+        """Sleep until there is something to do, drop cancelled requests; False once the worker is to stop."""
         with self._wake:
             self._wake.wait_for(lambda: self._waiting or self._cancelled or self._running or self._stopping)
             if self._stopping:
                 return False
             cancelled, self._cancelled = self._cancelled, []
-        for ticket in cancelled:
-            self._drop(ticket)
+        for state in cancelled:
+            self._drop(state)
         return True
 
     def _expire(self) -> None:
         now = time.perf_counter()
         if now > self._drained_at:
-            for ticket in self._all_tickets():
-                self._fail(ticket, _stopping(), "error")
+            for state in self._all_requests():
+                self._fail(state, _stopping(), "error")
         with self._wake:
-            late = {choice.ticket: False for choice in self._waiting if choice.ticket.deadline < now}
-        late |= {choice.ticket: True for choice in self._running if choice.ticket.deadline < now}
-        for ticket, began in late.items():
+            late = {choice.state: False for choice in self._waiting if choice.state.deadline < now}
+        late |= {choice.state: True for choice in self._running if choice.state.deadline < now}
+        for state, began in late.items():
             seconds = f"{self._limits.max_seconds:g} s"
-            if began or ticket.first_token is not None:
+            if began or state.first_token is not None:
                 error = ApiError(504, "timeout", f"the request's {seconds} ran out: ask for fewer tokens")
             else:
                 error = ApiError(503, "queue_timeout", f"the request waited {seconds} without a free row: try later")
-            self._fail(ticket, error, "timeout")
+            self._fail(state, error, "timeout")
 
     def _admit(self) -> None:
         while True:
@@ -182,49 +185,48 @@ class Worker:
                     self._metrics.queue_length.set(len(self._waiting))
                     return
                 choice = self._waiting.popleft()
-                lane = group_for(self._lanes, choice.ticket.plan.schedule)
-                self._running[choice] = lane
+                schedule = choice.state.schedule.schedule
+                # Full depth fits any order: it goes where most rows are.
+                group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
+                self._running[choice] = group
             try:
-                lane.submit(choice, choice.request, choice.ticket.plan.schedule)
+                group.submit(choice)
             except SkipDecodeError as error:
-                self._fail(choice.ticket, ApiError(400, "invalid_value", str(error)), "refused")
+                self._fail(choice.state, ApiError(400, "invalid_value", str(error)), "refused")
 
     def _step(self) -> None:
-        for lane in self._lanes:
-            if not lane.rows:
+        for group in self._groups:
+            if not group.rows:
                 continue
             start = time.perf_counter()
             try:
-                outputs = lane.step()
+                outputs = group.step()
             except Exception:
                 # Of any kind: memory, a kernel, a bug. Its rows fail, the rest goes on with a fresh engine.
                 _LOG.exception("a step failed")
                 self._metrics.step_failures.inc()
-                for ticket in {choice.ticket for choice in lane.reset()}:
-                    self._fail(ticket, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
+                for state in {choice.state for choice in group.reset()}:
+                    self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
                 continue
             self._note_step(outputs, time.perf_counter() - start)
             for choice, output in outputs:
-                # Not those whose ticket has failed meanwhile.
-                if choice in self._running:
-                    self._try_take(choice, output)
+                if choice not in self._running:
+                    continue  # its request has failed meanwhile
+                try:
+                    self._take(choice, output)
+                except Exception:
+                    # The tokenizer is a program of the checkpoint's: it may raise anything.
+                    _LOG.exception("a token could not be decoded")
+                    self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
         self._note_memory()
-
-    def _try_take(self, choice: Choice, output: StepOutput) -> None:
-        try:
-            self._take(choice, output)
-        except Exception:
-            # The tokenizer is a program of the checkpoint's: it may raise anything.
-            _LOG.exception("a token could not be decoded")
-            self._fail(choice.ticket, ApiError(500, "engine_error", "a token could not be decoded"), "error")
 
     def _take(self, choice: Choice, output: StepOutput) -> None:
         """A new token of a choice."""
-        now, ticket = time.perf_counter(), choice.ticket
-        if ticket.first_token is None:
-            ticket.first_token = now
-            self._metrics.first_token_seconds.observe(now - ticket.arrived)
-            self._metrics.prompt_tokens.labels(ticket.plan.label).inc(ticket.prompt_tokens)
+        now, state = time.perf_counter(), choice.state
+        if state.first_token is None:
+            state.first_token = now
+            self._metrics.first_token_seconds.observe(now - state.arrived)
+            self._metrics.prompt_tokens.labels(state.schedule.label).inc(state.prompt_tokens)
         elif choice.tokens:
             self._metrics.inter_token_seconds.observe(now - choice.last_time)
         fed = len(choice.request.prompt) + output.position
@@ -233,52 +235,63 @@ class Worker:
         choice.kv_bytes = self._kv_size.of(fed, output.layers)
         choice.kv_bytes_full = self._kv_size.of(fed, self._num_layers)
         choice.last_time = now
-        ticket.budgets.add(output.layers)
-        pieces = choice.text.push(output)
-        if choice.text.stopped:
+        state.budgets.add(output.layers)
+        pieces = choice.detokenizer.push(output)
+        if choice.detokenizer.stopped:
             choice.finish_reason = "stop"
             self._running[choice].cancel(choice)
         else:
             choice.finish_reason = "stop" if output.finish_reason == "eos" else output.finish_reason
         if pieces or choice.finish_reason is not None:
-            self._outbox.add(ticket, Update(choice.index, pieces, choice.finish_reason))
+            self._tell(state, Update(choice.index, pieces, choice.finish_reason))
         if choice.finish_reason is not None:
             self._leave(choice)
-            if ticket.done:
-                self._finish(ticket)
-
-    def _finish(self, ticket: Ticket) -> None:
-        sets = None
-        if ticket.trace:
-            order = DepthOrder(ticket.plan.schedule)
-            sets = {str(budget): list(order.layers(budget)) for budget in sorted(ticket.budgets)}
-        summary = ticket.summary(self._num_layers, sets)
-        ticket.outcome = "ok"
-        self._outbox.add(ticket, Finished(summary))
+            if state.done:
+                state.outcome = "ok"
+                self._tell(state, Finished(state.summary(self._num_layers)))
 
     def _leave(self, choice: Choice) -> None:
         """A choice's row is free; its counters are added up."""
         self._running.pop(choice, None)
-        label = choice.ticket.plan.label
+        label = choice.state.schedule.label
         self._metrics.generated_tokens.labels(label).inc(choice.tokens)
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
         self._metrics.layers_full.labels(label).inc(choice.tokens * self._num_layers)
-        if choice.tokens and choice.ticket.first_token is not None:
-            self._row_seconds += 0.1 * (choice.last_time - choice.ticket.first_token - self._row_seconds)
+        if choice.tokens and choice.state.first_token is not None:
+            self._row_seconds += 0.1 * (choice.last_time - choice.state.first_token - self._row_seconds)
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, state: RequestState) -> None:
         with self._wake:
-            self._waiting = deque(choice for choice in self._waiting if choice.ticket is not ticket)
-        for choice in ticket.choices:
-            lane = self._running.get(choice)
-            if lane is not None:
-                lane.cancel(choice)
+            self._waiting = deque(choice for choice in self._waiting if choice.state is not state)
+        for choice in state.choices:
+            group = self._running.get(choice)
+            if group is not None:
+                group.cancel(choice)
                 self._leave(choice)
 
-    def _fail(self, ticket: Ticket, error: ApiError, outcome: str) -> None:
-        self._drop(ticket)
-        ticket.outcome = outcome
-        self._outbox.add(ticket, Failed(error))
+    def _fail(self, state: RequestState, error: ApiError, outcome: str) -> None:
+        self._drop(state)
+        state.outcome = outcome
+        self._tell(state, Failed(error))
+
+    # ------------------------------------------------------------------ events
+
+    def _tell(self, state: RequestState, event: Event) -> None:
+        self._events.setdefault(state, []).append(event)
+
+    def _send(self) -> None:
+        """Hand the step's events over to the event loop."""
+        if self._events and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, self._events)
+        self._events = {}
+
+    def _put(self, events: dict[RequestState, list[Event]]) -> None:
+        """In the event loop: give events to their readers; those that are too far behind are dropped."""
+        for state, new in events.items():
+            if not state.put(new) and not state.closed:
+                state.closed = True
+                state.outcome = "slow_reader"
+                self.cancel(state)
 
     # ------------------------------------------------------------------ figures
 
@@ -289,9 +302,9 @@ class Worker:
             self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
 
     def _note_memory(self) -> None:
-        held = sum(lane.kv_bytes for lane in self._lanes)
+        held = sum(group.kv_bytes for group in self._groups)
         full = sum(choice.kv_bytes_full for choice in self._running)
-        self._metrics.running_rows.set(sum(lane.rows for lane in self._lanes))
+        self._metrics.running_rows.set(sum(group.rows for group in self._groups))
         self._metrics.kv_bytes_held.set(held)
         self._metrics.kv_bytes_saved.set(max(0, full - sum(choice.kv_bytes for choice in self._running)))
 

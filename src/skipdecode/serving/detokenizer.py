@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from skipdecode.data.stopping import find_stop, held_back
 from skipdecode.engine.requests import StepOutput
 
-__all__ = ["Piece", "TextStream"]
+__all__ = ["Detokenizer", "Piece"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     text: str
 
 
-class TextStream:
+class Detokenizer:
     """Turns a choice's tokens into text.
 
     Parameters
