@@ -91,6 +91,7 @@ def _checked(config: Config) -> Workload:
 def _measured(config: Config, workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
     from skipdecode.common.environment import environment
+    from skipdecode.common.kinds import heading
     from skipdecode.performance.bench.measure import measure
     from skipdecode.performance.bench.profile import profile
 
@@ -100,7 +101,8 @@ def _measured(config: Config, workload: Workload) -> tuple[dict[str, Any], dict[
     try:
         found = measure(peers, workload, layers, model.device, progress=True)
         settings = {f.name: getattr(config, f.name) for f in fields(config)}
-        document = {"environment": environment(), "config": settings | {"command": _command(config)}} | found
+        about = {"environment": environment(), "config": settings | {"command": _command(config)}}
+        document = heading("bench") | about | found
         if config.profile is None:
             return document, {}
         steps = profile(peers, workload, layers, found["bandwidth_gb_s"] * 1e9)

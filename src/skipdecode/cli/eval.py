@@ -119,12 +119,14 @@ def _compare(config: Config) -> int:
 
 def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
     from skipdecode.common.files import write_whole
-    from skipdecode.evaluation.tables import pairs_table, runs_table
+    from skipdecode.evaluation.compare import pairs_table, runs_table
 
     if config.report is not None:
-        from skipdecode.reporting.report import html_report, run_sources
+        from skipdecode.reporting.contents import html_report
+        from skipdecode.reporting.sources import Source
 
-        write_whole(config.report, html_report(run_sources(runs), pairs, title="skipdecode eval"))
+        sources = [Source(run.name, "evaluation", run) for run in runs]
+        write_whole(config.report, html_report(sources, pairs, title="skipdecode eval"))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from skipdecode.cli.columns import table
 from skipdecode.cli.options.option import option
 from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.common.kinds import heading
 from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.batch_cost import BatchCost
 from skipdecode.performance.cost import CostModel, Machine
@@ -266,6 +267,7 @@ def _rates(config: Config, finished: list[float | None]) -> list[float | None]:
 
 def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
     return {
+        **heading("simulation"),
         "policy": config.policy,
         "seed": config.seed,
         "runs": [
