@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
@@ -145,7 +146,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         print(json.dumps(rows[-1]), flush=True)
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
-    return {"environment": environment(), "config": config, "rows": rows}
+    return {**heading("agreement"), "environment": environment(), "config": config, "rows": rows}
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
+from skipdecode.common.kinds import heading
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.spec import LinearSpec
 
@@ -98,7 +99,8 @@ def main() -> None:
     print(f"read {after:.1f} GB/s")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"threads": args.threads, "read_gb_per_s": [before, after], "rows": table}, file, indent=1)
+            document = heading("kernel-speed") | {"threads": args.threads, "read_gb_per_s": [before, after]}
+            json.dump(document | {"rows": table}, file, indent=1)
 
 
 if __name__ == "__main__":

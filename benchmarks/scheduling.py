@@ -31,6 +31,7 @@ import torch
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading, read_result
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import load_task
@@ -301,7 +302,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     job = load(options)
-    document = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    document = read_result(options.out, "scheduling") if options.out.exists() else heading("scheduling")
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     found = {"waves": waves, "stream": stream}[options.part](job, options)
     here = environment()

@@ -34,6 +34,7 @@ import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     figures = {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
-    return {"environment": environment(), "config": config} | figures
+    return {**heading("vllm-exact"), "environment": environment(), "config": config} | figures
 
 
 def main() -> None:

@@ -157,7 +157,7 @@ def test_a_tuned_directory_loads_and_carries_the_schedule(tmp_path: Path) -> Non
     assert loaded.schedule == TARGET
     assert loaded.tokenizer("red")["input_ids"] == TOKENIZER("red")["input_ids"]
     left = {path.name for path in tmp_path.iterdir()}
-    assert {"log.jsonl", "loss.png", "config.json", "tokenizer.json"} <= left
+    assert {"log.jsonl", "config.json", "tokenizer.json"} <= left
     assert "checkpoints" not in left
 
 

@@ -84,6 +84,7 @@ def _check(config: Config) -> None:
 def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
     from skipdecode.common.environment import environment
+    from skipdecode.common.kinds import heading
     from skipdecode.performance.bench.measure import measure
     from skipdecode.performance.bench.profile import profile
 
@@ -93,7 +94,7 @@ def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         found = measure(peers, config, layers, model.device, progress=True)
         settings = asdict(config) | {"command": command_line("bench", config)}
-        document = {"environment": environment(), "config": settings} | found
+        document = heading("bench") | {"environment": environment(), "config": settings} | found
         if config.profile is None:
             return document, {}
         steps = profile(peers, config, layers, found["bandwidth_gb_s"] * 1e9)

@@ -22,6 +22,7 @@ from skipdecode.cli.calibrate_report import report
 from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
 from skipdecode.errors import DataError, MissingExtraError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
@@ -80,7 +81,7 @@ def run(config: Config) -> int:
     document = _document(config, goal, found, origin, (len(learn), len(check)))
     write_whole(out / _SCHEDULE, found.schedule.to_json(indent=1) + "\n")
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
-    _draw_picture(found, goal, out)
+    _draw_picture(document, found, goal, out)
     print(json.dumps(document) if config.json else report(document, out / _SCHEDULE))
     return 0
 
@@ -206,7 +207,7 @@ def _name(config: Config) -> str:
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:
     workload = goal.workload
     return {
-        "format": 1,
+        **heading("calibration"),
         "model": config.model,
         "options": {name: getattr(config, name) for name in Config.__dataclass_fields__},
         "records": records[0],
@@ -220,20 +221,14 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
     }
 
 
-def _draw_picture(found: Calibration, goal: Goal, out: Path) -> None:
+def _draw_picture(document: dict[str, Any], found: Calibration, goal: Goal, out: Path) -> None:
     from skipdecode.reporting.plots import calibration_figure, png
 
-    if found.rounds:
-        first = found.rounds[0]
-        importance = {layer: loss - first.base for layer, loss in first.losses.items()}
-        label = "loss added when it alone is left out"
-    else:
-        importance, label = dict(enumerate(found.influence)), "block influence"
     title = (
         f"{found.schedule.name}, mean {goal.workload.mean_layers(found.schedule):.1f} of {len(found.influence)} layers"
     )
     try:
-        figure = calibration_figure(found.schedule, importance, importance_label=label, title=title)
+        figure = calibration_figure(document, title=title)
     except MissingExtraError as e:
         print(f"skipdecode: no picture: {e}", file=sys.stderr)
     else:

@@ -110,12 +110,14 @@ def _compare(config: Config) -> int:
 
 def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
     from skipdecode.common.files import write_whole
-    from skipdecode.evaluation.tables import pairs_table, runs_table
+    from skipdecode.evaluation.compare import pairs_table, runs_table
 
     if config.report is not None:
-        from skipdecode.reporting.report import html_report, run_sources
+        from skipdecode.reporting.contents import html_report
+        from skipdecode.reporting.sources import Source
 
-        write_whole(config.report, html_report(run_sources(runs), pairs, title="skipdecode eval"))
+        sources = [Source(run.name, "evaluation", run) for run in runs]
+        write_whole(config.report, html_report(sources, pairs, title="skipdecode eval"))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return
@@ -132,7 +134,8 @@ def _evaluate(config: Config) -> int:
     from skipdecode.data.source import load_records
     from skipdecode.data.tasks import load_task
     from skipdecode.evaluation.metrics import METRICS
-    from skipdecode.evaluation.results import Unfinished, check_directory
+    from skipdecode.evaluation.results import check_directory
+    from skipdecode.evaluation.unfinished import Unfinished
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
@@ -170,9 +173,10 @@ def _runs(
     from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.methods.scheduled import on_engine
-    from skipdecode.evaluation.results import Unfinished, check_directory
+    from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
+    from skipdecode.evaluation.unfinished import Unfinished
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
 

@@ -39,7 +39,7 @@ class Config(Options):
 def run(config: Config) -> int:
     """Read, draw, write; returns 0."""
     sources = _sources(config)
-    from skipdecode.reporting.report import html_report
+    from skipdecode.reporting.contents import html_report
 
     write_whole(config.out, html_report(sources, title=config.title))
     print(f"{config.out}: {len(sources)} result{'' if len(sources) == 1 else 's'}")

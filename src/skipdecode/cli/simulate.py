@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
 from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.batch_cost import BatchCost
@@ -271,6 +272,7 @@ def _rates(config: Config, finished: list[float | None]) -> list[float | None]:
 
 def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
     return {
+        **heading("simulation"),
         "policy": config.policy,
         "seed": config.seed,
         "runs": [

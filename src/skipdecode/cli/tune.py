@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, read_examples
 from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import MissingExtraError, OutputError, UsageError
 from skipdecode.schedule import Schedule
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Config", "prepare_parser", "run"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
+_PICTURE = "loss.png"
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 
 
@@ -110,6 +112,7 @@ def run(config: Config) -> int:
         write_recipe(recipe, out)
     result = _tune(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     if state.is_main_process:
+        _draw_curve(out)
         write_recipe(recipe | {"result": result.to_dict()}, out)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
     return 0
@@ -123,6 +126,16 @@ def _tune(
     base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
     tuner = Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
     return tuner.run(resume=config.resume)
+
+
+def _draw_curve(out: Path) -> None:
+    from skipdecode.reporting.plots import loss_figure, png
+    from skipdecode.tuning.run_log import LOG_FILE, read_log
+
+    try:
+        write_whole(out / _PICTURE, png(loss_figure(read_log(out / LOG_FILE))))
+    except MissingExtraError as error:
+        print(f"skipdecode: no picture: {error}", file=sys.stderr)
 
 
 def _check_out(out: Path, resume: bool) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from skipdecode.evaluation.bootstrap import Interval, compare
 from skipdecode.evaluation.methods.base import Generation, Method
-from skipdecode.evaluation.results import Unfinished
+from skipdecode.evaluation.unfinished import Unfinished
 
 __all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 

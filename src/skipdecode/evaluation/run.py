@@ -16,15 +16,14 @@ from skipdecode.data.prompts import encode_prompts, response_ids
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.document import document
-from skipdecode.evaluation.fidelity import FREE_RUNNING, LIKELIHOOD, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
-from skipdecode.evaluation.results import RUN_FILE, Run, Unfinished, check_directory, load_run, save_run
-from skipdecode.evaluation.scored import Scored
+from skipdecode.evaluation.results import RUN_FILE, Run, check_directory, load_run, run_document, save_run
+from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
+from skipdecode.evaluation.unfinished import Unfinished
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
@@ -91,7 +90,7 @@ def evaluate(
                 continue
             scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
             rows = _rows(subject, task, records, prompts, outputs, scored)
-            data = document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
+            data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
             runs.append(save_run(directory, data, rows))
             kept.put_saved(str(directory), scored_with)
         kept.remove()
@@ -233,7 +232,7 @@ def _score(
         tables |= free_running(outputs.tokens, outputs.full)
     if settings.teacher_forced:
         tables |= _teacher_forced(subject, method, records, prompts, outputs, settings.batch_size, progress)
-    return Scored(tables, FREE_RUNNING | TEACHER_FORCED | LIKELIHOOD | signatures)
+    return Scored(tables, signatures)
 
 
 def _teacher_forced(

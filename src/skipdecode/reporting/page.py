@@ -5,15 +5,21 @@ Knows nothing about results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
 from skipdecode.reporting.plots import svg
 
-__all__ = ["Details", "Output", "Picture", "Sample", "Section", "Table", "Tile", "render"]
+__all__ = ["Picture", "Pieces", "Sample", "Section", "Table", "Tile", "render", "table"]
+
+Pieces = Sequence[tuple[str, bool]]
+"""A text in pieces, each with whether it is to be marked."""
+Tile = tuple[str, str]
+"""A figure that stands out, with what it is."""
 
 
 @dataclass(frozen=True)
@@ -50,32 +56,19 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Output:
-    """One text of a sample: pieces, each with whether it is to be marked."""
-
-    name: str
-    pieces: Sequence[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A prompt and what came of it, side by side."""
+    """A prompt and what came of it, side by side: each output's name and its pieces."""
 
     prompt: str
-    outputs: Sequence[Output]
-
-
-@dataclass(frozen=True)
-class Details:
-    """Preformatted text behind a line that opens it."""
-
-    summary: str
-    text: str
+    outputs: Sequence[tuple[str, Pieces]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with its heading; `more` are pictures behind a line that opens them."""
+    """A part of the page with its heading.
+
+    `more` are pictures behind a line that opens them, `details` preformatted texts behind lines of their own.
+    """
 
     heading: str
     intro: str = ""
@@ -83,32 +76,29 @@ class Section:
     more: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
     samples: Sequence[Sample] = ()
-    details: Sequence[Details] = ()
+    details: Sequence[tuple[str, str]] = ()
 
     def __bool__(self) -> bool:
         return bool(self.pictures or self.more or self.tables or self.samples or self.details)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A figure that stands out, with what it is."""
+def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+    """Records as a table.
 
-    value: str
-    text: str
+    Parameters
+    ----------
+    columns : mapping of str to str
+        By heading, the pattern of `str.format` that makes a cell from a record; where a field is missing or None, the
+        cell is a dash.
+    """
+    return Table(caption, list(columns), [[_cell(pattern, row) for pattern in columns.values()] for row in rows])
 
 
-@dataclass
-class _Drawn:
-    """Pictures of the page as SVG, each under an id of its own."""
-
-    count: int = field(default=0)
-
-    def __call__(self, picture: Picture) -> Any:
-        from markupsafe import Markup
-
-        self.count += 1
-        # Made by `plots`, which escapes its texts.
-        return Markup(svg(picture.figure, f"p{self.count}", picture.label))
+def _cell(pattern: str, row: Mapping[str, Any]) -> str:
+    try:
+        return pattern.format_map({name: value for name, value in row.items() if value is not None})
+    except KeyError:
+        return "–"
 
 
 def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section]) -> str:
@@ -121,6 +111,7 @@ def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[
     """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
     except ImportError:
         raise MissingExtraError("an HTML report", "report") from None
     environment = Environment(
@@ -130,15 +121,13 @@ def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style = (resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8")
-    from markupsafe import Markup
+    numbers = itertools.count(1)
 
+    def draw(picture: Picture) -> Markup:
+        # Under an id of its own; made by `plots`, which escapes its texts.
+        return Markup(svg(picture.figure, f"p{next(numbers)}", picture.label))
+
+    style = (resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8")
+    shown = [section for section in sections if section]
     page = environment.get_template("page.html")
-    return page.render(
-        title=title,
-        subtitle=subtitle,
-        tiles=tiles,
-        sections=[section for section in sections if section],
-        style=Markup(style),
-        draw=_Drawn(),
-    )
+    return page.render(title=title, subtitle=subtitle, tiles=tiles, sections=shown, style=Markup(style), draw=draw)
