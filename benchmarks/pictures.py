@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.reporting.plots import Chart, Point, Series, line_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
 from skipdecode.reporting.plots.output import png
 from skipdecode.reporting.quality import quality_sections
-from skipdecode.reporting.schedules import calibration_sections
+from skipdecode.reporting.schedules import calibration_section
 from skipdecode.reporting.sources import read_source
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def positions_figure(calibration: dict[str, Any]) -> Any:
 
 def main() -> int:
     """Draw all; returns 0."""
-    calibration = calibration_sections([read_source(CALIBRATION)])[0]
+    calibration = calibration_section(read_source(CALIBRATION))
     table = read_source(ROOT / "results" / "e2e-smollm2-135m.json")
     shown = [row for row in table.data["runs"] if row["method"] in METHODS]
     quality = quality_sections([replace(table, data=table.data | {"runs": shown})])[0]

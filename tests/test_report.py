@@ -16,7 +16,7 @@ from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.kinds import heading
-from skipdecode.reporting.plots import Chart, Point, Series, line_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
 
 ROOT = Path(__file__).parents[1]
 CALIBRATION: dict[str, Any] = {

@@ -9,20 +9,28 @@ from skipdecode.reporting.outputs import length_sections, sample_sections
 from skipdecode.reporting.page import Section, render
 from skipdecode.reporting.provenance import environment_sections, other_sections, settings_sections
 from skipdecode.reporting.quality import nominal_sections, pair_sections, quality_sections, quality_tiles
-from skipdecode.reporting.schedules import calibration_sections, depth_sections, training_sections
-from skipdecode.reporting.sources import Source
-from skipdecode.reporting.speed import bench_sections, decode_sections, load_sections, speed_tiles
+from skipdecode.reporting.schedules import calibration_section, depth_sections, training_sections
+from skipdecode.reporting.sources import Source, of_kind
+from skipdecode.reporting.speed import bench_section, decode_section, load_section, speed_tiles
 
 __all__ = ["html_report"]
 
-_SECTIONS: Sequence[Callable[[Sequence[Source]], list[Section]]] = (
+_Sections = Callable[[Sequence[Source]], list[Section]]
+
+
+def _each(kind: str, section: Callable[[Source], Section]) -> _Sections:
+    """A section for every source of a kind."""
+    return lambda sources: [section(source) for source in of_kind(sources, kind)]
+
+
+_SECTIONS: Sequence[_Sections] = (
     sample_sections,
     nominal_sections,
-    decode_sections,
-    bench_sections,
-    load_sections,
+    _each("decode-speed", decode_section),
+    _each("bench", bench_section),
+    _each("serve-load", load_section),
     depth_sections,
-    calibration_sections,
+    _each("calibration", calibration_section),
     training_sections,
     length_sections,
     other_sections,

@@ -9,8 +9,8 @@ from typing import Any
 
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.page import Picture, Pieces, Sample, Section
-from skipdecode.reporting.plots import Chart, Point, Series, grouped, line_figure
-from skipdecode.reporting.quality import METRIC_NAMES, shown_and_more
+from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped, line_figure
+from skipdecode.reporting.quality import METRIC_NAMES, headlines
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import curve_name
 
@@ -42,8 +42,8 @@ def length_sections(sources: Sequence[Source]) -> list[Section]:
     for group in _groups(sources).values():
         metrics = [m for m in METRIC_NAMES if any(m in r.data["metrics"] for r in group)]
         for axis, heading in _AXES.items():
-            pictures, more = shown_and_more(metrics, [_lengths(group, axis, m) for m in metrics])
-            sections.append(Section(f"{heading}: {_task(group)}", pictures=pictures, more=more))
+            pictures = [picture for m in metrics if (picture := _lengths(group, axis, m)) is not None]
+            sections.append(Section(f"{heading}: {_task(group)}", pictures=pictures, shown=headlines(metrics)))
     return sections
 
 
@@ -78,14 +78,14 @@ def sample_sections(sources: Sequence[Source]) -> list[Section]:
 
 def _samples(runs: Sequence[Run]) -> list[Sample]:
     by_id = [{sample["id"]: sample for sample in run.data["samples"]} for run in runs]
-    samples = []
+    samples: list[Sample] = []
     for identity, first in by_id[0].items():
         if all(identity in found for found in by_id):
             outputs: list[tuple[str, Pieces]] = [("reference", [(_short(first["reference"]), False)])]
             for run, found in zip(runs, by_id, strict=True):
                 full = found[identity].get("full_output")
                 outputs.append((run.name, _marked(_short(found[identity]["output"]), full)))
-            samples.append(Sample(_short(first["prompt"]), outputs))
+            samples.append((_short(first["prompt"]), outputs))
     return samples
 
 

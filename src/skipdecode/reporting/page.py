@@ -12,12 +12,14 @@ from importlib import resources
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.reporting.plots import svg
+from skipdecode.reporting.plots.output import svg
 
 __all__ = ["Picture", "Pieces", "Sample", "Section", "Table", "Tile", "render", "table"]
 
 Pieces = Sequence[tuple[str, bool]]
 """A text in pieces, each with whether it is to be marked."""
+Sample = tuple[str, Sequence[tuple[str, Pieces]]]
+"""A prompt and what came of it, side by side: each output's name and its pieces."""
 Tile = tuple[str, str]
 """A figure that stands out, with what it is."""
 
@@ -37,7 +39,6 @@ class Picture:
 
     Parameters
     ----------
-    figure : Figure
     caption : str
         Under it.
     label : str
@@ -56,30 +57,22 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt and what came of it, side by side: each output's name and its pieces."""
-
-    prompt: str
-    outputs: Sequence[tuple[str, Pieces]]
-
-
-@dataclass(frozen=True)
 class Section:
     """A part of the page with its heading.
 
-    `more` are pictures behind a line that opens them, `details` preformatted texts behind lines of their own.
+    Pictures after the first `shown` are behind a line that opens them, and so is each of `details`, preformatted texts.
     """
 
     heading: str
     intro: str = ""
     pictures: Sequence[Picture] = ()
-    more: Sequence[Picture] = ()
+    shown: int | None = None
     tables: Sequence[Table] = ()
     samples: Sequence[Sample] = ()
     details: Sequence[tuple[str, str]] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.pictures or self.more or self.tables or self.samples or self.details)
+        return bool(self.pictures or self.tables or self.samples or self.details)
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
@@ -88,8 +81,8 @@ def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str,
     Parameters
     ----------
     columns : mapping of str to str
-        By heading, the pattern of `str.format` that makes a cell from a record; where a field is missing or None, the
-        cell is a dash.
+        By heading, the pattern of `str.format` that makes a cell from a record; where a field is missing, None or of
+        another type, the cell is a dash.
     """
     return Table(caption, list(columns), [[_cell(pattern, row) for pattern in columns.values()] for row in rows])
 
@@ -97,7 +90,7 @@ def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str,
 def _cell(pattern: str, row: Mapping[str, Any]) -> str:
     try:
         return pattern.format_map({name: value for name, value in row.items() if value is not None})
-    except KeyError:
+    except (KeyError, TypeError, ValueError):
         return "–"
 
 

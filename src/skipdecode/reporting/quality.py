@@ -13,11 +13,11 @@ from skipdecode.evaluation.compare import Pair, pairs_cells
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.scores import IN_NATS
 from skipdecode.reporting.page import Picture, Section, Table, Tile, table
-from skipdecode.reporting.plots import Chart, Point, Series, grouped, line_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped, line_figure
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import curve_name
 
-__all__ = ["METRIC_NAMES", "nominal_sections", "pair_sections", "quality_sections", "quality_tiles", "shown_and_more"]
+__all__ = ["METRIC_NAMES", "headlines", "nominal_sections", "pair_sections", "quality_sections", "quality_tiles"]
 
 _HEADLINE = ("bleu", "rougeL", "bertscore_f1")
 METRIC_NAMES = {
@@ -63,22 +63,9 @@ class _Bounded:
 class _Result:
     """What one method came to on one set of records.
 
-    Parameters
-    ----------
-    data : str
-        Which records: results are drawn together only if it is the same.
-    task : str
-        Its name and the number of records, for headings.
-    name, curve : str
-        Of the run, and without its speed-up.
-    full : bool
-        Every layer ran.
-    speed : _Bounded, optional
-        Measured speed-up in decoding.
-    layers : float, optional
-        Mean layers a generated token ran.
-    scores, kept : mapping of str to _Bounded
-        By metric; `kept` is the share of tuned full depth's score.
+    Results are drawn together only if they are on the same `data`; `curve` is the name without its speed-up. `speed` is
+    the measured speed-up of decoding, `layers` the mean of a generated token; `kept` are shares of tuned full depth's
+    scores.
     """
 
     data: str
@@ -86,6 +73,7 @@ class _Result:
     name: str
     curve: str
     full: bool
+    decoding: Mapping[str, Any] | None
     nominal: float | None
     speed: _Bounded | None
     layers: float | None
@@ -98,19 +86,17 @@ def _groups(sources: Sequence[Source]) -> list[list[_Result]]:
 
     A run that stands in a table too counts once.
     """
-    rows = [(s.data, row) for s in of_kind(sources, "quality-table") for row in s.data["runs"]]
-    of_rows = [_of_row(document, row) for document, row in rows]
-    tabled = [_identity(result, row.get("decoding")) for (_, row), result in zip(rows, of_rows, strict=True)]
-    runs: list[Run] = [source.data for source in of_kind(sources, "evaluation")]
-    of_runs = [(_of_run(run), run.data["config"].get("method")) for run in runs]
-    found = [result for result, method in of_runs if _identity(result, method) not in tabled] + of_rows
+    rows = [_of_row(s.data, row) for s in of_kind(sources, "quality-table") for row in s.data["runs"]]
+    tabled = [_identity(result) for result in rows]
+    runs = [_of_run(source.data) for source in of_kind(sources, "evaluation")]
+    found = [result for result in runs if _identity(result) not in tabled] + rows
     found.sort(key=lambda r: (not r.full, r.curve, r.nominal or 0.0))
     return list(grouped(found, lambda r: r.data).values())
 
 
-def _identity(result: _Result, decoding: Any) -> tuple[Any, ...]:
+def _identity(result: _Result) -> tuple[Any, ...]:
     """What a run and its row in a table have in common, and no other: records, decoding, scores."""
-    return result.data, decoding, {name: score.value for name, score in result.scores.items()}
+    return result.data, result.decoding, {name: score.value for name, score in result.scores.items()}
 
 
 def _of_run(run: Run) -> _Result:
@@ -122,6 +108,7 @@ def _of_run(run: Run) -> _Result:
         name=run.name,
         curve=curve_name(run.name),
         full=config.get("method", {}).get("name") == "full",
+        decoding=config.get("method"),
         nominal=data.get("nominal_speedup"),
         speed=_speed(run.measured_speedup, speed and (speed["low"], speed["high"])),
         layers=(data.get("speed") or {}).get("layers_per_token"),
@@ -141,6 +128,7 @@ def _of_row(document: Mapping[str, Any], row: Mapping[str, Any]) -> _Result:
         name=row["method"] + ("" if nominal is None else f" {nominal:.2g}x"),
         curve=row["method"],
         full=row["method"] == "full",
+        decoding=row.get("decoding"),
         nominal=nominal,
         speed=_speed(row.get("measured_speedup"), row.get("measured_speedup_interval")),
         layers=row.get("mean_layers"),
@@ -167,22 +155,19 @@ def quality_sections(sources: Sequence[Source]) -> list[Section]:
 
 def _quality(group: Sequence[_Result]) -> Section:
     metrics = [m for m in METRIC_NAMES if any(m in r.scores for r in group)]
-    drawn = [_trade_off(group, metric) for metric in metrics]
-    pictures, more = shown_and_more(metrics, drawn)
+    pictures = [picture for metric in metrics if (picture := _trade_off(group, metric)) is not None]
     return Section(
         f"Quality against measured speed-up: {group[0].task}",
         _TRADE_OFF if pictures else "No speed was measured next to these scores.",
         pictures=pictures,
-        more=more,
+        shown=headlines(metrics),
         tables=[_numbers(group, metrics)],
     )
 
 
-def shown_and_more(metrics: Sequence[str], pictures: Sequence[Picture | None]) -> tuple[list[Picture], list[Picture]]:
-    """Pictures that there are, a metric each: those of headline metrics (or the first), and the others."""
-    drawn = [picture for picture in pictures if picture is not None]
-    shown = sum(metric in _HEADLINE for metric in metrics) or 1
-    return drawn[:shown], drawn[shown:]
+def headlines(metrics: Sequence[str]) -> int:
+    """How many of the metrics a reader sees at once: the headline ones, which come first, or else one."""
+    return sum(metric in _HEADLINE for metric in metrics) or 1
 
 
 def _trade_off(group: Sequence[_Result], metric: str) -> Picture | None:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from skipdecode.reporting.page import Picture, Section, table
-from skipdecode.reporting.plots import (
-    Chart,
-    Point,
-    Series,
-    calibration_figure,
-    depth_figure,
-    importance_of,
-    line_figure,
-    loss_figure,
-)
+from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
+from skipdecode.reporting.plots.standard import calibration_figure, depth_figure, importance_of, loss_figure
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 
-__all__ = ["calibration_sections", "depth_sections", "training_sections"]
+__all__ = ["calibration_section", "depth_sections", "training_sections"]
 
 _NESTED = "A layer that is left out at a position is left out at every later one, so its cache is never missed."
 _VERDICTS = {
@@ -53,32 +45,22 @@ def _depth(schedule: Schedule) -> Picture:
     return Picture(depth_figure(schedule, max(schedule.seq_len, 8), size=(4.7, 3.3)), caption, label)
 
 
-def calibration_sections(sources: Sequence[Source]) -> list[Section]:
-    """What each calibration learned, and how its prediction held."""
-    return [_calibration(source) for source in of_kind(sources, "calibration")]
-
-
-def _calibration(source: Source) -> Section:
+def calibration_section(source: Source) -> Section:
+    """What a calibration learned, and how its prediction held."""
     data, schedule = source.data, source.data["schedule"]
     what, importance = importance_of(data)
     most = max(importance, key=lambda layer: importance[layer], default=None)
     label = f"Layers by {what}; the most: layer {most}. Drop order {schedule['drop_order']}."
     caption = f"{schedule['name']}: what each layer is worth on these records, and where the schedule leaves it out"
     pictures = [Picture(calibration_figure(data), caption, label, wide=True)]
-    if len(data["rounds"]) > 1:
-        pictures.append(_search(data["rounds"]))
+    if len(bases := [r["base"] for r in data["rounds"]]) > 1:
+        series = Series("", tuple(Point(i, loss) for i, loss in enumerate(bases)), markers=False)
+        figure = line_figure(Chart([series], "layers left out", "loss per response token"))
+        label = f"Loss as layers go, one at a time: {bases[0]:.3f} with all, {bases[-1]:.3f} at the end of the search."
+        pictures.append(Picture(figure, "Loss as layers are left out in the learned order, everywhere", label))
     losses = f"Loss per response token on {data.get('records', '?')} records, teacher-forced"
-    return Section(
-        f"Calibration: {source.name}", pictures=pictures, tables=[table(losses, data["verdicts"], _VERDICTS)]
-    )
-
-
-def _search(rounds: Sequence[Mapping[str, Any]]) -> Picture:
-    losses = [r["base"] for r in rounds]
-    series = Series("", tuple(Point(i, loss) for i, loss in enumerate(losses)), markers=False)
-    label = f"Loss as layers go, one at a time: {losses[0]:.3f} with all, {losses[-1]:.3f} at the end of the search."
-    figure = line_figure(Chart([series], "layers left out", "loss per response token"))
-    return Picture(figure, "Loss as layers are left out in the learned order, everywhere", label)
+    verdicts = table(losses, data["verdicts"], _VERDICTS)
+    return Section(f"Calibration: {source.name}", pictures=pictures, tables=[verdicts])
 
 
 def training_sections(sources: Sequence[Source]) -> list[Section]:

@@ -7,10 +7,11 @@ from pathlib import PurePath
 from typing import Any
 
 from skipdecode.reporting.page import Picture, Section, Tile, table
-from skipdecode.reporting.plots import Chart, Point, Series, bar_figure, line_figure, share_figure, speed_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series, bar_figure, line_figure
+from skipdecode.reporting.plots.standard import share_chart, speed_chart
 from skipdecode.reporting.sources import Source, of_kind
 
-__all__ = ["bench_sections", "decode_sections", "load_sections", "speed_tiles"]
+__all__ = ["bench_section", "decode_section", "load_section", "speed_tiles"]
 
 _DECODE = {
     "nominal": "{nominal_speedup:g}x",
@@ -35,12 +36,8 @@ _LATENCIES = {"first_token_s": "first token", "between_chunks_s": "between chunk
 _QUANTILES = ("p50", "p95", "p99")
 
 
-def decode_sections(sources: Sequence[Source]) -> list[Section]:
-    """Each result of benchmarks/decode_speed.py."""
-    return [_decode(source) for source in of_kind(sources, "decode-speed")]
-
-
-def _decode(source: Source) -> Section:
+def decode_section(source: Source) -> Section:
+    """A result of benchmarks/decode_speed.py."""
     rows = source.data["rows"]
     tip = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.1f} tokens/s"
     points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=tip.format_map(r)) for r in rows]
@@ -53,24 +50,20 @@ def _decode(source: Source) -> Section:
     return Section(heading, pictures=[picture], tables=[table(_made_by(source), rows, _DECODE)])
 
 
-def bench_sections(sources: Sequence[Source]) -> list[Section]:
-    """Each result of `skipdecode bench`."""
-    return [_bench(source) for source in of_kind(sources, "bench")]
-
-
-def _bench(source: Source) -> Section:
+def bench_section(source: Source) -> Section:
+    """A result of `skipdecode bench`."""
     rows = source.data["rows"]
     row_words = "{engine}, batch {batch}, nominal {nominal_speedup:g}x: "
     words = "; ".join((row_words + "{decode_speedup:.2f}x").format_map(r) for r in rows)
     best = (row_words + "{roofline_share:.0%}").format_map(max(rows, key=lambda r: float(r["roofline_share"])))
     pictures = [
         Picture(
-            speed_figure(rows),
+            line_figure(speed_chart(rows)),
             "Decode speed-up of each engine over itself at full depth; faint: what the bytes of the layers left allow",
             f"Decode speed-up against nominal: {words}",
         ),
         Picture(
-            share_figure(rows),
+            line_figure(share_chart(rows)),
             f"Bytes that a step must read over its time; 100%: a large read, {source.data['bandwidth_gb_s']:.1f} GB/s",
             f"Share of the read bandwidth; the most is {best}.",
         ),
@@ -108,12 +101,8 @@ def _rows(sources: Sequence[Source], kind: str) -> list[Mapping[str, Any]]:
     return [row | {"subject": _subject(s)} for s in of_kind(sources, kind) for row in s.data["rows"]]
 
 
-def load_sections(sources: Sequence[Source]) -> list[Section]:
-    """Each result of benchmarks/serve_load.py: throughput and latency by schedule, memory over time."""
-    return [_load(source) for source in of_kind(sources, "serve-load")]
-
-
-def _load(source: Source) -> Section:
+def load_section(source: Source) -> Section:
+    """A result of benchmarks/serve_load.py: throughput and latency by schedule, memory over time."""
     data, config = source.data, source.data.get("config", {})
     rates = {name: found["tokens_per_s"] for name, found in data["schedules"].items()}
     words = "; ".join(f"{name}: {rate:.0f} tokens/s" for name, rate in rates.items())
@@ -127,9 +116,8 @@ def _load(source: Source) -> Section:
     if memory := data.get("memory_mib"):
         series = Series("", tuple(Point(at, mib) for at, mib in memory), markers=False)
         figure = line_figure(Chart([series], "seconds", "memory, MiB", from_zero=True))
-        label = (
-            f"Memory of the server over the run: {memory[0][1]:.0f} MiB at first, {memory[-1][1]:.0f} MiB at the end."
-        )
+        first, last = memory[0][1], memory[-1][1]
+        label = f"Memory of the server over the run: {first:.0f} MiB at first, {last:.0f} MiB at the end."
         pictures.append(Picture(figure, label, label))
     intro = (
         f"{config.get('streams', '?')} clients at a time for {config.get('seconds', '?')} s, the schedules in turn: "

@@ -49,7 +49,6 @@ class Series:
     ----------
     name : str
         In the legend; none if empty.
-    points : tuple of Point
     line : {"-", ":", "--", ""}
         How they are joined.
     markers : bool
@@ -76,16 +75,12 @@ class Chart:
     ----------
     series : sequence of Series
         At least one with a point.
-    xlabel, ylabel : str
-        What the axes are, with units.
     level : (value, low, high, name), optional
         A horizontal line with a band.
     diagonal : str
         Name of the line y = x, if it is to be drawn.
-    from_zero : bool
-        Let the y axis begin at 0.
-    log : bool
-        A logarithmic y axis.
+    from_zero, log : bool
+        Of the y axis.
     ticks : sequence of str
         Names of x = 0, 1, 2, … in place of numbers.
     """

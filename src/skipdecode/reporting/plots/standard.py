@@ -1,4 +1,7 @@
-"""Pictures of this package's own data: schedules and calibrations, decoding speed, the losses of a tuning run."""
+"""Pictures of this package's own data: schedules and calibrations, decoding speed, the losses of a tuning run.
+
+All raise MissingExtraError where matplotlib is not installed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ __all__ = [
     "depth_figure",
     "importance_of",
     "loss_figure",
-    "share_figure",
-    "speed_figure",
+    "share_chart",
+    "speed_chart",
     "speed_png",
 ]
 
 _RUNS, _BARS = COLORS[0], COLORS[1]
 _WINDOW = 15
+_SPEED_TIP = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.0f} tokens/s"
 _Rows = Sequence[Mapping[str, Any]]
 
 
@@ -41,11 +45,6 @@ def depth_figure(
         Over the picture. Default: the schedule's name.
     size : (float, float)
         Inches.
-
-    Raises
-    ------
-    MissingExtraError
-        matplotlib is not installed; so do the other figures.
     """
     figure = new_figure(*size)
     with styled():
@@ -65,10 +64,7 @@ def importance_of(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]
 
 
 def calibration_figure(calibration: Mapping[str, Any], *, title: str = "") -> Any:
-    """How much each layer matters, next to layers × generation positions, from a document of `skipdecode calibrate`.
-
-    Its title is by default the schedule's name.
-    """
+    """How much each layer matters, next to layers × generation positions, from a document of `skipdecode calibrate`."""
     schedule = Schedule.from_dict(calibration["schedule"])
     label, importance = importance_of(calibration)
     figure = new_figure(8.0, 4.5)
@@ -108,16 +104,6 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 # ---------------------------------------------------------------------- speed
 
 
-def speed_figure(rows: _Rows) -> Any:
-    """Decode speed-up against nominal, a line an engine and batch, over what the bytes allow (dotted)."""
-    return line_figure(_speed_chart(rows, "decode speed-up"))
-
-
-def share_figure(rows: _Rows) -> Any:
-    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
-    return line_figure(_share_chart(rows))
-
-
 def speed_png(rows: _Rows) -> bytes:
     """A `skipdecode bench` document's rows in one PNG.
 
@@ -126,33 +112,28 @@ def speed_png(rows: _Rows) -> bytes:
     """
     skipping = {r["engine"] for r in rows if r["nominal_speedup"] > 1}
     scheduled = [r for r in rows if r["engine"] in skipping]
-    charts = [_speed_chart(scheduled, "decode speed-up (faint: byte bound)"), _share_chart(rows)]
+    charts = [speed_chart(scheduled, "decode speed-up (faint: byte bound)"), share_chart(rows)]
     for axis, other, label in (("batch", "prompt", "rows of a batch"), ("prompt", "batch", "prompt tokens of a row")):
         if len({r[axis] for r in rows}) > 1:
             charts.append(Chart(_cost_series(rows, axis, other), label, "ms a step at full depth", from_zero=True))
     return png(panel_figure(charts))
 
 
-def _speed_chart(rows: _Rows, ylabel: str) -> Chart:
+def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
+    """Decode speed-up against nominal, a line an engine and batch, over what the bytes allow (dotted)."""
     series = []
     for color, (name, mine) in enumerate(_by_engine(rows).items()):
-        points = tuple(
-            Point(
-                r["nominal_speedup"],
-                r["decode_speedup"],
-                tip=f"{name}: {r['decode_speedup']:.2f}x at nominal {r['nominal_speedup']:g}x, "
-                f"{r['decode_tokens_per_s']:.0f} tokens/s",
-            )
-            for r in mine
-        )
-        series.append(Series(name, points, color=color))
+        tips = [f"{name}: {_SPEED_TIP.format_map(r)}" for r in mine]
+        points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=t) for r, t in zip(mine, tips, strict=True)]
+        series.append(Series(name, tuple(points), color=color))
         bounds = tuple(Point(r["nominal_speedup"], r["amdahl_bound"]) for r in mine if "amdahl_bound" in r)
         if bounds:
             series.append(Series("", bounds, ":", markers=False, color=color, faint=True))
     return Chart(series, "nominal speed-up", ylabel, diagonal="nominal")
 
 
-def _share_chart(rows: _Rows) -> Chart:
+def share_chart(rows: _Rows) -> Chart:
+    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
     series = [
         Series(name, tuple(Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine))
         for name, mine in _by_engine(rows).items()
