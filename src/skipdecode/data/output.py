@@ -14,47 +14,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError
 
 __all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "open_writer"]
-
-
-class RowWriter(Protocol):
-    """Takes finished rows in any order; every index from 0 on must come once.
-
-    Attributes
-    ----------
-    rows_before, bad_before : int
-        Rows, and error rows among them, taken over from an earlier run.
-    resume_hint : str
-        What the user of an interrupted run needs to know, in one line.
-    """
-
-    rows_before: int
-    bad_before: int
-
-    @property
-    def resume_hint(self) -> str: ...
-
-    def is_done(self, index: int) -> bool:
-        """Whether an earlier run wrote this row."""
-        ...
-
-    def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        """Keep one row; raises OutputError if it cannot be written."""
-        ...
-
-    def finish(self) -> None:
-        """All rows are there: put the output in place. Raises OutputError."""
-        ...
-
-    def close(self) -> None:
-        """Keep what is there; nothing to do after `finish`."""
-        ...
 
 
 def check_output(output: str, *, overwrite: bool = False) -> None:
@@ -82,7 +48,7 @@ def check_output(output: str, *, overwrite: bool = False) -> None:
         raise OutputError(f"cannot write {partial}: {e.strerror or e}") from None
 
 
-def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False) -> FileWriter | StreamWriter:
+def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False) -> RowWriter:
     """The writer for a file name, or ``-`` for standard output.
 
     `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run.
@@ -118,7 +84,13 @@ class _Row(NamedTuple):
 
 
 class FileWriter:
-    """Rows for a regular file: `finish` puts it in place, replacing one that is there. See `open_writer`."""
+    """Takes finished rows in any order, for a regular file; every index from 0 on must come once. See `open_writer`.
+
+    Attributes
+    ----------
+    rows_before, bad_before : int
+        Rows, and error rows among them, taken over from an earlier run.
+    """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False) -> None:
         self.path = path
@@ -138,12 +110,15 @@ class FileWriter:
         )
 
     def is_done(self, index: int) -> bool:
+        """Whether an earlier run wrote this row."""
         return index < self._done_below or index in self._done_above
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
+        """Keep one row; raises OutputError if it cannot be written."""
         self._journal.append(b"%d %s\t" % (index, b"bad" if bad else b"ok") + json_line(row))
 
     def finish(self) -> None:
+        """All rows are there: put the output in place, over one that is there. Raises OutputError."""
         self._journal.sync()
         merging = self.path.with_name(self.path.name + ".merging")
         try:
@@ -161,6 +136,7 @@ class FileWriter:
             raise OutputError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
 
     def close(self) -> None:
+        """Keep what is there; nothing to do after `finish`."""
         self._journal.close()
 
     def _take(self, row: _Row) -> None:
@@ -173,7 +149,7 @@ class FileWriter:
 
 
 class StreamWriter:
-    """Rows for a stream, in input order, each as soon as all rows before it are there."""
+    """A `FileWriter` for a stream: rows go out in input order, each as soon as all rows before it are there."""
 
     rows_before = 0
     bad_before = 0
@@ -215,6 +191,9 @@ class StreamWriter:
             with contextlib.suppress(OSError):
                 self._stream.close()
             raise OutputError(f"cannot write to {self._name}: {e.strerror or e}") from None
+
+
+RowWriter = FileWriter | StreamWriter
 
 
 class _InOrder:

@@ -6,15 +6,15 @@ Taking turns on each batch lets the machine's ups and downs hit all, so the rati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.common.journal import KeptValues
 from skipdecode.evaluation.bootstrap import Interval, compare
 from skipdecode.evaluation.methods.base import Generation, Method
-from skipdecode.evaluation.results import Unfinished
 
 __all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 
@@ -123,7 +123,7 @@ def generate_all(
     model: Any,
     sides: Sequence[Method],
     prompts: Sequence[Sequence[int]],
-    kept: Unfinished,
+    kept: KeptValues,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -136,7 +136,7 @@ def generate_all(
     ----------
     sides : sequence of Method
         Full depth among them, unless that is left out.
-    kept : Unfinished
+    kept : KeptValues
         Batches that an earlier, interrupted run finished; takes those that this one finishes.
     batch_size : int
         Rows of a batch, for all.
@@ -148,15 +148,15 @@ def generate_all(
     warm = False
     for number, indices in enumerate(batches([len(p) for p in prompts], batch_size)):
         rows = [prompts[i] for i in indices]
-        done = kept.get(number)
-        if done is None:
+        done = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
+        if not done:
             for side in () if warm else sides:
                 side.generate(model, rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
             warm = True
             order = [(number + i) % len(sides) for i in range(len(sides))]
             found = {i: sides[i].generate(model, rows, max_new_tokens=max_new_tokens, eos=eos) for i in order}
             done = [found[i] for i in range(len(sides))]
-            kept.put(number, done)
+            kept.put(f"batch {number}", [asdict(g) for g in done])
         for generation, timing, outputs in zip(done, timings, tokens, strict=True):
             timing.add(generation)
             for index, row in zip(indices, generation.tokens, strict=True):

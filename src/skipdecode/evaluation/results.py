@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import Journal, is_begun
-from skipdecode.common.jsonl import json_line
+from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.errors import DataError, OutputError
-from skipdecode.evaluation.methods.base import Generation
 
-__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "Unfinished", "check_directory", "load_run", "save_run"]
+__all__ = [
+    "FORMAT",
+    "OUTPUTS_FILE",
+    "RUN_FILE",
+    "Run",
+    "check_directory",
+    "is_unfinished",
+    "keep_unfinished",
+    "load_run",
+    "save_run",
+]
 
 FORMAT = 1
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"
-_SAVED = "saved"
+_KIND = "evaluation"
 _NEEDED = ("format", "name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
 
 
@@ -138,67 +146,22 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
     return Run(directory / RUN_FILE, data)
 
 
-class Unfinished:
-    """The journal of a run that is not saved yet: its batches with every method's generation, the methods saved.
+def is_unfinished(directory: Path, about: Mapping[str, Any] | None = None) -> bool:
+    """Whether a run was begun in the directory and not finished: some run, or the one that `about` describes."""
+    path = directory / _UNFINISHED
+    return path.exists() if about is None else is_begun(path, _KIND, _digest(about))
 
-    Under other settings the file starts anew: what it holds belongs to another run.
 
-    Parameters
-    ----------
-    directory : Path
-        The run's directory.
-    about : mapping
-        JSON-ready; all that the outputs depend on.
+def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
+    """What is kept of a run until it is saved.
+
+    `about` is JSON-ready: all that the outputs depend on. What another run left starts anew.
     """
-
-    def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
-        self._batches: dict[int, list[Generation]] = {}
-        self._saved: dict[str, Any] = {}
-        self._journal = Journal(
-            directory / _UNFINISHED, "evaluation", _digest(about), parse=json.loads, take=self._take,
-            pieces="finished batches", remedy="give --overwrite", restart=not self.goes_on(directory, about),
-        )  # fmt: skip
-
-    @staticmethod
-    def is_in(directory: Path) -> bool:
-        """Whether some run was begun in the directory and not finished."""
-        return (directory / _UNFINISHED).exists()
-
-    @staticmethod
-    def goes_on(directory: Path, about: Mapping[str, Any]) -> bool:
-        """Whether this very run was begun in the directory and not finished."""
-        return is_begun(directory / _UNFINISHED, "evaluation", _digest(about))
-
-    def get(self, batch: int) -> list[Generation] | None:
-        """The generations of a finished batch, by its number."""
-        return self._batches.get(batch)
-
-    def put(self, batch: int, generations: list[Generation]) -> None:
-        """Keep a batch; raises OutputError if it cannot be written."""
-        self._journal.append(json_line([batch, [asdict(g) for g in generations]]))
-
-    def saved(self, place: str) -> Any:
-        """What `put_saved` was told of the results in a directory; None if they are not this run's."""
-        return self._saved.get(place)
-
-    def put_saved(self, place: str, scored_with: Any) -> None:
-        """Keep that a method's results are saved in a directory, and with what they were scored (JSON-ready)."""
-        self._journal.append(json_line([_SAVED, place, scored_with]))
-
-    def remove(self) -> None:
-        """The run is saved: nothing needs to be kept."""
-        self._journal.remove()
-
-    def close(self) -> None:
-        """Keep what is there; may be called twice."""
-        self._journal.close()
-
-    def _take(self, piece: list[Any]) -> None:
-        first, *rest = piece
-        if first == _SAVED:
-            place, self._saved[place] = rest
-        else:
-            self._batches[first] = [Generation(**g) for g in rest[0]]
+    restart = not is_unfinished(directory, about)
+    remedy = "give --overwrite"
+    return KeptValues(
+        directory / _UNFINISHED, _KIND, _digest(about), pieces="finished batches", remedy=remedy, restart=restart
+    )
 
 
 def _digest(about: Mapping[str, Any]) -> dict[str, str]:
