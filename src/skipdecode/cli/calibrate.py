@@ -160,11 +160,7 @@ def _load(config: Config) -> LoadedModel:
 
 def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    from skipdecode.data.records import reject_summary
-
-    examples, rejects = read_examples(config, Path(config.data), loaded.model, loaded.tokenizer)
-    if rejects:
-        print(f"skipdecode: --data: {reject_summary(rejects)}", file=sys.stderr)
+    examples, _ = read_examples(config, "data", loaded.model, loaded.tokenizer)
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.cli.options.engine import EngineOptions
 from skipdecode.cli.options.model import ModelOptions
 from skipdecode.cli.options.option import option
+from skipdecode.cli.options.records import with_breaks
 from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.cli.options.threads import ThreadOptions
 from skipdecode.errors import UsageError
@@ -39,11 +40,6 @@ __all__ = ["Config", "run"]
 
 _INTERRUPTED = 130
 _COMPARED_BATCHES = 8
-
-
-def _with_escapes(text: str) -> str:
-    r"""`text` with \n and \t read as line end and tab, which are hard to type in a shell."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     top_p: float = option("sample from the likeliest tokens that together have this probability", default=1.0)
     seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
     stop: tuple[str, ...] = option(
-        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=_with_escapes
+        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
     )
     compare: bool = option(
         f"also run full depth on up to about {_COMPARED_BATCHES} batches, alternating, and print both speeds",

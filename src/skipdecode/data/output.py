@@ -105,9 +105,9 @@ class FileWriter:
 
     @property
     def resume_hint(self) -> str:
-        return (
-            f"{self._journal.count} finished rows are kept in {self._journal.path}; the same command goes on from there"
-        )
+        """What the user of an interrupted run needs to know, in one line."""
+        kept = self._journal
+        return f"{kept.count} finished rows are kept in {kept.path}; the same command goes on from there"
 
     def is_done(self, index: int) -> bool:
         """Whether an earlier run wrote this row."""
