@@ -2,9 +2,9 @@
 
 A file OUT gets its rows in ``OUT.partial`` first, a journal with lines of ``index ok|bad<tab>JSON``; when all are there
 they are put in input order into a temporary file, which takes the name OUT in one step. Rows come almost in order
-(batches are sorted by length inside a window only), so what is done is remembered as "all below a mark, and a few above
-it", and ordering the rows needs memory for a window, not for the file. Standard output, a device or a pipe gets the
-rows as soon as those before them are there; such a run cannot be resumed.
+(batches are sorted by length inside a window only), so ordering them, and knowing which are done, needs memory for a
+window, not for the file. Standard output, a device or a pipe gets the rows as soon as those before them are there; such
+a run cannot be resumed.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ class FileWriter:
         self.path = path
         self.rows_before = 0
         self.bad_before = 0
-        self._done_below = 0
-        self._done_above: set[int] = set()
+        self._done = _InOrder()
         self._journal = Journal(
             _partial_path(path), "partial", settings, parse=_Row.parse, take=self._take,
             pieces="finished rows", remedy="drop what is there with --restart", restart=restart,
@@ -111,7 +110,7 @@ class FileWriter:
 
     def is_done(self, index: int) -> bool:
         """Whether an earlier run wrote this row."""
-        return index < self._done_below or index in self._done_above
+        return index in self._done
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
         """Keep one row; raises OutputError if it cannot be written."""
@@ -142,10 +141,8 @@ class FileWriter:
     def _take(self, row: _Row) -> None:
         self.rows_before += 1
         self.bad_before += row.bad
-        self._done_above.add(row.number)
-        while self._done_below in self._done_above:
-            self._done_above.remove(self._done_below)
-            self._done_below += 1
+        for _ in self._done.push(row.number, b""):
+            pass
 
 
 class StreamWriter:
@@ -203,9 +200,12 @@ class _InOrder:
         self._next = 0
         self._early: dict[int, bytes] = {}
 
+    def __contains__(self, index: int) -> bool:
+        return index < self._next or index in self._early
+
     def push(self, index: int, line: bytes) -> Iterator[bytes]:
-        if index >= self._next:
-            self._early.setdefault(index, line)
+        if index not in self:
+            self._early[index] = line
         while self._next in self._early:
             yield self._early.pop(self._next)
             self._next += 1

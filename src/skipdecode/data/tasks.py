@@ -26,12 +26,8 @@ class HubSource:
 
     Parameters
     ----------
-    id : str
-        Name on the hub, or a directory.
-    split : str
-        Which split to score.
-    config, revision : str, optional
-        Passed on to `datasets.load_dataset`.
+    id, split, config, revision : str
+        Passed on to `datasets.load_dataset`; the id may be a directory.
     fields : mapping
         Our field name to the dataset's, where they differ.
     strip : mapping

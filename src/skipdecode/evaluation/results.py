@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import KeptValues, is_begun
+from skipdecode.common.jsonl import read_objects
 from skipdecode.errors import DataError, OutputError
 
 __all__ = [
@@ -78,15 +79,12 @@ class Run:
         """Rows of the outputs file, in the order of the data; raises DataError if it is missing or broken."""
         path = self.path.parent / str(self.data["outputs"])
         rows = []
-        try:
-            with path.open(encoding="utf-8") as file:
-                for line, text in enumerate(file, 1):
-                    try:
-                        rows.append(json.loads(text))
-                    except json.JSONDecodeError as e:
-                        raise DataError(f"{path} is broken: {e.msg}; run the evaluation again", line) from None
-        except OSError as e:
-            raise DataError(f"{self.path} names the outputs {path}, which cannot be read: {e.strerror}") from None
+        if not path.is_file():
+            raise DataError(f"{self.path} names the outputs {path}, which cannot be read: there is no such file")
+        for line, row in read_objects(path):
+            if isinstance(row, DataError):
+                raise DataError(f"{path} is broken: {row}; run the evaluation again", line)
+            rows.append(row)
         if len(rows) != self.data["n"]:
             raise DataError(f"{path} has {len(rows)} of {self.data['n']} records: run the evaluation again")
         return rows
