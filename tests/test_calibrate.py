@@ -19,10 +19,11 @@ from matplotlib import image
 from skipdecode import Schedule, attach
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.influence import block_influence
-from skipdecode.calibration.meter import LossMeter, MeasurementStore, identity_of
+from skipdecode.calibration.meter import LossMeter, identity_of
 from skipdecode.calibration.run import calibrate
 from skipdecode.calibration.settings import Settings
 from skipdecode.cli import main
+from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.cost import CostModel
@@ -45,7 +46,7 @@ def examples(count: int = 7, seed: int = 0, longest: int = 9) -> list[Example]:
 
 
 def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
-    store = MeasurementStore(path, {"model": "tiny"})
+    store = KeptValues(path, "measured", {"model": "tiny"}, pieces="measurements", remedy="")
     arguments = {"part": "learn", "batch_size": 3, "pad_id": 0, "advance": lambda: None} | options
     return LossMeter(attachment, rows, store, **arguments)
 
@@ -257,7 +258,7 @@ def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path, capsys:
     assert main(command) == 0
     assert kept.read_bytes().startswith(whole)
     lines = kept.read_text().splitlines()[1:]
-    keys = [json.loads(line)["key"] for line in lines]
+    keys = [json.loads(line)[0] for line in lines]
     assert len(keys) == len(set(keys))
     assert main(arguments(files, unbroken, *quick)) == 0
     resumed, straight = (json.loads(line) for line in capsys.readouterr().out.splitlines())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,11 +15,10 @@ from skipdecode.calibration import curve as curve_module
 from skipdecode.calibration.curve import best_curve, best_flat
 from skipdecode.calibration.goal import deepest_flat, paper_within, set_goal
 from skipdecode.calibration.greedy import greedy_order, greedy_trials
-from skipdecode.calibration.meter import MeasurementStore
 from skipdecode.calibration.settings import Settings
 from skipdecode.calibration.table import LossTable, bucket_starts
 from skipdecode.calibration.workload import Workload, layers_only
-from skipdecode.errors import DataError, OutputError, TargetError, UsageError
+from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel
 
 LAYERS = 12
@@ -192,29 +189,3 @@ def test_goals(tmp_path):
     with pytest.raises(UsageError, match="--least 1 is not accepted for 12 layers: give 2 to 12"):
         set_goal(Settings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
     assert layers_only(LAYERS).speedup(Schedule.constant(LAYERS, 4), 0, 9) == 3
-
-
-# ---------------------------------------------------------------------- what was measured is kept
-
-
-def test_the_store_keeps_what_it_was_told_and_drops_half_a_line(tmp_path: Path):
-    path = tmp_path / "measured.jsonl"
-    store = MeasurementStore(path, {"model": "m"})
-    store.put("a", [1.5, 2.0])
-    store.close()
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"key": "b", "su')
-    again = MeasurementStore(path, {"model": "m"})
-    assert again.get("a") == [1.5, 2.0]
-    assert again.get("b") is None
-    again.put("b", [0.25])
-    again.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
-        {"key": "a", "sums": [1.5, 2.0]},
-        {"key": "b", "sums": [0.25]},
-    ]
-    with pytest.raises(OutputError, match=r'model: "m" then, "n" now.*give another --out'):
-        MeasurementStore(path, {"model": "n"})
-    path.write_text("hello\n")
-    with pytest.raises(OutputError, match="holds no measurements"):
-        MeasurementStore(path, {"model": "m"})

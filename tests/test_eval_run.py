@@ -177,7 +177,7 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
     partial = tmp_path / "run" / "unfinished.jsonl"
     assert len(partial.read_text().splitlines()) == 2
     with partial.open("a") as file:
-        file.write('[1, [{"tokens"')  # A line cut off by the kill.
+        file.write('["batch 1", [{"tokens"')  # A line cut off by the kill.
     counted = Counted()
     run = evaluated(model, tmp_path / "run", counted)
     # The warm-up and two of three batches.

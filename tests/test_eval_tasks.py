@@ -78,8 +78,10 @@ def test_a_task_file_is_read(tmp_path: Path):
         ("metrics: [bleu]", "metrics: [bleu]\ntruncate: text", "line 6: prompt template: .* and a length"),
         ("metrics: [bleu]", "metrics: [bleu]\nstop: ['']", r"line 6: stop: \[''\] is not accepted"),
         ("metrics: [bleu]", "metrics: [bleu]\nresponse_tokens: {mean: 3}", "line 6: response_tokens"),
-        ("metrics: [bleu]", "metrics: [bleu]\nhub: {id: a, splits: b}", "line 6: unknown field 'splits' in hub"),
-        ("metrics: [bleu]", "metrics: [bleu]\nhub: {split: test}", "line 6: hub lacks the field 'id'"),
+        ("metrics: [bleu]", "metrics: [bleu]\nhub: {id: a, splits: b}", "line 6: unknown field 'splits' of hub"),
+        ("metrics: [bleu]", "metrics: [bleu]\nhub: {split: test}", "mine.yaml: the field 'id' of hub is missing"),
+        ("metrics: [bleu]", "metrics: [bleu]\nhub: {id: a, strip: [b]}", "line 6: strip of hub: .* give names"),
+        ("metrics: [bleu]", "metrics: []", r"line 5: metrics: \[\] is not accepted: give a list of texts"),
         ("metrics: [bleu]", "metrics: [bleu", "mine.yaml: line 6: not YAML"),
     ],
 )

@@ -10,16 +10,14 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.common.journal import Journal
-from skipdecode.common.jsonl import json_line
+from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DataError
 from skipdecode.models.attach import Attachment
@@ -27,46 +25,11 @@ from skipdecode.models.cache import SkipCache
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 
-__all__ = ["LossMeter", "MeasurementStore", "identity_of"]
+__all__ = ["LossMeter", "identity_of"]
 
 _SAMPLED = 64
 _KEPT_BYTES = 2**30
 """Keys and values of prompts that are kept between calls; later batches' prompts run once a call."""
-
-
-class MeasurementStore:
-    """Losses that were measured, in a journal, so that a calibration that was killed measures nothing twice.
-
-    Raises
-    ------
-    OutputError
-        The file's measurements are of something else than `identity` (JSON-ready; see `identity_of`), or it cannot be
-        read or written.
-    """
-
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        self._found: dict[str, list[float]] = {}
-        self._journal = Journal(
-            path, "measured", identity, parse=json.loads, take=self._take,
-            pieces="measurements", remedy="give another --out",
-        )  # fmt: skip
-
-    def get(self, key: str) -> list[float] | None:
-        """The losses measured under a key, if there are any."""
-        return self._found.get(key)
-
-    def put(self, key: str, sums: list[float]) -> None:
-        """Keep losses; on the disk at once."""
-        row = {"key": key, "sums": sums}
-        self._journal.append(json_line(row))
-        self._take(row)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._journal.close()
-
-    def _take(self, row: Mapping[str, Any]) -> None:
-        self._found[row["key"]] = row["sums"]
 
 
 class LossMeter:
@@ -78,7 +41,7 @@ class LossMeter:
         Of the model; its schedule changes with every measurement.
     examples : sequence of Example
         The records.
-    store : MeasurementStore
+    store : KeptValues
         What was measured before is not measured again.
     part : str
         Name of these records in the store.
@@ -94,7 +57,7 @@ class LossMeter:
         self,
         attachment: Attachment,
         examples: Sequence[Example],
-        store: MeasurementStore,
+        store: KeptValues,
         *,
         part: str,
         batch_size: int,

@@ -125,11 +125,7 @@ def _load(config: Config) -> LoadedModel:
 
 def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    from skipdecode.data.records import reject_summary
-
-    examples, rejects = read_examples(config, Path(config.data), loaded.model, loaded.tokenizer)
-    if rejects:
-        print(f"skipdecode: --data: {reject_summary(rejects)}", file=sys.stderr)
+    examples, _ = read_examples(config, "data", loaded.model, loaded.tokenizer)
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)
@@ -168,15 +164,17 @@ def _measure(
     from tqdm import tqdm
 
     from skipdecode.calibration.influence import block_influence
-    from skipdecode.calibration.meter import LossMeter, MeasurementStore, identity_of
+    from skipdecode.calibration.meter import LossMeter, identity_of
     from skipdecode.calibration.run import calibrate, trials
+    from skipdecode.common.journal import KeptValues
     from skipdecode.models.attach import attach
     from skipdecode.schedule import Schedule
 
     tokenizer: Any = loaded.tokenizer
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     out.mkdir(parents=True, exist_ok=True)
-    store = MeasurementStore(out / _STORE, identity_of(loaded.model, config.model, (learn, check), config.batch_size))
+    identity = identity_of(loaded.model, config.model, (learn, check), config.batch_size)
+    store = KeptValues(out / _STORE, "measured", identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     attachment: Attachment
     bar = tqdm(desc="measuring", unit="batch")

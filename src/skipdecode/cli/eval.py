@@ -134,8 +134,7 @@ def _evaluate(config: Config) -> int:
     from skipdecode.data.source import load_records
     from skipdecode.data.tasks import load_task
     from skipdecode.evaluation.metrics import METRICS
-    from skipdecode.evaluation.results import check_directory
-    from skipdecode.evaluation.unfinished import Unfinished
+    from skipdecode.evaluation.results import check_directory, is_unfinished
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
@@ -144,7 +143,7 @@ def _evaluate(config: Config) -> int:
     task = replace(task, chat=task.chat or config.chat)
     directory = Path(config.out or "")
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
-    check_directory(directory, overwrite=config.overwrite or Unfinished.is_in(directory))
+    check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
     for metric in config.metrics:
         METRICS.check(metric)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
@@ -173,10 +172,9 @@ def _runs(
     from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.methods.scheduled import on_engine
-    from skipdecode.evaluation.results import check_directory
+    from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
-    from skipdecode.evaluation.unfinished import Unfinished
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
 
@@ -192,7 +190,7 @@ def _runs(
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        check_directory(place, overwrite=config.overwrite or Unfinished.is_in(directory))
+        check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
         methods[place] = method
     bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note, config.weights)
     _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))

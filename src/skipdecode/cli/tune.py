@@ -95,7 +95,8 @@ def run(config: Config) -> int:
     except ImportError:
         raise MissingExtraError("tuning", "tune") from None
     loaded = _load(config)
-    examples = {name: _examples(config, name, loaded) for name in ("train", "dev")}
+    limits = {"train": config.train_records, "dev": config.dev_records}
+    examples = {n: read_examples(config, n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
     schedule = _schedule(config, loaded, examples["train"][0])
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
@@ -160,16 +161,6 @@ def _load(config: Config) -> LoadedModel:
             f"{config.model} is an adapter, and one on top of it would have no base: add --merge or --full"
         )
     return replace(loaded, model=loaded.model.merge_and_unload())
-
-
-def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
-    from skipdecode.data.records import reject_summary
-
-    limit = config.train_records if name == "train" else config.dev_records
-    examples, rejects = read_examples(config, Path(getattr(config, name)), loaded.model, loaded.tokenizer, limit)
-    if rejects:
-        print(f"skipdecode: --{name}: {reject_summary(rejects)}", file=sys.stderr)
-    return examples, len(rejects)
 
 
 def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:

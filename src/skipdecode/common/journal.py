@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError
 
-__all__ = ["Journal", "is_begun"]
+__all__ = ["Journal", "KeptValues", "is_begun"]
 
 _FORMAT = 1
 _SYNC_SECONDS = 5.0
@@ -205,6 +205,30 @@ class Journal(Generic[Piece]):
                 f"cannot write {self.path}: {e.strerror or e}; {self.count} {self._pieces} are kept in it: make room, "
                 "then give the same command again"
             ) from None
+
+
+class KeptValues(Journal[list[Any]]):
+    """A journal of JSON-ready values by key, in lines of ``[key, value]``; all are in memory. See `Journal`."""
+
+    def __init__(
+        self, path: Path, kind: str, settings: Mapping[str, Any], *, pieces: str, remedy: str, restart: bool = False
+    ) -> None:
+        self._values: dict[str, Any] = {}
+        super().__init__(
+            path, kind, settings, parse=json.loads, take=self._take, pieces=pieces, remedy=remedy, restart=restart
+        )
+
+    def get(self, key: str) -> Any:
+        """The value of a key; None if there is none."""
+        return self._values.get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Keep a value; raises OutputError if it cannot be written."""
+        self.append(json_line([key, value]))
+        self._values[key] = value
+
+    def _take(self, piece: list[Any]) -> None:
+        key, self._values[key] = piece
 
 
 def _as_json(settings: Mapping[str, Any]) -> Any:

@@ -2,9 +2,9 @@
 
 A file OUT gets its rows in ``OUT.partial`` first, a journal with lines of ``index ok|bad<tab>JSON``; when all are there
 they are put in input order into a temporary file, which takes the name OUT in one step. Rows come almost in order
-(batches are sorted by length inside a window only), so what is done is remembered as "all below a mark, and a few above
-it", and ordering the rows needs memory for a window, not for the file. Standard output, a device or a pipe gets the
-rows as soon as those before them are there; such a run cannot be resumed.
+(batches are sorted by length inside a window only), so ordering them, and knowing which are done, needs memory for a
+window, not for the file. Standard output, a device or a pipe gets the rows as soon as those before them are there; such
+a run cannot be resumed.
 """
 
 from __future__ import annotations
@@ -14,47 +14,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError
 
 __all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "open_writer"]
-
-
-class RowWriter(Protocol):
-    """Takes finished rows in any order; every index from 0 on must come once.
-
-    Attributes
-    ----------
-    rows_before, bad_before : int
-        Rows, and error rows among them, taken over from an earlier run.
-    resume_hint : str
-        What the user of an interrupted run needs to know, in one line.
-    """
-
-    rows_before: int
-    bad_before: int
-
-    @property
-    def resume_hint(self) -> str: ...
-
-    def is_done(self, index: int) -> bool:
-        """Whether an earlier run wrote this row."""
-        ...
-
-    def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        """Keep one row; raises OutputError if it cannot be written."""
-        ...
-
-    def finish(self) -> None:
-        """All rows are there: put the output in place. Raises OutputError."""
-        ...
-
-    def close(self) -> None:
-        """Keep what is there; nothing to do after `finish`."""
-        ...
 
 
 def check_output(output: str, *, overwrite: bool = False) -> None:
@@ -82,7 +48,7 @@ def check_output(output: str, *, overwrite: bool = False) -> None:
         raise OutputError(f"cannot write {partial}: {e.strerror or e}") from None
 
 
-def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False) -> FileWriter | StreamWriter:
+def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False) -> RowWriter:
     """The writer for a file name, or ``-`` for standard output.
 
     `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run.
@@ -118,14 +84,19 @@ class _Row(NamedTuple):
 
 
 class FileWriter:
-    """Rows for a regular file: `finish` puts it in place, replacing one that is there. See `open_writer`."""
+    """Takes finished rows in any order, for a regular file; every index from 0 on must come once. See `open_writer`.
+
+    Attributes
+    ----------
+    rows_before, bad_before : int
+        Rows, and error rows among them, taken over from an earlier run.
+    """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False) -> None:
         self.path = path
         self.rows_before = 0
         self.bad_before = 0
-        self._done_below = 0
-        self._done_above: set[int] = set()
+        self._done = _InOrder()
         self._journal = Journal(
             _partial_path(path), "partial", settings, parse=_Row.parse, take=self._take,
             pieces="finished rows", remedy="drop what is there with --restart", restart=restart,
@@ -133,17 +104,20 @@ class FileWriter:
 
     @property
     def resume_hint(self) -> str:
-        return (
-            f"{self._journal.count} finished rows are kept in {self._journal.path}; the same command goes on from there"
-        )
+        """What the user of an interrupted run needs to know, in one line."""
+        kept = self._journal
+        return f"{kept.count} finished rows are kept in {kept.path}; the same command goes on from there"
 
     def is_done(self, index: int) -> bool:
-        return index < self._done_below or index in self._done_above
+        """Whether an earlier run wrote this row."""
+        return index in self._done
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
+        """Keep one row; raises OutputError if it cannot be written."""
         self._journal.append(b"%d %s\t" % (index, b"bad" if bad else b"ok") + json_line(row))
 
     def finish(self) -> None:
+        """All rows are there: put the output in place, over one that is there. Raises OutputError."""
         self._journal.sync()
         merging = self.path.with_name(self.path.name + ".merging")
         try:
@@ -161,19 +135,18 @@ class FileWriter:
             raise OutputError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
 
     def close(self) -> None:
+        """Keep what is there; nothing to do after `finish`."""
         self._journal.close()
 
     def _take(self, row: _Row) -> None:
         self.rows_before += 1
         self.bad_before += row.bad
-        self._done_above.add(row.number)
-        while self._done_below in self._done_above:
-            self._done_above.remove(self._done_below)
-            self._done_below += 1
+        for _ in self._done.push(row.number, b""):
+            pass
 
 
 class StreamWriter:
-    """Rows for a stream, in input order, each as soon as all rows before it are there."""
+    """A `FileWriter` for a stream: rows go out in input order, each as soon as all rows before it are there."""
 
     rows_before = 0
     bad_before = 0
@@ -217,6 +190,9 @@ class StreamWriter:
             raise OutputError(f"cannot write to {self._name}: {e.strerror or e}") from None
 
 
+RowWriter = FileWriter | StreamWriter
+
+
 class _InOrder:
     """Lets lines go in the order of their index, holding back those that come early."""
 
@@ -224,9 +200,12 @@ class _InOrder:
         self._next = 0
         self._early: dict[int, bytes] = {}
 
+    def __contains__(self, index: int) -> bool:
+        return index < self._next or index in self._early
+
     def push(self, index: int, line: bytes) -> Iterator[bytes]:
-        if index >= self._next:
-            self._early.setdefault(index, line)
+        if index not in self:
+            self._early[index] = line
         while self._next in self._early:
             yield self._early.pop(self._next)
             self._next += 1

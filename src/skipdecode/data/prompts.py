@@ -33,18 +33,8 @@ _TOKENIZE_AT_ONCE = 1000
 class EncodedPrompt:
     """A row ready for the model, or what is wrong with it.
 
-    Parameters
-    ----------
-    record : Record
-        The row it came from.
-    text : str
-        What was tokenised: the prompt, or the chat as the template renders it.
-    token_ids : list of int
-        Empty if there is an error.
-    room : int or None
-        Tokens that the context has room for after the prompt; None without a limit.
-    error : str, optional
-        What is wrong with the row.
+    `text` is what was tokenised: the prompt, or the chat as the template renders it. `token_ids` are empty if there is
+    an error. `room` is the number of tokens that the context has room for after the prompt; None without a limit.
     """
 
     record: Record
@@ -98,34 +88,41 @@ class PromptEncoder:
         A prompt longer than `most` tokens or its template's limit loses the end of the field that may be cut; it stays
         as it is where there is none, or the rest alone is too long.
         """
-        results: dict[int, EncodedPrompt] = {}
-        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
-        for number, record in enumerate(records):
-            try:
-                if record.error is not None:
-                    raise _RowError(record.error)
-                is_chat = self._chat or not isinstance(record.prompt, str)
-                texts[is_chat][number] = self._rendered(record.prompt) if is_chat else str(record.prompt)
-            except _RowError as e:
-                results[number] = EncodedPrompt(record, "", [], None, str(e))
-        for is_chat, rows in texts.items():
-            if rows:
-                # A rendered chat holds its special tokens already.
-                ids = self._tokenizer(list(rows.values()), add_special_tokens=not is_chat, verbose=False).input_ids
-                for (number, text), row in zip(rows.items(), ids, strict=True):
-                    results[number] = self._checked(records[number], *self._fitting(records[number], text, row, most))
-        return [results[number] for number in range(len(records))]
+        found = [self._rendered(record) for record in records]
+        for is_chat in (False, True):
+            rows = [n for n, p in enumerate(found) if p.error is None and self._is_chat(p.record.prompt) == is_chat]
+            ids = self._token_ids([found[n].text for n in rows], is_chat) if rows else []
+            for number, token_ids in zip(rows, ids, strict=True):
+                found[number] = self._checked(records[number], *self._cut(found[number], token_ids, most))
+        return found
 
-    def _rendered(self, prompt: str | list[Message]) -> str:
+    def _is_chat(self, prompt: str | list[Message]) -> bool:
+        return self._chat or not isinstance(prompt, str)
+
+    def _rendered(self, record: Record) -> EncodedPrompt:
+        try:
+            text, error = "" if record.error else self._text(record.prompt), record.error
+        except DataError as e:
+            text, error = "", str(e)
+        return EncodedPrompt(record, text, [], None, error)
+
+    def _text(self, prompt: str | list[Message]) -> str:
+        if isinstance(prompt, str) and not self._chat:
+            return prompt
         if self._tokenizer.chat_template is None:
-            raise _RowError("the row is a chat, but the model's tokenizer has no chat template")
+            raise DataError("the row is a chat, but the model's tokenizer has no chat template")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
-            raise _RowError(f"the chat template refuses the row: {' '.join(str(e).split())}") from e
+            raise DataError(f"the chat template refuses the row: {' '.join(str(e).split())}") from e
+
+    def _token_ids(self, texts: list[str], is_chat: bool) -> list[list[int]]:
+        # A rendered chat holds its special tokens already.
+        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=not is_chat, verbose=False).input_ids
+        return ids
 
     def _checked(self, record: Record, text: str, token_ids: list[int]) -> EncodedPrompt:
         room = None if self._context is None else self._context - len(token_ids)
@@ -138,32 +135,26 @@ class PromptEncoder:
             )
         return EncodedPrompt(record, text, token_ids if error is None else [], room, error)
 
-    def _fitting(self, record: Record, text: str, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
+    def _cut(self, prompt: EncodedPrompt, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
         """The prompt's text and tokens, with the end of the field gone that may be cut if it is too long."""
-        template = self._template
+        template, values = self._template, prompt.record.values
         if template is None or template.truncate is None:
-            return text, token_ids
+            return prompt.text, token_ids
         most = min(n for n in (template.max_prompt_tokens, most) if n is not None)
         if len(token_ids) <= most:
-            return text, token_ids
-        value = record.values[template.truncate]
+            return prompt.text, token_ids
+        value = values[template.truncate]
         encoded = self._tokenizer(value, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ends = encoded["offset_mapping"]
-        keep, shorter, shorter_ids = len(ends), text, token_ids
-        while len(shorter_ids) > most:
+        keep, text, shorter = len(ends), prompt.text, token_ids
+        while len(shorter) > most:
             # Tokens merge over the cut, so one round may not be enough.
-            keep -= len(shorter_ids) - most
+            keep -= len(shorter) - most
             if keep < 1:
-                return text, token_ids
-            shorter = template.render({**record.values, template.truncate: value[: ends[keep - 1][1]]})
-            if self._chat:
-                shorter = self._rendered(shorter)
-            shorter_ids = self._tokenizer(shorter, add_special_tokens=not self._chat, verbose=False).input_ids
-        return shorter, shorter_ids
-
-
-class _RowError(Exception):
-    pass
+                return prompt.text, token_ids
+            text = self._text(template.render({**values, template.truncate: value[: ends[keep - 1][1]]}))
+            (shorter,) = self._token_ids([text], self._chat)
+        return text, shorter
 
 
 def context_length(model: Any) -> int | None:
@@ -202,15 +193,11 @@ def load_examples(
     limit: int | None = None,
     skip_bad: bool = False,
 ) -> tuple[list[Example], list[Reject]]:
-    """Read and tokenise a file of records.
+    """Read and tokenise the records of a JSONL file.
 
     Parameters
     ----------
-    path : Path
-        JSON lines.
-    template : Template
-        Makes prompt and response.
-    tokenizer : PreTrainedTokenizerBase
+    tokenizer : transformers tokenizer
         Must have an end token.
     max_length : int, optional
         Most tokens of prompt and response together, such as the model's context; where the template may cut a field

@@ -42,10 +42,8 @@ class Record:
 
     Parameters
     ----------
-    index : int
-        0-based number among the rows.
-    line : int
-        1-based line in the file.
+    index, line : int
+        0-based number among the rows, and 1-based line in the file.
     id : str or int
         Field `id` where the row has one, else the line number.
     prompt : str or list of messages

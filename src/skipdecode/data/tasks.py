@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,8 @@ class HubSource:
 
     Parameters
     ----------
-    id : str
-        Name on the hub, or a directory.
-    split : str
-        Which split to score.
-    config, revision : str, optional
-        Passed on to `datasets.load_dataset`.
+    id, split, config, revision : str
+        Passed on to `datasets.load_dataset`; the id may be a directory.
     fields : mapping
         Our field name to the dataset's, where they differ.
     strip : mapping
@@ -62,8 +58,6 @@ class Task:
         Names of the default metrics.
     max_new_tokens : int
         Longest output.
-    description, licence : str
-        For readers.
     chat : bool
         Put the prompt into the model's chat template, as one message of the user.
     merge_same_prompt : bool
@@ -168,26 +162,16 @@ def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
     if node is None or not isinstance(data, dict):
         raise DataError("it must hold fields and values, such as 'prompt: \"{text}\"'")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    task = _task(data, lines)
-    for name in task.metrics:
-        _at_line(lines["metrics"], check_metric, name)
-    return task
-
-
-def _task(data: dict[str, Any], lines: dict[str, int]) -> Task:
-    _known(data, lines, Task)
-    values = dict(data)
-    for name, kind in _KINDS.items():
-        if name in values:
-            values[name] = _checked(name, values[name], kind, lines[name])
-    for name in ("name", "prompt", "references", "metrics", "max_new_tokens"):
-        if name not in values:
-            raise DataError(f"the field {name!r} is missing")
+    values = _values(Task, data, lines)
     if "hub" in values:
-        values["hub"] = _hub(values["hub"], lines["hub"])
+        values["hub"] = HubSource(
+            **_values(HubSource, data["hub"], dict.fromkeys(data["hub"], lines["hub"]), " of hub")
+        )
     task = Task(**values)
     _at_line(lines["prompt"], Template, task.prompt, task.references)
     _at_line(lines.get("truncate", lines.get("max_prompt_tokens")), task.template)
+    for name in task.metrics:
+        _at_line(lines["metrics"], check_metric, name)
     return task
 
 
@@ -199,57 +183,37 @@ def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) ->
         raise DataError(str(e), line) from None
 
 
-_KINDS: dict[str, type] = {
-    "name": str, "prompt": str, "description": str, "licence": str, "truncate": str,
-    "references": tuple, "metrics": tuple, "stop": tuple,
-    "max_new_tokens": int, "max_prompt_tokens": int,
-    "chat": bool, "merge_same_prompt": bool, "response_tokens": dict, "hub": dict,
-}  # fmt: skip
-_ACCEPTED = {
-    str: "text",
-    tuple: "a list of texts",
-    int: "a whole number of 1 or more",
-    bool: "true or false",
-    dict: "fields and values",
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda v: isinstance(v, str), "text"),
+    "tuple[str, ...]": (lambda v: isinstance(v, list) and all(isinstance(x, str) and x for x in v), "a list of texts"),
+    "int": (lambda v: type(v) is int and v >= 1, "a whole number of 1 or more"),
+    "bool": (lambda v: isinstance(v, bool), "true or false"),
+    "Mapping[str, int]": (
+        lambda v: (
+            isinstance(v, dict) and set(v) <= {"median", "p95"} and all(type(x) is int and x >= 1 for x in v.values())
+        ),
+        "median and p95 as whole numbers",
+    ),
+    "Mapping[str, str]": (lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()), "names"),
+    "HubSource": (lambda v: isinstance(v, dict), "fields and values"),
 }
+"""By how a field is annotated: whether a value fits, and what is accepted."""
 
 
-def _checked(name: str, value: Any, kind: type, line: int) -> Any:
-    if kind is tuple:
-        good = isinstance(value, list) and all(isinstance(v, str) and v for v in value) and (value or name == "stop")
-        value = tuple(value) if good else value
-    elif kind is int:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    elif name == "response_tokens":
-        good = isinstance(value, dict) and set(value) <= {"median", "p95"}
-        good = good and all(type(v) is int and v >= 1 for v in value.values())
-        if not good:
-            raise DataError(f"{name}: {value!r} is not accepted: give median and p95 as whole numbers", line)
-    else:
-        good = isinstance(value, kind)
-    if not good:
-        raise DataError(f"{name}: {value!r} is not accepted: give {_ACCEPTED[kind]}", line)
-    return value
-
-
-def _known(data: Mapping[Any, Any], lines: Mapping[str, int], kind: type, where: str = "") -> None:
-    accepted = [f.name for f in fields(kind)]
-    for name in data:
+def _values(kind: type, data: Mapping[Any, Any], lines: Mapping[str, int], where: str = "") -> dict[str, Any]:
+    """Values for the fields of a dataclass, each checked; raises DataError with the line of the field."""
+    accepted = {f.name: f for f in fields(kind)}
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    for name, value in data.items():
+        line = lines.get(str(name))
         if name not in accepted:
             near = difflib.get_close_matches(str(name), accepted, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise DataError(
-                f"unknown field {name!r}{where}{hint}: accepted are {', '.join(accepted)}", lines.get(str(name))
-            )
-
-
-def _hub(data: dict[str, Any], line: int) -> HubSource:
-    _known(data, dict.fromkeys(map(str, data), line), HubSource, " in hub")
-    if not isinstance(data.get("id"), str):
-        raise DataError("hub lacks the field 'id', the dataset's name", line)
-    for name, value in data.items():
-        mapping = name in ("fields", "strip")
-        good = isinstance(value, dict) and all(isinstance(v, str) for v in value.values()) if mapping else value
-        if not good or (not mapping and not isinstance(value, str)):
-            raise DataError(f"hub.{name}: {value!r} is not accepted: give {'names' if mapping else 'text'}", line)
-    return HubSource(**data)
+            raise DataError(f"unknown field {name!r}{where}{hint}: accepted are {', '.join(accepted)}", line)
+        fits, wanted = _KINDS[str(accepted[name].type).removesuffix(" | None")]
+        if not fits(value) or (name in needed and not value):
+            raise DataError(f"{name}{where}: {value!r} is not accepted: give {wanted}", line)
+    missing = [name for name in needed if name not in data]
+    if missing:
+        raise DataError(f"the field {missing[0]!r}{where} is missing")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}

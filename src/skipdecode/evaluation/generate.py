@@ -6,15 +6,15 @@ Taking turns on each batch lets the machine's ups and downs hit all, so the rati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.common.journal import KeptValues
 from skipdecode.evaluation.bootstrap import Interval, compare
 from skipdecode.evaluation.methods.base import Generation, Method
-from skipdecode.evaluation.unfinished import Unfinished
 
 __all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 
@@ -125,7 +125,7 @@ def generate_all(
     model: Any,
     sides: Sequence[Method],
     prompts: Sequence[Sequence[int]],
-    kept: Unfinished,
+    kept: KeptValues,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -138,7 +138,7 @@ def generate_all(
     ----------
     sides : sequence of Method
         Full depth among them, unless that is left out.
-    kept : Unfinished
+    kept : KeptValues
         Batches that an earlier, interrupted run finished; takes those that this one finishes.
     batch_size : int
         Rows of a batch, for all.
@@ -152,8 +152,8 @@ def generate_all(
     rows_at_once = batch_size * max(1, min(_MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
     for number, indices in enumerate(batches([len(p) for p in prompts], rows_at_once)):
         rows = [prompts[i] for i in indices]
-        done = kept.get(number)
-        if done is None:
+        done = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
+        if not done:
             for side in () if warm else sides:
                 side.generate(model, rows[:batch_size], max_new_tokens=_WARM_UP_TOKENS, eos=set())
             warm = True
@@ -163,7 +163,7 @@ def generate_all(
                 i: sides[i].generate(model, rows, max_new_tokens=max_new_tokens, eos=eos, rows=together) for i in order
             }
             done = [found[i] for i in range(len(sides))]
-            kept.put(number, done)
+            kept.put(f"batch {number}", [asdict(g) for g in done])
         for generation, timing, outputs in zip(done, timings, tokens, strict=True):
             timing.add(generation)
             for index, row in zip(indices, generation.tokens, strict=True):

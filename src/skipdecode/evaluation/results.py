@@ -6,6 +6,7 @@ what is done, so that a run that was killed goes on where it stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
@@ -29,10 +31,23 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.scores import Scored
     from skipdecode.evaluation.settings import Settings
 
-__all__ = ["OUTPUTS_FILE", "RUN_FILE", "Run", "buckets_of", "check_directory", "load_run", "run_document", "save_run"]
+__all__ = [
+    "OUTPUTS_FILE",
+    "RUN_FILE",
+    "Run",
+    "buckets_of",
+    "check_directory",
+    "is_unfinished",
+    "keep_unfinished",
+    "load_run",
+    "run_document",
+    "save_run",
+]
 
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
+_UNFINISHED = "unfinished.jsonl"
+_KIND = "evaluation"
 _NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
 
 
@@ -119,6 +134,29 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
     write_whole(directory / OUTPUTS_FILE, lines)
     write_whole(directory / RUN_FILE, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     return Run(directory / RUN_FILE, data)
+
+
+def is_unfinished(directory: Path, about: Mapping[str, Any] | None = None) -> bool:
+    """Whether a run was begun in the directory and not finished: some run, or the one that `about` describes."""
+    path = directory / _UNFINISHED
+    return path.exists() if about is None else is_begun(path, _KIND, _digest(about))
+
+
+def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
+    """What is kept of a run until it is saved.
+
+    `about` is JSON-ready: all that the outputs depend on. What another run left starts anew.
+    """
+    restart = not is_unfinished(directory, about)
+    remedy = "give --overwrite"
+    return KeptValues(
+        directory / _UNFINISHED, _KIND, _digest(about), pieces="finished batches", remedy=remedy, restart=restart
+    )
+
+
+def _digest(about: Mapping[str, Any]) -> dict[str, str]:
+    """All of it would be as long as the prompts."""
+    return {"sha256": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}
 
 
 # ---------------------------------------------------------------------- what a run says

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import encode_prompts, response_ids
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
@@ -19,11 +20,19 @@ from skipdecode.errors import UsageError
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
-from skipdecode.evaluation.results import RUN_FILE, Run, check_directory, load_run, run_document, save_run
+from skipdecode.evaluation.results import (
+    RUN_FILE,
+    Run,
+    check_directory,
+    is_unfinished,
+    keep_unfinished,
+    load_run,
+    run_document,
+    save_run,
+)
 from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import Progress, Settings, Subject
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
-from skipdecode.evaluation.unfinished import Unfinished
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
@@ -85,14 +94,14 @@ def evaluate(
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
         for (directory, method), outputs in zip(methods.items(), found, strict=True):
-            if kept.saved(str(directory)) == scored_with and (directory / RUN_FILE).exists():
+            if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
                 runs.append(load_run(directory))
                 continue
             scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
             rows = _rows(subject, task, records, prompts, outputs, scored)
             data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
             runs.append(save_run(directory, data, rows))
-            kept.put_saved(str(directory), scored_with)
+            kept.put(f"saved {directory}", scored_with)
         kept.remove()
     return runs
 
@@ -139,22 +148,22 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Se
 
 def _begun(
     out: Path, about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]], overwrite: bool
-) -> Unfinished:
+) -> KeptValues:
     """What is kept of this very run, begun here or earlier; raises OutputError if a finished run would be replaced."""
     sides = [[method.settings(), method.engine] for method in methods.values()]
     about = {**about, "methods": sides, "prompts": prompts}
-    goes_on = Unfinished.goes_on(out, about)
+    goes_on = is_unfinished(out, about)
     for directory in methods:
         # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
         check_directory(directory, overwrite=overwrite or goes_on)
-    return Unfinished(out, about)
+    return keep_unfinished(out, about)
 
 
 def _generate(
     subject: Subject,
     methods: Sequence[Method],
     prompts: list[list[int]],
-    kept: Unfinished,
+    kept: KeptValues,
     settings: Settings,
     progress: Progress,
 ) -> list[Outputs]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,13 @@ from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
-    from skipdecode.data.records import Reject, Template
+    from skipdecode.data.records import Template
 
-__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
+__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt", "with_breaks"]
 
 
-def _with_breaks(text: str) -> str:
-    # A shell has no easy way to write a line break.
+def with_breaks(text: str) -> str:
+    r"""`text` with \n and \t read as line break and tab, which are hard to type in a shell."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
@@ -32,7 +33,7 @@ class RecordOptions(Options):
     prompt_template: str | None = option(
         "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
         default=None,
-        parse=_with_breaks,
+        parse=with_breaks,
     )
     prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
     response_field: str | None = option("the field that is the response", default=None)
@@ -98,17 +99,24 @@ def _field_alone(name: str | None) -> str:
 
 
 def read_examples(
-    options: RecordOptions, path: Path, model: Any, tokenizer: Any, limit: int | None = None
-) -> tuple[list[Example], list[Reject]]:
-    """The records of a file as token ids, within the model's context; see `skipdecode.data.prompts.load_examples`."""
+    options: RecordOptions, flag: str, model: Any, tokenizer: Any, limit: int | None = None
+) -> tuple[list[Example], int]:
+    """The records of a flag's file as token ids, within the model's context, and how many are left out, which is told.
+
+    See `skipdecode.data.prompts.load_examples`.
+    """
     from skipdecode.data.prompts import context_length, load_examples
+    from skipdecode.data.records import reject_summary
 
     limits = [most for most in (options.max_length, context_length(model)) if most is not None]
-    return load_examples(
-        path,
+    examples, rejects = load_examples(
+        Path(getattr(options, flag)),
         make_template(options),
         tokenizer,
         max_length=min(limits, default=None),
         limit=limit,
         skip_bad=options.bad_records == "skip",
     )
+    if rejects:
+        print(f"skipdecode: --{flag}: {reject_summary(rejects)}", file=sys.stderr)
+    return examples, len(rejects)

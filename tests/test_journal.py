@@ -1,0 +1,61 @@
+"""Values that are kept while a run goes on: all that were whole come back, and another run's are refused by name.
+
+Rows of `skipdecode generate` are in a journal too: tests/test_output.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.common.journal import KeptValues, is_begun
+from skipdecode.errors import OutputError
+
+SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
+
+
+def opened(path: Path, settings: dict[str, Any] = SETTINGS, **options: Any) -> KeptValues:
+    return KeptValues(path, "measured", settings, pieces="measurements", remedy="give another --out", **options)
+
+
+def test_values_come_back_and_half_a_line_is_dropped(tmp_path: Path):
+    path = tmp_path / "measured.jsonl"
+    store = opened(path)
+    store.put("a", [1.5, 2.0])
+    assert store.get("a") == [1.5, 2.0]
+    store.close()
+    path.write_bytes(path.read_bytes() + b'["b", [0.')
+    again = opened(path)
+    assert (again.count, again.get("a"), again.get("b")) == (1, [1.5, 2.0], None)
+    again.put("b", [0.25])
+    again.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [["a", [1.5, 2.0]], ["b", [0.25]]]
+
+
+def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: Path):
+    path = tmp_path / "measured.jsonl"
+    store = opened(path)
+    store.put("a", 1)
+    store.close()
+    other = SETTINGS | {"model": "n"}
+    assert is_begun(path, "measured", SETTINGS)
+    assert not is_begun(path, "measured", other)
+    assert not is_begun(path, "other", SETTINGS)
+    with pytest.raises(OutputError, match=r'model: "m" then, "n" now\): repeat those to go on, or give another --out'):
+        opened(path, other)
+    dropped = opened(path, other, restart=True)
+    assert dropped.get("a") is None
+    dropped.close()
+    assert is_begun(path, "measured", other)
+
+
+@pytest.mark.parametrize("content", ["hello\n", '{"format": 1, "model": "m"}\n', "[1]\n"])
+def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path, content: str):
+    path = tmp_path / "measured.jsonl"
+    path.write_text(content)
+    with pytest.raises(OutputError, match="holds no measurements of this version: move it away"):
+        opened(path)
+    assert path.read_text() == content
