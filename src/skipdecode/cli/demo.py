@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.demo_page import Outcome, Part, document, page
+from skipdecode.cli.columns import figures, side_by_side
 from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -71,9 +73,9 @@ def run(config: Config) -> int:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
     parts = [_outcomes(config, setting) for setting in _settings(config)]
     if config.json:
-        print(json.dumps(document(dataclasses.asdict(config), parts), indent=2))
+        print(json.dumps(_document(dataclasses.asdict(config), parts), indent=2))
     else:
-        print("\n".join(page(parts)))
+        print("\n".join(_page(parts)))
     return 0
 
 
@@ -135,15 +137,9 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str], form: str, *
     return prompts
 
 
-def _num_layers(loaded: LoadedModel) -> int:
-    from skipdecode.models.families import decoder_layers, unwrap
-
-    return len(decoder_layers(unwrap(loaded.model)))
-
-
 def _tuned_schedules(loaded: LoadedModel) -> list[tuple[str, Schedule]]:
     """The schedules that the bundled adapter was tuned under."""
-    layers = _num_layers(loaded)
+    layers = loaded.num_layers
     positions = layers if loaded.schedule is None else loaded.schedule.seq_len
     return [
         ("full depth", Schedule.full(layers)),
@@ -152,7 +148,7 @@ def _tuned_schedules(loaded: LoadedModel) -> list[tuple[str, Schedule]]:
 
 
 def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
-    layers, own = _num_layers(loaded), loaded.schedule
+    layers, own = loaded.num_layers, loaded.schedule
     tenth = max(1, layers // 10)
     half = max(2, layers // 2)
     return [
@@ -165,7 +161,7 @@ def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
     ]
 
 
-def _outcomes(config: Config, setting: _Setting) -> Part:
+def _outcomes(config: Config, setting: _Setting) -> _Part:
     """Every schedule on all prompts in one batch, in turn, for exactly as many tokens."""
     from tqdm import tqdm
 
@@ -186,7 +182,7 @@ def _outcomes(config: Config, setting: _Setting) -> Part:
                 results.append(backend.generate(ids, settings, range(len(ids))))
                 bar.update()
     outcomes = [
-        Outcome(
+        _Outcome(
             name,
             schedule,
             [_text(loaded.tokenizer, tokens, backends[0].end_tokens) for tokens in results[0].tokens],
@@ -197,9 +193,100 @@ def _outcomes(config: Config, setting: _Setting) -> Part:
         for (name, schedule), results in zip(setting.schedules, runs, strict=True)
     ]
     asked = [(str(p.record.id), str(p.record.prompt).removeprefix(_INSTRUCTION).strip()) for p in setting.prompts]
-    return Part(setting.title, source.engine, asked, outcomes, setting.remark)
+    return _Part(setting.title, source.engine, asked, outcomes, setting.remark)
 
 
 def _text(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> str:
     end = next((i for i, token in enumerate(tokens) if token in end_tokens), len(tokens))
     return str(tokenizer.decode(tokens[:end], skip_special_tokens=True)).strip()
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What one schedule gave: the texts of all prompts, the figures of one round, the seconds of its fastest."""
+
+    name: str
+    schedule: Schedule
+    texts: list[str]
+    result: BatchResult
+    decode_s: float
+
+    @property
+    def layers(self) -> float:
+        return self.result.step_layers / self.result.steps
+
+    def figures(self, full: _Outcome) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "name": self.name,
+            "schedule": self.schedule.to_dict(),
+            "layers_per_token": self.layers,
+            "nominal_speedup": full.layers / self.layers,
+            "measured_decode_speedup": full.decode_s / self.decode_s,
+            "decode_tokens_per_s": len(self.texts) * self.result.steps / self.decode_s,
+            "kv_bytes": self.result.kv_bytes,
+            "kv_saved_share": 1 - self.result.kv_bytes / self.result.kv_bytes_full,
+            "texts": self.texts,
+        }
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One model: its prompts (id, text), what every schedule gave (full depth first), and a word on what it shows."""
+
+    title: str
+    engine: str
+    prompts: list[tuple[str, str]]
+    outcomes: list[_Outcome]
+    remark: str
+
+    def figures(self) -> list[dict[str, Any]]:
+        """JSON-ready, one for each schedule."""
+        return [o.figures(self.outcomes[0]) for o in self.outcomes]
+
+
+def _document(config: dict[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
+    """All parts, JSON-ready."""
+    from skipdecode.common.environment import environment
+
+    return {
+        "config": config,
+        "parts": [
+            {
+                "title": part.title,
+                "engine": part.engine,
+                "prompts": [{"id": name, "prompt": text} for name, text in part.prompts],
+                "runs": part.figures(),
+            }
+            for part in parts
+        ],
+        "environment": environment(),
+    }
+
+
+def _page(parts: Sequence[_Part]) -> list[str]:
+    """All parts as lines for the terminal at hand."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 160)
+    return [line for part in parts for line in _part_lines(part, width)]
+
+
+def _part_lines(part: _Part, width: int) -> list[str]:
+    # A constant schedule is there for its figures; its text says no more than that of the one with the same mean.
+    shown = [o for o in part.outcomes if not o.name.startswith("constant")]
+    lines = ["", *textwrap.wrap(f"== {part.title}", width)]
+    for i, (_, text) in enumerate(part.prompts):
+        lines += ["", f"> {text}", ""]
+        lines += side_by_side([o.name for o in shown], [o.texts[i] for o in shown], width)
+    layers = part.outcomes[0].schedule.num_layers
+    columns = {
+        f"{len(part.prompts)} rows, {part.engine} engine": "{name}",
+        f"layers of {layers}": "{layers_per_token:.1f}",
+        "nominal": "{nominal_speedup:.2f}x",
+        "measured": "{measured_decode_speedup:.2f}x",
+        "tokens/s": "{decode_tokens_per_s:.0f}",
+        "KV saved": "{kv_saved_share:.0%}",
+    }
+    return [*lines, "", *figures(columns, part.figures()), "", *textwrap.wrap(part.remark, width)]

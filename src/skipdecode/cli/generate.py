@@ -176,13 +176,11 @@ def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, BackendSource]:
     from skipdecode.data.report import note, schedule_line
     from skipdecode.engine.engines import open_backends
-    from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    num_layers = len(decoder_layers(unwrap(loaded.model)))
-    choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
+    choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
     return loaded, choice, open_backends(loaded.model, loaded.tokenizer, config.engine, note, config.weights)
 

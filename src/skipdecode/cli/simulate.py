@@ -11,23 +11,21 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal
 
 from skipdecode.cli.columns import table
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.options import option
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.performance.batch_cost import BatchCost
-from skipdecode.performance.cost import CostModel, Machine
-from skipdecode.performance.simulate.simulator import POLICIES, Simulation, best_join_below, capacity, simulate
+from skipdecode.performance.cost import Machine
+from skipdecode.performance.simulate.simulator import Admission, Simulation, best_join_below, capacity, simulate
 from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from skipdecode.performance.simulate.simulator import Admission
     from skipdecode.performance.simulate.traces import Arrival
 
 __all__ = ["Config", "run"]
@@ -66,11 +64,10 @@ class Config(ScheduleOptions):
         above=0,
     )
     flat: bool = option("use the constant schedule of the same mean depth", default=False)
-    policy: str = option(
+    policy: Admission = option(
         "waves: sorted by length, start together; continuous: fill every free row at once, in order; cohort: join in "
         "order when a quarter of the rows is left",
         default="continuous",
-        choices=tuple(POLICIES),
     )
     join_below: str | None = option(
         "with waves or cohort: share of the rows below which the next requests join (default: 0 and 0.25); auto: the "
@@ -86,10 +83,9 @@ class Config(ScheduleOptions):
         "requests a second over all workers (default, without --load: all requests come at once)", default=None, above=0
     )
     load: float | None = option("rate as a share of what the workers can finish; see --load-of", default=None, above=0)
-    load_of: str = option(
+    load_of: Literal["full", "own"] = option(
         "full: both runs get the share of the full depth's capacity; own: each run gets the share of its own",
         default="full",
-        choices=("full", "own"),
     )
     burst: int = option("requests that come together", default=1, least=1)
     prompt_len: str = option(
@@ -143,7 +139,7 @@ def run(config: Config) -> int:
                 cost,
                 schedule,
                 max_rows=cost.max_rows,
-                policy=cast("Admission", config.policy),
+                policy=config.policy,
                 join_below=share,
                 workers=config.workers,
             ),
@@ -178,22 +174,9 @@ def _check(config: Config) -> None:
 def _cost(config: Config) -> BatchCost:
     if config.model is not None:
         return _predicted(config, config.model)
-    models = [_read_cost(Path(path)) for path in config.cost]
+    models = [read_cost(path) for path in config.cost]
     seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
     return BatchCost.between(models, config.max_rows, seconds)
-
-
-def _read_cost(path: Path) -> CostModel:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        plan = values.get("cost") if isinstance(values, dict) else None
-        return CostModel.from_dict(values if plan is None else plan)
-    except OSError as e:
-        raise DataError(f"cannot read the cost model {path}: {e.strerror or e}") from None
-    except ValueError as e:
-        raise DataError(f"{path}: a cost model must be JSON: {e}") from None
-    except DataError as e:
-        raise DataError(f"{path}: {e}") from None
 
 
 def _predicted(config: Config, name: str) -> BatchCost:
@@ -234,8 +217,7 @@ def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> 
         raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
     if asked == "auto":
         arrivals = list(_trace(config, None))
-        policy = cast("Admission", config.policy)
-        return [best_join_below(arrivals, cost, s, max_rows=cost.max_rows, policy=policy) for s in schedules]
+        return [best_join_below(arrivals, cost, s, max_rows=cost.max_rows, policy=config.policy) for s in schedules]
     try:
         return [float(asked)] * len(schedules)
     except ValueError:
@@ -248,11 +230,12 @@ def _capacities(
     """Requests a second that all workers can finish, for each schedule; None where all requests come at once."""
     if config.load is None and config.rate is None:
         return [None] * len(schedules)
-    policy = cast("Admission", config.policy)
     endless = 1_000_000_000
     return [
         config.workers
-        * capacity(_trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=policy, join_below=share)
+        * capacity(
+            _trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=config.policy, join_below=share
+        )
         for s, share in zip(schedules, shares, strict=True)
     ]
 

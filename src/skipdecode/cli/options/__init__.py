@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from skipdecode.common.options import Options, option
 from skipdecode.engine.backend import ENGINES, WEIGHTS
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
+from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 __all__ = [
@@ -16,8 +18,10 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
+    "check_out",
     "check_schedule_options",
     "choose_schedule",
+    "read_cost",
     "read_schedule",
 ]
 
@@ -157,3 +161,30 @@ def read_schedule(path: str) -> Schedule:
         raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
     except ScheduleError as e:
         raise ScheduleError(f"{path}: {e}") from None
+
+
+def read_cost(path: str) -> CostModel:
+    """The cost model of a JSON file, one of its own or the output of skipdecode plan; raises DataError naming it."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        plan = values.get("cost") if isinstance(values, dict) else None
+        return CostModel.from_dict(values if plan is None else plan)
+    except OSError as e:
+        raise DataError(f"cannot read the cost model {path}: {e.strerror or e}") from None
+    except ValueError as e:
+        raise DataError(f"{path}: a cost model must be JSON: {e}") from None
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from None
+
+
+def check_out(out: Path, what: str, *, resume: bool) -> None:
+    """Refuse an output directory that holds anything, unless the run is to go on with `what` is in it.
+
+    Raises
+    ------
+    OutputError, UsageError
+    """
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"--out {out} is a file: give a directory")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"--out {out} is not empty: give --resume to go on with {what}, or another directory")
