@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.calibration.settings import Settings
 from skipdecode.cli.arguments import flag
@@ -178,17 +178,13 @@ def _measure(
         meters = meter(learn, "learn"), meter(check, "held out") if check else None
         wanted = trials(config, goal)
         bar.reset(total=wanted[0] * meters[0].batches + (wanted[1] * meters[1].batches if meters[1] else 0))
+        wall, nominal = config.target_speedup, config.nominal_speedup
+        name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
         influence = block_influence(attachment, learn, batch_size=config.batch_size, pad_id=pad)
-        found = calibrate(config, goal, influence, *meters, name=_name(config))
+        found = calibrate(config, goal, influence, *meters, name=name)
         bar.total = bar.n
     store.close()
     return found
-
-
-def _name(config: Config) -> str:
-    if config.target_speedup is not None:
-        return f"calibrated-{config.target_speedup:g}x-wall"
-    return f"calibrated-{cast('float', config.nominal_speedup):g}x"
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.columns import figures, side_by_side
 from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -71,11 +72,15 @@ def run(config: Config) -> int:
     """Show the demo; returns 0."""
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
-    parts = [_outcomes(config, setting) for setting in _settings(config)]
+    settings = _settings(config)
+    parts = [_outcomes(config, setting) for setting in settings]
     if config.json:
-        print(json.dumps(_document(dataclasses.asdict(config), parts), indent=2))
+        document = {"config": dataclasses.asdict(config), "parts": parts, "environment": environment()}
+        print(json.dumps(document, indent=2))
     else:
-        print("\n".join(_page(parts)))
+        width = min(shutil.get_terminal_size((100, 24)).columns, 160)
+        for part, setting in zip(parts, settings, strict=True):
+            print("\n".join(_lines(part, setting.remark, width)))
     return 0
 
 
@@ -161,8 +166,8 @@ def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
     ]
 
 
-def _outcomes(config: Config, setting: _Setting) -> _Part:
-    """Every schedule on all prompts in one batch, in turn, for exactly as many tokens."""
+def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
+    """Every schedule on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
     from tqdm import tqdm
 
     from skipdecode.data.report import note
@@ -181,19 +186,36 @@ def _outcomes(config: Config, setting: _Setting) -> _Part:
             for backend, results in zip(backends, runs, strict=True):
                 results.append(backend.generate(ids, settings, range(len(ids))))
                 bar.update()
-    outcomes = [
-        _Outcome(
-            name,
-            schedule,
-            [_text(loaded.tokenizer, tokens, backends[0].end_tokens) for tokens in results[0].tokens],
-            results[0],
-            # Whatever else the machine does can only slow a run down.
-            min(r.decode_s for r in results),
-        )
+    shown = [
+        {
+            "name": name,
+            "schedule": schedule.to_dict(),
+            **_figures(results, runs[0]),
+            "texts": [_text(loaded.tokenizer, tokens, backends[0].end_tokens) for tokens in results[0].tokens],
+        }
         for (name, schedule), results in zip(setting.schedules, runs, strict=True)
     ]
-    asked = [(str(p.record.id), str(p.record.prompt).removeprefix(_INSTRUCTION).strip()) for p in setting.prompts]
-    return _Part(setting.title, source.engine, asked, outcomes, setting.remark)
+    asked = [
+        {"id": str(p.record.id), "prompt": str(p.record.prompt).removeprefix(_INSTRUCTION).strip()}
+        for p in setting.prompts
+    ]
+    return {"title": setting.title, "engine": source.engine, "prompts": asked, "runs": shown}
+
+
+def _figures(results: Sequence[BatchResult], full: Sequence[BatchResult]) -> dict[str, float]:
+    """What the rounds of one schedule gave, next to those of full depth."""
+    one = results[0]
+    layers = one.step_layers / one.steps
+    # Whatever else the machine does can only slow a run down.
+    seconds, full_seconds = (min(r.decode_s for r in rounds) for rounds in (results, full))
+    return {
+        "layers_per_token": layers,
+        "nominal_speedup": full[0].step_layers / full[0].steps / layers,
+        "measured_decode_speedup": full_seconds / seconds,
+        "decode_tokens_per_s": len(one.tokens) * one.steps / seconds,
+        "kv_bytes": one.kv_bytes,
+        "kv_saved_share": 1 - one.kv_bytes / one.kv_bytes_full,
+    }
 
 
 def _text(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> str:
@@ -201,92 +223,20 @@ def _text(tokenizer: Any, tokens: list[int], end_tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(tokens[:end], skip_special_tokens=True)).strip()
 
 
-# ---------------------------------------------------------------------- what is shown
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What one schedule gave: the texts of all prompts, the figures of one round, the seconds of its fastest."""
-
-    name: str
-    schedule: Schedule
-    texts: list[str]
-    result: BatchResult
-    decode_s: float
-
-    @property
-    def layers(self) -> float:
-        return self.result.step_layers / self.result.steps
-
-    def figures(self, full: _Outcome) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "name": self.name,
-            "schedule": self.schedule.to_dict(),
-            "layers_per_token": self.layers,
-            "nominal_speedup": full.layers / self.layers,
-            "measured_decode_speedup": full.decode_s / self.decode_s,
-            "decode_tokens_per_s": len(self.texts) * self.result.steps / self.decode_s,
-            "kv_bytes": self.result.kv_bytes,
-            "kv_saved_share": 1 - self.result.kv_bytes / self.result.kv_bytes_full,
-            "texts": self.texts,
-        }
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One model: its prompts (id, text), what every schedule gave (full depth first), and a word on what it shows."""
-
-    title: str
-    engine: str
-    prompts: list[tuple[str, str]]
-    outcomes: list[_Outcome]
-    remark: str
-
-    def figures(self) -> list[dict[str, Any]]:
-        """JSON-ready, one for each schedule."""
-        return [o.figures(self.outcomes[0]) for o in self.outcomes]
-
-
-def _document(config: dict[str, Any], parts: Sequence[_Part]) -> dict[str, Any]:
-    """All parts, JSON-ready."""
-    from skipdecode.common.environment import environment
-
-    return {
-        "config": config,
-        "parts": [
-            {
-                "title": part.title,
-                "engine": part.engine,
-                "prompts": [{"id": name, "prompt": text} for name, text in part.prompts],
-                "runs": part.figures(),
-            }
-            for part in parts
-        ],
-        "environment": environment(),
-    }
-
-
-def _page(parts: Sequence[_Part]) -> list[str]:
-    """All parts as lines for the terminal at hand."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 160)
-    return [line for part in parts for line in _part_lines(part, width)]
-
-
-def _part_lines(part: _Part, width: int) -> list[str]:
+def _lines(part: dict[str, Any], remark: str, width: int) -> list[str]:
+    """A part for a terminal: texts side by side, and a table of figures."""
     # A constant schedule is there for its figures; its text says no more than that of the one with the same mean.
-    shown = [o for o in part.outcomes if not o.name.startswith("constant")]
-    lines = ["", *textwrap.wrap(f"== {part.title}", width)]
-    for i, (_, text) in enumerate(part.prompts):
-        lines += ["", f"> {text}", ""]
-        lines += side_by_side([o.name for o in shown], [o.texts[i] for o in shown], width)
-    layers = part.outcomes[0].schedule.num_layers
+    shown = [run for run in part["runs"] if not run["name"].startswith("constant")]
+    lines = ["", *textwrap.wrap(f"== {part['title']}", width)]
+    for i, prompt in enumerate(part["prompts"]):
+        lines += ["", f"> {prompt['prompt']}", ""]
+        lines += side_by_side([run["name"] for run in shown], [run["texts"][i] for run in shown], width)
     columns = {
-        f"{len(part.prompts)} rows, {part.engine} engine": "{name}",
-        f"layers of {layers}": "{layers_per_token:.1f}",
+        f"{len(part['prompts'])} rows, {part['engine']} engine": "{name}",
+        f"layers of {part['runs'][0]['schedule']['num_layers']}": "{layers_per_token:.1f}",
         "nominal": "{nominal_speedup:.2f}x",
         "measured": "{measured_decode_speedup:.2f}x",
         "tokens/s": "{decode_tokens_per_s:.0f}",
         "KV saved": "{kv_saved_share:.0%}",
     }
-    return [*lines, "", *figures(columns, part.figures()), "", *textwrap.wrap(part.remark, width)]
+    return [*lines, "", *figures(columns, part["runs"]), "", *textwrap.wrap(remark, width)]

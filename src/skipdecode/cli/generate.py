@@ -24,6 +24,7 @@ from skipdecode.cli.options import (
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
+    with_breaks,
 )
 from skipdecode.common.options import option
 from skipdecode.errors import DataError, UsageError
@@ -44,11 +45,6 @@ __all__ = ["Config", "run"]
 
 _INTERRUPTED = 130
 _COMPARED_BATCHES = 8
-
-
-def _with_escapes(text: str) -> str:
-    r"""`text` with \n and \t read as line end and tab, which are hard to type in a shell."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +85,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     top_p: float = option("sample from the likeliest tokens that together have this probability", default=1.0)
     seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
     stop: tuple[str, ...] = option(
-        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=_with_escapes
+        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
     )
     compare: bool = option(
         f"also run full depth on up to about {_COMPARED_BATCHES} batches, alternating, and print both speeds",

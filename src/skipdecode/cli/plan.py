@@ -135,26 +135,14 @@ def _tokens(config: Config) -> int:
 def _schedule(config: Config, cost: CostModel) -> Schedule:
     layers, warmup = cost.num_layers, config.warmup_layers
     order = top_down(layers, warmup) if config.order == "top-down" else None
+    shared: dict[str, Any] = {"seq_len": config.seq_len, "warmup_layers": warmup, "drop_order": order}
     if config.target_speedup is not None:
         schedule = _solved(config, cost, config.use, order)
     elif config.nominal_speedup is not None:
-        schedule = Schedule.from_speedup(
-            layers,
-            config.nominal_speedup,
-            config.seq_len,
-            warmup_layers=warmup,
-            spread=config.spread,
-            drop_order=order,
-        )
+        schedule = Schedule.from_speedup(layers, config.nominal_speedup, spread=config.spread, **shared)
     else:
-        schedule = Schedule.paper(
-            layers,
-            min_exit_layer=cast("int", config.min_exit_layer),
-            max_exit_layer=cast("int", config.max_exit_layer),
-            seq_len=config.seq_len,
-            warmup_layers=warmup,
-            drop_order=order,
-        )
+        shared |= {"min_exit_layer": config.min_exit_layer, "max_exit_layer": config.max_exit_layer}
+        schedule = Schedule.paper(layers, **shared)
     if config.order == "even":
         # The order aims at the least budget, which is known only now; which layers run does not change the cost.
         return schedule.reordered("even")

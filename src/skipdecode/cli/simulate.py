@@ -103,7 +103,7 @@ class Config(ScheduleOptions):
 
 @dataclass(frozen=True)
 class _Run:
-    """One column of the table."""
+    """One column of the table: requests a second that are offered (None: all at once), and that can be finished."""
 
     name: str
     schedule: Schedule
@@ -124,28 +124,8 @@ def run(config: Config) -> int:
     if not chosen.is_full:
         schedules.append(chosen)
     started = time.perf_counter()
-    shares = _join_shares(config, cost, schedules)
-    finished = _capacities(config, cost, schedules, shares)
-    rates = _rates(config, finished)
-    runs = [
-        _Run(
-            schedule.name,
-            schedule,
-            rate,
-            most,
-            share,
-            simulate(
-                _trace(config, rate),
-                cost,
-                schedule,
-                max_rows=cost.max_rows,
-                policy=config.policy,
-                join_below=share,
-                workers=config.workers,
-            ),
-        )
-        for schedule, rate, most, share in zip(schedules, rates, finished, shares, strict=True)
-    ]
+    full = _simulated(config, cost, schedules[0], None)
+    runs = [full, *(_simulated(config, cost, schedule, full.capacity) for schedule in schedules[1:])]
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
     print(json.dumps(_document(config, runs), indent=2) if config.json else "\n".join(_table(runs)))
@@ -208,45 +188,36 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
-    """`join_below` for each schedule; None: the policy's own."""
-    asked = config.join_below
-    if asked is None:
-        return [None] * len(schedules)
+def _simulated(config: Config, cost: BatchCost, schedule: Schedule, full_capacity: float | None) -> _Run:
+    """One run; `full_capacity` is full depth's, None for that itself."""
+    policy, rows = config.policy, cost.max_rows
+    share = _join_share(config, cost, schedule)
+    most, rate = None, config.rate
+    if config.load is not None or config.rate is not None:
+        endless = _trace(config, None, 1_000_000_000)
+        most = config.workers * capacity(endless, cost, schedule, max_rows=rows, policy=policy, join_below=share)
+        if config.load is not None:
+            rate = config.load * (most if config.load_of == "own" or full_capacity is None else full_capacity)
+    trace = _trace(config, rate)
+    result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
+    return _Run(schedule.name, schedule, rate, most, share, result)
+
+
+def _join_share(config: Config, cost: BatchCost, schedule: Schedule) -> float | None:
+    """`join_below` for a schedule; None: the policy's own."""
+    if config.join_below is None:
+        return None
     if config.policy == "continuous":
         raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
-    if asked == "auto":
+    if config.join_below == "auto":
         arrivals = list(_trace(config, None))
-        return [best_join_below(arrivals, cost, s, max_rows=cost.max_rows, policy=config.policy) for s in schedules]
+        return best_join_below(arrivals, cost, schedule, max_rows=cost.max_rows, policy=config.policy)
     try:
-        return [float(asked)] * len(schedules)
+        return float(config.join_below)
     except ValueError:
-        raise UsageError(f"--join-below {asked} is not accepted: give a number from 0 to 1, or auto") from None
-
-
-def _capacities(
-    config: Config, cost: BatchCost, schedules: list[Schedule], shares: list[float | None]
-) -> list[float | None]:
-    """Requests a second that all workers can finish, for each schedule; None where all requests come at once."""
-    if config.load is None and config.rate is None:
-        return [None] * len(schedules)
-    endless = 1_000_000_000
-    return [
-        config.workers
-        * capacity(
-            _trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=config.policy, join_below=share
-        )
-        for s, share in zip(schedules, shares, strict=True)
-    ]
-
-
-def _rates(config: Config, finished: list[float | None]) -> list[float | None]:
-    """Requests a second of each run; None: all at once."""
-    load = config.load
-    if load is None:
-        return [config.rate] * len(finished)
-    measured = finished if config.load_of == "own" else finished[:1] * len(finished)
-    return [None if each is None else load * each for each in measured]
+        raise UsageError(
+            f"--join-below {config.join_below} is not accepted: give a number from 0 to 1, or auto"
+        ) from None
 
 
 # ---------------------------------------------------------------------- report
@@ -274,15 +245,15 @@ def _table(runs: list[_Run]) -> list[str]:
     if runs[0].join_below is not None:
         lines.append(["next rows join below", *(f"{r.join_below:.1%} of rows" for r in runs)])
     figures = {
-        "requests/s finished": lambda s: f"{s.requests_per_second:.2f}",
-        "tokens/s": lambda s: f"{s.tokens_per_second:.1f}",
-        "time with any row": lambda s: f"{s.busy:.0%}",
-        "rows in use": lambda s: f"{s.occupancy:.0%}",
-        "rows per step": lambda s: f"{s.rows_per_step:.2f} of {s.max_rows}",
-        "layers per step": lambda s: f"{s.layers_per_step:.2f}",
-        "layers per token": lambda s: f"{s.layers_per_token:.2f}",
+        "requests/s finished": "{0.requests_per_second:.2f}",
+        "tokens/s": "{0.tokens_per_second:.1f}",
+        "time with any row": "{0.busy:.0%}",
+        "rows in use": "{0.occupancy:.0%}",
+        "rows per step": "{0.rows_per_step:.2f} of {0.max_rows}",
+        "layers per step": "{0.layers_per_step:.2f}",
+        "layers per token": "{0.layers_per_token:.2f}",
     }
-    lines += [[name, *map(show, results)] for name, show in figures.items()]
+    lines += [[name, *map(form.format, results)] for name, form in figures.items()]
     for name, field in (("first token", "first_token"), ("inter-token", "between_tokens"), ("request", "whole")):
         for share in (0.5, 0.99):
             seconds = [getattr(s.totals, field).quantile(share) for s in results]

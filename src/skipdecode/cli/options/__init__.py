@@ -23,6 +23,7 @@ __all__ = [
     "choose_schedule",
     "read_cost",
     "read_schedule",
+    "with_breaks",
 ]
 
 
@@ -188,3 +189,8 @@ def check_out(out: Path, what: str, *, resume: bool) -> None:
         raise OutputError(f"--out {out} is a file: give a directory")
     if not resume and out.is_dir() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty: give --resume to go on with {what}, or another directory")
+
+
+def with_breaks(text: str) -> str:
+    r"""`text` with \n and \t read as line end and tab, which are hard to type in a shell."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")

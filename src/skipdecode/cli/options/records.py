@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.options import with_breaks
 from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
     from skipdecode.data.template import Template
 
 __all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
-
-
-def _with_breaks(text: str) -> str:
-    # A shell has no easy way to write a line break.
-    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,7 @@ class RecordOptions(Options):
     prompt_template: str | None = option(
         "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
         default=None,
-        parse=_with_breaks,
+        parse=with_breaks,
     )
     prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
     response_field: str | None = option("the field that is the response", default=None)
