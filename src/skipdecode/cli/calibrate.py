@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from skipdecode.data.examples import Example
     from skipdecode.models.attach import Attachment
     from skipdecode.models.loading.hub import LoadedModel
-    from skipdecode.performance.cost import CostModel
 
 __all__ = ["Config", "run"]
 
@@ -72,6 +71,8 @@ def run(config: Config) -> int:
         import skipdecode.data.examples  # noqa: F401
     except ImportError:
         raise MissingExtraError("calibration", "tune") from None
+    from skipdecode.calibration.goal import set_goal
+
     cost = None if config.cost is None else read_cost(config.cost)
     make_template(config)  # refuses before a model is loaded
     loaded = _load(config)
@@ -82,11 +83,12 @@ def run(config: Config) -> int:
     if config.target_speedup is not None:
         origin = f"from {config.cost}"
         if cost is None:
-            cost, origin = _found_cost(config, prompt_len)
+            from skipdecode.performance.cost_source import find_cost
+
+            source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
+            cost, origin = source.cost, source.origin
         if cost.num_layers != layers:
             raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
-    from skipdecode.calibration.goal import set_goal
-
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check, out)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
@@ -95,13 +97,6 @@ def run(config: Config) -> int:
     _draw_picture(found, goal, out)
     print(json.dumps(document) if config.json else _report(document, out / _SCHEDULE))
     return 0
-
-
-def _found_cost(config: Config, prompt_len: int) -> tuple[CostModel, str]:
-    from skipdecode.performance.cost_source import find_cost
-
-    source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
-    return source.cost, source.origin
 
 
 def _load(config: Config) -> LoadedModel:

@@ -105,7 +105,6 @@ class Config(ScheduleOptions):
 class _Run:
     """One column of the table: requests a second that are offered (None: all at once), and that can be finished."""
 
-    name: str
     schedule: Schedule
     rate: float | None
     capacity: float | None
@@ -117,15 +116,13 @@ def run(config: Config) -> int:
     """Simulate full depth and the schedule, and print both."""
     _check(config)
     cost = _cost(config)
-    schedules = [Schedule.full(cost.num_layers)]
     chosen = choose_schedule(config, cost.num_layers, carried=None, default_seq_len=_positions(config)).schedule
     if config.flat:
         chosen = chosen.flattened()
-    if not chosen.is_full:
-        schedules.append(chosen)
     started = time.perf_counter()
-    full = _simulated(config, cost, schedules[0], None)
-    runs = [full, *(_simulated(config, cost, schedule, full.capacity) for schedule in schedules[1:])]
+    runs = [_simulated(config, cost, Schedule.full(cost.num_layers), None)]
+    if not chosen.is_full:
+        runs.append(_simulated(config, cost, chosen, runs[0].capacity))
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
     print(json.dumps(_document(config, runs), indent=2) if config.json else "\n".join(_table(runs)))
@@ -152,17 +149,13 @@ def _check(config: Config) -> None:
 
 
 def _cost(config: Config) -> BatchCost:
-    if config.model is not None:
-        return _predicted(config, config.model)
-    models = [read_cost(path) for path in config.cost]
-    seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
-    return BatchCost.between(models, config.max_rows, seconds)
-
-
-def _predicted(config: Config, name: str) -> BatchCost:
+    if config.model is None:
+        models = [read_cost(path) for path in config.cost]
+        seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
+        return BatchCost.between(models, config.max_rows, seconds)
     from skipdecode.performance.cost_source import find_geometry
 
-    geometry, dtype = find_geometry(name)
+    geometry, dtype = find_geometry(config.model)
     if config.bandwidth is None or config.flops is None:
         from skipdecode.performance.machine import measure_machine
 
@@ -200,7 +193,7 @@ def _simulated(config: Config, cost: BatchCost, schedule: Schedule, full_capacit
             rate = config.load * (most if config.load_of == "own" or full_capacity is None else full_capacity)
     trace = _trace(config, rate)
     result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
-    return _Run(schedule.name, schedule, rate, most, share, result)
+    return _Run(schedule, rate, most, share, result)
 
 
 def _join_share(config: Config, cost: BatchCost, schedule: Schedule) -> float | None:
@@ -228,7 +221,7 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
         "policy": config.policy,
         "seed": config.seed,
         "runs": [
-            {"name": r.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
+            {"name": r.schedule.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
             | ({} if r.join_below is None else {"join_below": r.join_below})
             | r.result.to_dict()
             for r in runs
@@ -237,7 +230,7 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
 
 
 def _table(runs: list[_Run]) -> list[str]:
-    lines: list[list[str]] = [["", *(r.name for r in runs)]]
+    lines: list[list[str]] = [["", *(r.schedule.name for r in runs)]]
     results = [r.result for r in runs]
     lines.append(["requests/s offered", *("all at once" if r.rate is None else f"{r.rate:.2f}" for r in runs)])
     if runs[0].capacity is not None:

@@ -44,13 +44,7 @@ class RecordOptions(Options):
 
 
 def make_template(options: RecordOptions) -> Template:
-    """The template that the options name.
-
-    Raises
-    ------
-    UsageError
-        They name none or contradict each other.
-    """
+    """The template that the options name; raises UsageError if they name none or contradict each other."""
     from skipdecode.data.template import Template
     from skipdecode.evaluation.tasks import load_task
 
@@ -70,12 +64,8 @@ def make_template(options: RecordOptions) -> Template:
 def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:
     """The prompt's template that a recipe's options name, and whether it goes through the chat template.
 
-    None if they name none, as in a recipe that was not written by `skipdecode tune`.
-
-    Raises
-    ------
-    SkipDecodeError, OSError
-        They name a task that is not known here, or a task file that cannot be read.
+    None if they name none, as in a recipe that was not written by `skipdecode tune`. Raises SkipDecodeError or OSError
+    for a task that is not known here, or whose file cannot be read.
     """
     from skipdecode.evaluation.tasks import load_task
 
