@@ -18,7 +18,7 @@ from skipdecode.common.kinds import heading
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.methods.base import Method
@@ -250,7 +250,7 @@ def test_batches_hold_every_record_once_longest_first():
 
 @pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "resamples", "samples"])
 def test_settings_out_of_range_are_refused(name: str):
-    with pytest.raises(UsageError, match=name):
+    with pytest.raises(OptionError, match=f"{name}=0 is not accepted"):
         Settings(**{name: 0})
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule.levels import fewest_levels, with_levels
+from skipdecode.schedule.levels import fewest_levels
 from skipdecode.schedule.order import bottom_up
 
 LAYERS = 12
@@ -33,39 +33,40 @@ def lost(given: Schedule, made: Schedule, rows: tuple[int, ...] | None) -> float
     return (layers_run(made, rows) - layers_run(given, rows)) / saved if saved else 0.0
 
 
-@given(CURVES, st.integers(1, 12), ROWS)
-def test_no_position_loses_a_layer_and_the_loss_is_what_it_says(budgets, levels, rows):
+LIMITS = st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0])
+
+
+@given(CURVES, LIMITS, ROWS)
+def test_no_position_loses_a_layer_and_the_loss_is_what_it_says(budgets, limit, rows):
     before = schedule_of(budgets)
-    after, share = with_levels(before, levels, rows)
-    assert len(set(after.budgets)) <= levels
+    after, share = fewest_levels(before, most_lost=limit, new_tokens=rows)
     assert all(a >= b for a, b in zip(after.budgets, budgets, strict=True))
     assert after.budgets[0] == budgets[0]
     assert set(after.budgets) <= set(budgets)
     assert (after.drop_order, after.prompt_layers()) == (before.drop_order, before.prompt_layers())
     assert all(set(after.layers(i + 1)) <= set(after.layers(i)) for i in range(len(budgets)))
     assert share == pytest.approx(lost(before, after, rows))
-    assert 0 <= share <= 1
+    assert 0 <= share <= limit
 
 
-@given(CURVES, st.integers(1, 4), ROWS)
-def test_nothing_loses_less(budgets, levels, rows):
-    before = schedule_of(budgets)
-    values = sorted(set(budgets), reverse=True)
+def least_lost(before: Schedule, levels: int, rows: tuple[int, ...] | None) -> float:
+    """Of all choices of so many levels."""
+    values = sorted(set(before.budgets), reverse=True)
     choices = []
-    for kept in combinations(values[1:], min(levels, len(values)) - 1):
-        rounded = tuple(min(v for v in (values[0], *kept) if v >= b) for b in budgets)
+    for kept in combinations(values[1:], levels - 1):
+        rounded = tuple(min(v for v in (values[0], *kept) if v >= b) for b in before.budgets)
         choices.append(lost(before, schedule_of(rounded), rows))
-    assert with_levels(before, levels, rows).lost == pytest.approx(min(choices))
+    return min(choices)
 
 
-@given(CURVES, st.sampled_from([0.0, 0.02, 0.1, 0.5, 1.0]), ROWS)
-def test_fewest_levels_keep_to_the_limit_and_one_less_would_not(budgets, limit, rows):
+@given(CURVES, LIMITS, ROWS)
+def test_nothing_loses_less_and_one_level_less_would_lose_more_than_the_limit(budgets, limit, rows):
     before = schedule_of(budgets)
     after, share = fewest_levels(before, most_lost=limit, new_tokens=rows)
-    assert share <= limit
     levels = len(set(after.budgets))
+    assert share == pytest.approx(least_lost(before, levels, rows))
     if levels > 1:
-        assert with_levels(before, levels - 1, rows).lost > limit
+        assert least_lost(before, levels - 1, rows) > limit
 
 
 def test_the_papers_curve_at_2x():
@@ -74,17 +75,16 @@ def test_the_papers_curve_at_2x():
     assert len(set(before.budgets)) == 11
     assert len(set(after.budgets)) == 8
     assert 0 < share < 0.02
-    assert 0.04 < with_levels(before, 4).lost < 0.1
-    assert with_levels(before, 99) == (before, 0)
+    assert len(set(fewest_levels(before, most_lost=0.1).schedule.budgets)) <= 4
+    assert fewest_levels(before, most_lost=0) == (before, 0)
 
 
 def test_levels_that_make_no_sense_are_refused():
     full = Schedule.full(4)
     assert fewest_levels(full) == (full, 0)
     for call in (
-        lambda: with_levels(full, 0),
-        lambda: with_levels(full, 1, ()),
-        lambda: with_levels(full, 1, (0,)),
+        lambda: fewest_levels(full, new_tokens=()),
+        lambda: fewest_levels(full, new_tokens=(0,)),
         lambda: fewest_levels(full, most_lost=1.5),
     ):
         with pytest.raises(ScheduleError):

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
-from skipdecode.cli.bench_report import report
+from skipdecode.cli.columns import figures
 from skipdecode.cli.options import ThreadOptions
+from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
-from skipdecode.errors import OutputError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.performance.bench.geometries import GEOMETRIES
 from skipdecode.performance.bench.peers import DRAFTING, PEERS
 from skipdecode.performance.bench.workload import Workload
@@ -62,14 +63,14 @@ def run(config: Config) -> int:
     _check(config)
     document, trace = _measured(config)
     if config.profile is not None:
-        _write(config.profile, json.dumps(trace | {"profile": document["profile"]}).encode())
+        write_whole(config.profile, json.dumps(trace | {"profile": document["profile"]}))
     if config.out is not None:
-        _write(config.out, (json.dumps(document, indent=1) + "\n").encode())
+        write_whole(config.out, json.dumps(document, indent=1) + "\n")
     if config.png is not None:
         from skipdecode.reporting.plots import speed_png
 
-        _write(config.png, speed_png(document["rows"]))
-    print("\n".join(report(document)))
+        write_whole(config.png, speed_png(document["rows"]))
+    print("\n".join(_report(document)))
     return 0
 
 
@@ -134,8 +135,45 @@ def _text(tokenizer: Any) -> list[int]:
     return ids
 
 
-def _write(name: str, content: bytes) -> None:
-    try:
-        Path(name).write_bytes(content)
-    except OSError as e:
-        raise OutputError(f"cannot write {name}: {e.strerror or e}") from None
+# ---------------------------------------------------------------------- report
+
+_SPEED = {
+    "engine": "{engine}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "nominal": "{nominal_speedup:g}x",
+    "layers": "{mean_layers:.1f}",
+    "tokens/s": "{decode_tokens_per_s:.1f}",
+    "ms/step": "{ms_per_step:.2f}",
+    "speed-up": "{decode_speedup:.2f}x",
+    "bound": "{amdahl_bound:.2f}x",
+    "x transformers": "{speedup_over_transformers:.2f}",
+    "MB/step": "{mb_per_step:.1f}",
+    "of bandwidth": "{roofline_share:.0%}",
+}
+_PROFILE = {
+    "  part": "  {kind}",
+    "ms/step": "{ms_per_step:.3f}",
+    "share": "{share:.1%}",
+    "calls/step": "{calls_per_step:.1f}",
+    "us/call": "{us_per_call:.1f}",
+    "GB/s": "{gb_per_s:.1f}",
+    "of bandwidth": "{bandwidth_share:.0%}",
+}
+_RUN = ("engine", "batch", "prompt", "nominal_speedup")
+
+
+def _report(document: dict[str, Any]) -> list[str]:
+    rows = [row | {"mb_per_step": row["bytes_per_step"] / 1e6} for row in document["rows"]]
+    read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s, {document['environment']['threads']} threads"
+    lines = [*figures(_SPEED, rows), "", read, *document["notes"]]
+    unprofiled = {tuple(r[k] for k in _RUN): r["ms_per_step"] for r in rows}
+    parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in document.get("profile", ()):
+        parts.setdefault(tuple(row[k] for k in _RUN), []).append(row)
+    for (engine, batch, prompt, nominal), mine in parts.items():
+        took = sum(r["ms_per_step"] for r in mine)
+        name = f"{engine}, batch {batch}, prompt {prompt}, nominal {nominal:g}x"
+        lines += ["", f"{name}: {took:.2f} ms a step ({unprofiled[engine, batch, prompt, nominal]:.2f} unprofiled)"]
+        lines += figures(_PROFILE, mine, absent="")
+    return lines

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import json
 import random
-import sys
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.calibration.settings import Settings
-from skipdecode.cli.calibrate_report import report
+from skipdecode.cli.arguments import flag
+from skipdecode.cli.columns import figures
+from skipdecode.cli.options import check_out, read_cost
 from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
-from skipdecode.errors import DataError, MissingExtraError, OutputError, UsageError
-from skipdecode.performance.cost import CostModel
+from skipdecode.data.report import note
+from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.calibration.goal import Goal
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["Config", "run"]
 
 _SCHEDULE, _REPORT, _PICTURE, _STORE = "schedule.json", "calibration.json", "calibration.png", "measured.jsonl"
+_SHOWN_ORDER = 12
+_PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,58 +65,39 @@ class Config(Settings, RecordOptions):
 def run(config: Config) -> int:
     """Calibrate, write and print."""
     out = Path(config.out)
-    _check(config, out)
-    cost = _cost(config) if config.target_speedup is not None and config.cost is not None else None
+    if config.cost is not None and config.target_speedup is None:
+        raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
+    check_out(out, "what was measured", resume=config.resume)
+    try:
+        import skipdecode.data.prompts  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("calibration", "tune") from None
+    from skipdecode.calibration.goal import set_goal
+
+    cost = None if config.cost is None else read_cost(config.cost)
     make_template(config)  # refuses before a model is loaded
     loaded = _load(config)
     learn, check = _draw(config, loaded)
-    layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = loaded.num_layers
     prompt_len = round(median(len(e.prompt) for e in learn))
     origin = "layers only"
     if config.target_speedup is not None:
         origin = f"from {config.cost}"
         if cost is None:
-            cost, origin = _found_cost(config, prompt_len)
+            from skipdecode.performance.cost_source import find_cost
+
+            source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
+            cost, origin = source.cost, source.origin
         if cost.num_layers != layers:
             raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
-    from skipdecode.calibration.goal import set_goal
-
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check, out)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
     write_whole(out / _SCHEDULE, found.schedule.to_json(indent=1) + "\n")
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
     _draw_picture(document, found, goal, out)
-    print(json.dumps(document) if config.json else report(document, out / _SCHEDULE))
+    print(json.dumps(document) if config.json else _report(document, out / _SCHEDULE))
     return 0
-
-
-def _check(config: Config, out: Path) -> None:
-    if config.cost is not None and config.target_speedup is None:
-        raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"--out {out} is a file: give a directory")
-    if not config.resume and out.is_dir() and any(out.iterdir()):
-        raise UsageError(
-            f"--out {out} is not empty: give --resume to go on with what was measured, or another directory"
-        )
-
-
-def _cost(config: Config) -> CostModel:
-    try:
-        data = json.loads(Path(config.cost or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise DataError(f"--cost {config.cost} is no JSON file that can be read: {e}") from None
-    if isinstance(data, dict) and isinstance(data.get("cost"), dict):
-        data = data["cost"]
-    return CostModel.from_dict(data)
-
-
-def _found_cost(config: Config, prompt_len: int) -> tuple[CostModel, str]:
-    from skipdecode.performance.cost_source import find_cost
-
-    source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
-    return source.cost, source.origin
 
 
 def _load(config: Config) -> LoadedModel:
@@ -134,10 +120,7 @@ def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Exam
     learn, rest = _take(groups, config.records)
     check, _ = _take(rest, config.held_out)
     if len(check) < config.held_out:
-        print(
-            f"skipdecode: {len(check)} records are held out, not {config.held_out}: the other prompts are too few",
-            file=sys.stderr,
-        )
+        note(f"{len(check)} records are held out, not {config.held_out}: the other prompts are too few")
     return learn, check
 
 
@@ -168,7 +151,6 @@ def _measure(
     from skipdecode.calibration.run import calibrate, trials
     from skipdecode.common.journal import KeptValues
     from skipdecode.models.attach import attach
-    from skipdecode.schedule import Schedule
 
     tokenizer: Any = loaded.tokenizer
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -189,17 +171,13 @@ def _measure(
         meters = meter(learn, "learn"), meter(check, "held out") if check else None
         wanted = trials(config, goal)
         bar.reset(total=wanted[0] * meters[0].batches + (wanted[1] * meters[1].batches if meters[1] else 0))
+        wall, nominal = config.target_speedup, config.nominal_speedup
+        name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
         influence = block_influence(attachment, learn, batch_size=config.batch_size, pad_id=pad)
-        found = calibrate(config, goal, influence, *meters, name=_name(config))
+        found = calibrate(config, goal, influence, *meters, name=name)
         bar.total = bar.n
     store.close()
     return found
-
-
-def _name(config: Config) -> str:
-    if config.target_speedup is not None:
-        return f"calibrated-{config.target_speedup:g}x-wall"
-    return f"calibrated-{cast('float', config.nominal_speedup):g}x"
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:
@@ -228,6 +206,61 @@ def _draw_picture(document: dict[str, Any], found: Calibration, goal: Goal, out:
     try:
         figure = calibration_figure(document, title=title)
     except MissingExtraError as e:
-        print(f"skipdecode: no picture: {e}", file=sys.stderr)
+        note(f"no picture: {e}")
     else:
         write_whole(out / _PICTURE, png(figure))
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def _report(document: dict[str, Any], schedule_file: Path) -> str:
+    """Lines for people, from the document that is also written as JSON."""
+    schedule = Schedule.from_dict(document["schedule"])
+    verdicts = document["verdicts"]
+    kind = "wall-clock" if document["options"]["target_speedup"] is not None else "layers"
+    order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
+        " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
+    )
+    depth = f"{schedule.budgets[0]}" if schedule.is_flat else f"{schedule.budgets[0]} falling to {schedule.budgets[-1]}"
+    columns = {
+        "schedule": "{name}",
+        f"speed-up ({kind})": "{speedup:.2f}x",
+        "mean layers": "{mean_layers:.1f}",
+        "predicted": "{predicted:.4f}",
+        "measured": "{measured:.4f}",
+        "held out": "{held_out:.4f}",
+    }
+    lines = [
+        f"{schedule.name}: {depth} of {schedule.num_layers} layers; left out in the order {order}",
+        f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
+        + (f", and on {document['held_out_records']} held out" if document["held_out_records"] else ""),
+        "",
+        *figures(columns, verdicts, absent=""),
+    ]
+    lines += ["", *_remarks(verdicts), f"next: {shlex.join(_next(document, schedule_file))}"]
+    return "\n".join(lines)
+
+
+def _next(document: dict[str, Any], schedule_file: Path) -> list[str]:
+    """The call that tunes on, with the same prompts."""
+    options = document["options"]
+    given = [(flag(name), options[name]) for name in _PROMPT if options[name] not in (None, False)]
+    same = [word for name, value in given for word in ([name] if value is True else [name, value])]
+    command = ["skipdecode", "tune", document["model"], "--schedule", str(schedule_file), *same]
+    return [*command, "--train", options["data"], "--dev", "dev.jsonl", "--out", "tuned"]
+
+
+def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
+    """What the numbers do not say by themselves."""
+    chosen = verdicts[-1]
+    lines = [
+        f"the prediction was off by {chosen['predicted'] - chosen['measured']:+.4f} for {chosen['name']}: it takes a "
+        "token's loss to depend on its own depth, not on that of the tokens before it"
+    ]
+    key = "measured" if chosen["held_out"] is None else "held_out"
+    better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
+    if better:
+        where = "these records" if key == "measured" else "the records held out"
+        lines.append(f"on {where} the calibrated schedule is no better than: {', '.join(better)}")
+    return lines

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import textwrap
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["side_by_side", "table"]
+__all__ = ["figures", "side_by_side", "table"]
 
 _LEAST_WIDTH = 22
 _GAP = 2
@@ -44,6 +45,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in (header, *rows)
     ]
+
+
+def figures(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, absent: str = "-") -> list[str]:
+    """A table of records: by heading, a format of a record's fields such as ``{seconds:.1f} s``.
+
+    `absent` stands where a field is None.
+    """
+
+    def cell(form: str, row: Mapping[str, Any]) -> str:
+        try:
+            return form.format_map(row)
+        except TypeError:  # None takes no format
+            return absent
+
+    return table([*columns], [[cell(form, row) for form in columns.values()] for row in rows])
 
 
 def _one_line(text: str) -> str:

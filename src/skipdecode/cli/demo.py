@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.demo_page import Outcome, Part, document, page
+from skipdecode.cli.columns import figures, side_by_side
 from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import EncodedPrompt
-    from skipdecode.engine.base import Engine
+    from skipdecode.engine.base import Engine, EngineStats
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
@@ -68,11 +72,15 @@ def run(config: Config) -> int:
     """Show the demo; returns 0."""
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
-    parts = [_outcomes(config, setting) for setting in _settings(config)]
+    settings = _settings(config)
+    parts = [_outcomes(config, setting) for setting in settings]
     if config.json:
-        print(json.dumps(document(dataclasses.asdict(config), parts), indent=2))
+        document = {"config": dataclasses.asdict(config), "parts": parts, "environment": environment()}
+        print(json.dumps(document, indent=2))
     else:
-        print("\n".join(page(parts)))
+        width = min(shutil.get_terminal_size((100, 24)).columns, 160)
+        for part, setting in zip(parts, settings, strict=True):
+            print("\n".join(_lines(part, setting.remark, width)))
     return 0
 
 
@@ -134,15 +142,9 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str], form: str, *
     return prompts
 
 
-def _num_layers(loaded: LoadedModel) -> int:
-    from skipdecode.models.families import decoder_layers, unwrap
-
-    return len(decoder_layers(unwrap(loaded.model)))
-
-
 def _tuned_schedules(loaded: LoadedModel) -> list[tuple[str, Schedule]]:
     """The schedules that the bundled adapter was tuned under."""
-    layers = _num_layers(loaded)
+    layers = loaded.num_layers
     positions = layers if loaded.schedule is None else loaded.schedule.seq_len
     return [
         ("full depth", Schedule.full(layers)),
@@ -151,7 +153,7 @@ def _tuned_schedules(loaded: LoadedModel) -> list[tuple[str, Schedule]]:
 
 
 def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
-    layers, own = _num_layers(loaded), loaded.schedule
+    layers, own = loaded.num_layers, loaded.schedule
     tenth = max(1, layers // 10)
     half = max(2, layers // 2)
     return [
@@ -164,8 +166,8 @@ def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
     ]
 
 
-def _outcomes(config: Config, setting: _Setting) -> Part:
-    """Every schedule on all prompts in one batch, in turn, for exactly as many tokens."""
+def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
+    """Every schedule on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
     from tqdm import tqdm
 
     from skipdecode.data.report import note
@@ -188,21 +190,57 @@ def _outcomes(config: Config, setting: _Setting) -> Part:
                 results.append(decode(schedule, len(setting.prompts), config.max_new_tokens))
                 bar.update()
     ends = end_tokens(loaded.model, loaded.tokenizer)
-    outcomes = [
-        Outcome(
-            name,
-            schedule,
-            [_text(loaded.tokenizer, tokens, ends) for tokens in results[0][1]],
-            results[0][0].stats,
-            # Whatever else the machine does can only slow a run down.
-            min(engine.stats.after_prompts for engine, _ in results),
-        )
+    shown = [
+        {
+            "name": name,
+            "schedule": schedule.to_dict(),
+            **_figures([engine.stats for engine, _ in results], [engine.stats for engine, _ in runs[0]]),
+            "texts": [_text(loaded.tokenizer, tokens, ends) for tokens in results[0][1]],
+        }
         for (name, schedule), results in zip(setting.schedules, runs, strict=True)
     ]
-    asked = [(str(p.record.id), str(p.record.prompt).removeprefix(_INSTRUCTION).strip()) for p in setting.prompts]
-    return Part(setting.title, source.name, asked, outcomes, setting.remark)
+    asked = [
+        {"id": str(p.record.id), "prompt": str(p.record.prompt).removeprefix(_INSTRUCTION).strip()}
+        for p in setting.prompts
+    ]
+    return {"title": setting.title, "engine": source.name, "prompts": asked, "runs": shown}
+
+
+def _figures(rounds: Sequence[EngineStats], full: Sequence[EngineStats]) -> dict[str, float]:
+    """What the rounds of one schedule gave, next to those of full depth."""
+    one = rounds[0]
+    layers = one.layer_reads / one.steps
+    # Whatever else the machine does can only slow a run down.
+    seconds, full_seconds = (min(stats.after_prompts for stats in each) for each in (rounds, full))
+    return {
+        "layers_per_token": layers,
+        "nominal_speedup": full[0].layer_reads / full[0].steps / layers,
+        "measured_decode_speedup": full_seconds / seconds,
+        "decode_tokens_per_s": one.fed_tokens / seconds,
+        "kv_bytes": one.kv_bytes_peak,
+        "kv_saved_share": 1 - one.kv_bytes_peak / one.kv_bytes_full_peak,
+    }
 
 
 def _text(tokenizer: Any, tokens: list[int], end_tokens: frozenset[int]) -> str:
     end = next((i for i, token in enumerate(tokens) if token in end_tokens), len(tokens))
     return str(tokenizer.decode(tokens[:end], skip_special_tokens=True)).strip()
+
+
+def _lines(part: dict[str, Any], remark: str, width: int) -> list[str]:
+    """A part for a terminal: texts side by side, and a table of figures."""
+    # A constant schedule is there for its figures; its text says no more than that of the one with the same mean.
+    shown = [run for run in part["runs"] if not run["name"].startswith("constant")]
+    lines = ["", *textwrap.wrap(f"== {part['title']}", width)]
+    for i, prompt in enumerate(part["prompts"]):
+        lines += ["", f"> {prompt['prompt']}", ""]
+        lines += side_by_side([run["name"] for run in shown], [run["texts"][i] for run in shown], width)
+    columns = {
+        f"{len(part['prompts'])} rows, {part['engine']} engine": "{name}",
+        f"layers of {part['runs'][0]['schedule']['num_layers']}": "{layers_per_token:.1f}",
+        "nominal": "{nominal_speedup:.2f}x",
+        "measured": "{measured_decode_speedup:.2f}x",
+        "tokens/s": "{decode_tokens_per_s:.0f}",
+        "KV saved": "{kv_saved_share:.0%}",
+    }
+    return [*lines, "", *figures(columns, part["runs"]), "", *textwrap.wrap(remark, width)]

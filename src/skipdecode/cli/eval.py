@@ -17,6 +17,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +27,9 @@ from skipdecode.cli.options import EngineOptions, ModelOptions
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
+from skipdecode.data.report import note
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.evaluation.settings import Settings
+from skipdecode.evaluation.settings import Progress, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +133,6 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 
 
 def _evaluate(config: Config) -> int:
-    from skipdecode.cli.eval_progress import note_left_out
     from skipdecode.data.source import load_records
     from skipdecode.data.tasks import load_task
     from skipdecode.evaluation.metrics import METRICS
@@ -147,7 +149,7 @@ def _evaluate(config: Config) -> int:
     for metric in config.metrics:
         METRICS.check(metric)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
-    note_left_out(records.skipped)
+    _note_left_out(records.skipped)
     metrics = _metrics(config, task)
     _show(config, _runs(config, each, task, records, metrics, directory), ())
     return 0
@@ -168,32 +170,31 @@ def _runs(
     metrics: Sequence[Metric],
     directory: Path,
 ) -> list[Run]:
-    from skipdecode.cli.eval_progress import Bars
     from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.methods.scheduled import on_engine
     from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
-    from skipdecode.models.families import decoder_layers, unwrap
+    from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import load_model
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = _recipe(loaded)
     _check_template(recipe, task)
-    layers = len(decoder_layers(unwrap(loaded.model)))
+    layers = loaded.num_layers
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
     methods: dict[Path, Method] = {}
     for one in each:
         method, origin = choose_method(one, layers, carried=loaded.schedule, default_seq_len=seq_len)
-        _note(f"{method.name}: {origin}")
+        note(f"{method.name}: {origin}")
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
         check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
         methods[place] = method
-    bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note, config.weights)
-    _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
+    bound, full = on_engine(list(methods.values()), loaded.model, config.engine, note, config.weights)
+    note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
     subject = Subject(
         loaded.model,
         loaded.tokenizer,
@@ -223,7 +224,7 @@ def _runs(
         config=about,
         overwrite=config.overwrite,
         skip_bad=config.bad_records == "skip",
-        progress=Bars(),
+        progress=_Bars(),
     )
 
 
@@ -250,11 +251,34 @@ def _check_template(recipe: dict[str, Any] | None, task: Task) -> None:
     try:
         tuned = recorded_prompt(options)
     except (SkipDecodeError, OSError):
-        _note(f"the model was tuned with --task {options['task']}, which cannot be read here: compare its prompt")
+        note(f"the model was tuned with --task {options['task']}, which cannot be read here: compare its prompt")
         return
     if tuned is not None and tuned != (task.prompt, task.chat):
-        _note(f"the model was tuned with the prompt {tuned[0]!r}, chat={tuned[1]}; this task's differs")
+        note(f"the model was tuned with the prompt {tuned[0]!r}, chat={tuned[1]}; this task's differs")
 
 
-def _note(message: str) -> None:
-    print(f"skipdecode: {message}", file=sys.stderr)
+class _Bars(Progress):
+    """See `Progress`."""
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Any]:
+        """See `Progress.stage`."""
+        # A log file gets a line now and then, a terminal a moving bar.
+        pause = 0.2 if sys.stderr.isatty() else 10.0
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=name, unit="record", mininterval=pause, file=sys.stderr) as bar:
+            yield bar
+
+    def left_out(self, records: Sequence[tuple[int, str]]) -> None:
+        """See `Progress.left_out`."""
+        _note_left_out(records)
+
+
+def _note_left_out(records: Sequence[tuple[int, str]]) -> None:
+    """Say how many records are left out, and the line and reason of the first ones; nothing if there are none."""
+    if records:
+        lines = ", ".join(f"{line} ({reason})" for line, reason in records[:5])
+        more = " ..." if len(records) > 5 else ""
+        noun = "record" if len(records) == 1 else "records"
+        note(f"{len(records)} {noun} left out; lines {lines}{more}")

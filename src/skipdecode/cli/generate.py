@@ -23,8 +23,8 @@ from skipdecode.cli.options import (
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
+    with_breaks,
 )
-from skipdecode.cli.options.records import with_breaks
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 
@@ -155,13 +155,11 @@ def _source(config: Config) -> PromptSource:
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     from skipdecode.data.report import note, schedule_line
     from skipdecode.engine.opening import open_engines
-    from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    num_layers = len(decoder_layers(unwrap(loaded.model)))
-    choice = choose_schedule(config, num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
+    choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
     return loaded, choice, open_engines(loaded.model, config.engine, note, config.weights)
 

@@ -11,6 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from skipdecode.common.environment import environment, package_version
 from skipdecode.common.options import Options, option
 
 __all__ = ["Config", "run"]
@@ -33,13 +34,15 @@ def run(config: Config) -> int:
 
 
 def _report() -> dict[str, Any]:
+    import torch
+
     from skipdecode import __version__
-    from skipdecode.common.environment import environment
     from skipdecode.common.paths import cache_dir
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading.store import cached_models
 
     machine = environment()
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     models = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in cached_models()]
     return {
         "skipdecode": __version__,
@@ -52,27 +55,13 @@ def _report() -> dict[str, Any]:
             "model": machine["cpu"],
             "cores": machine["cores"],
             "torch_threads": machine["threads"],
-            "simd": _simd(),
+            "simd": torch.backends.cpu.get_cpu_capability(),  # the widest vectors that torch uses here, such as AVX2
             "memory_gib": machine["memory_gib"],
         },
-        "gpus": _gpus(),
+        "gpus": [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in gpus],
         "model_types": sorted(FAMILIES),
         "cache": {"path": str(cache_dir()), "models": models},
     }
-
-
-def _simd() -> str:
-    """The widest vector instructions torch uses here, such as AVX2."""
-    import torch
-
-    return torch.backends.cpu.get_cpu_capability()
-
-
-def _gpus() -> list[dict[str, Any]]:
-    import torch
-
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in found]
 
 
 def _extras() -> dict[str, dict[str, str | None]]:
@@ -84,20 +73,9 @@ def _extras() -> dict[str, dict[str, str | None]]:
     except importlib.metadata.PackageNotFoundError:
         return {}
     wanted = [Requirement(line) for line in metadata.get_all("Requires-Dist") or []]
-    return {
-        extra: {
-            r.name: _version(r.name) for r in wanted if r.marker is not None and r.marker.evaluate({"extra": extra})
-        }
-        for extra in sorted(metadata.get_all("Provides-Extra") or [])
-        if extra != _NOT_FOR_USERS
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    extras = sorted(set(metadata.get_all("Provides-Extra") or []) - {_NOT_FOR_USERS})
+    brings = {e: [r.name for r in wanted if r.marker is not None and r.marker.evaluate({"extra": e})] for e in extras}
+    return {extra: {name: package_version(name) for name in names} for extra, names in brings.items()}
 
 
 def _text(report: dict[str, Any]) -> str:

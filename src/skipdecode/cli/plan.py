@@ -8,27 +8,29 @@ hand, a short calibration times its decode steps; otherwise they are predicted f
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
+import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from skipdecode.cli.arguments import command_line
 from skipdecode.cli.options import EngineOptions, ModelOptions
-from skipdecode.cli.plan_report import Plan, document, report
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
-from skipdecode.performance.solve import assess, solve, why_flat
+from skipdecode.performance.cost import Use
+from skipdecode.performance.solve import Assessment, assess, solve, why_flat
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
-from skipdecode.schedule.order import top_down
+from skipdecode.schedule.order import Order, top_down
 
 if TYPE_CHECKING:
-    from skipdecode.performance.cost import CostModel, Use
+    from skipdecode.performance.cost import CostModel
+    from skipdecode.performance.cost_source import CostSource
 
 __all__ = ["Config", "run"]
-
-_ORDERS = ("bottom-up", "even", "top-down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +53,9 @@ class Config(ModelOptions, EngineOptions):
     spread: float = option(
         "decay: from mean * (1 + spread) to mean * (1 - spread) layers", default=1 / 3, least=0, below=1
     )
-    order: str = option("order in which layers are left out", default="bottom-up", choices=_ORDERS)
-    use: str = option(
-        "lockstep: all rows of a batch start together; continuous: a stream of rows of mixed ages",
-        default="lockstep",
-        choices=("lockstep", "continuous"),
+    order: Order = option("order in which layers are left out", default="bottom-up")
+    use: Use = option(
+        "lockstep: all rows of a batch start together; continuous: a stream of rows of mixed ages", default="lockstep"
     )
     batch: int = option("rows decoded together", default=1, least=1)
     prompt_len: int = option("prompt tokens of a row", default=64, least=1)
@@ -86,9 +86,15 @@ def run(config: Config) -> int:
         progress=True,
     )
     schedule = _schedule(config, source.cost)
-    lengths = {"prompt_len": config.prompt_len, "new_tokens": _tokens(config)}
-    figures = assess(schedule, source.cost, source.geometry, use=_use(config), **lengths)
-    plan = Plan(config, source, schedule, figures, _reason(config, schedule, source.cost), **lengths)
+    figures = assess(
+        schedule,
+        source.cost,
+        source.geometry,
+        use=config.use,
+        prompt_len=config.prompt_len,
+        new_tokens=_tokens(config),
+    )
+    plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost))
     if config.out is not None:
         write_whole(config.out, schedule.to_json(indent=1) + "\n")
     if config.png is not None:
@@ -97,12 +103,12 @@ def run(config: Config) -> int:
         title = f"{config.model}: {figures.nominal_speedup:.2f}x nominal, {figures.speedup:.2f}x predicted"
         write_whole(config.png, png(depth_figure(schedule, config.seq_len, title=title)))
     if config.json:
-        print(json.dumps(document(plan), indent=2))
+        print(json.dumps(_document(plan), indent=2))
     else:
         columns = shutil.get_terminal_size((80, 24)).columns
         blocks = shows_blocks(sys.stdout.encoding)
         print(schedule_picture(schedule, config.seq_len, width=min(80, columns), blocks=blocks))
-        print(report(plan, width=max(60, min(100, columns))))
+        print(_report(plan, width=max(60, min(100, columns))))
     return 0
 
 
@@ -121,10 +127,6 @@ def _check(config: Config) -> None:
         )
 
 
-def _use(config: Config) -> Use:
-    return cast("Use", config.use)
-
-
 def _tokens(config: Config) -> int:
     """Generated tokens of a row: as many as run each position once."""
     return config.seq_len + 1
@@ -133,26 +135,14 @@ def _tokens(config: Config) -> int:
 def _schedule(config: Config, cost: CostModel) -> Schedule:
     layers, warmup = cost.num_layers, config.warmup_layers
     order = top_down(layers, warmup) if config.order == "top-down" else None
+    shared: dict[str, Any] = {"seq_len": config.seq_len, "warmup_layers": warmup, "drop_order": order}
     if config.target_speedup is not None:
-        schedule = _solved(config, cost, _use(config), order)
+        schedule = _solved(config, cost, config.use, order)
     elif config.nominal_speedup is not None:
-        schedule = Schedule.from_speedup(
-            layers,
-            config.nominal_speedup,
-            config.seq_len,
-            warmup_layers=warmup,
-            spread=config.spread,
-            drop_order=order,
-        )
+        schedule = Schedule.from_speedup(layers, config.nominal_speedup, spread=config.spread, **shared)
     else:
-        schedule = Schedule.paper(
-            layers,
-            min_exit_layer=cast("int", config.min_exit_layer),
-            max_exit_layer=cast("int", config.max_exit_layer),
-            seq_len=config.seq_len,
-            warmup_layers=warmup,
-            drop_order=order,
-        )
+        shared |= {"min_exit_layer": config.min_exit_layer, "max_exit_layer": config.max_exit_layer}
+        schedule = Schedule.paper(layers, **shared)
     if config.order == "even":
         # The order aims at the least budget, which is known only now; which layers run does not change the cost.
         return schedule.reordered("even")
@@ -178,3 +168,92 @@ def _reason(config: Config, schedule: Schedule, cost: CostModel) -> str | None:
         return None
     linear = _solved(config, cost, "lockstep", schedule.drop_order)
     return why_flat(cost, linear, config.prompt_len, _tokens(config))
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A schedule with what it was planned for and what it brings; `reason` says why it is flat, if it had to be."""
+
+    config: Config
+    source: CostSource
+    schedule: Schedule
+    figures: Assessment
+    reason: str | None
+
+
+def _report(plan: _Plan, width: int) -> str:
+    """The plan in lines of at most `width` characters, commands apart."""
+    rows = _rows(plan) | {"cost": plan.source.origin}
+    lines = [textwrap.fill(f"{name:<10}{text}", width, subsequent_indent=" " * 10) for name, text in rows.items()]
+    return "\n".join([*lines, *(f"{name:<10}{command}" for name, command in _commands(plan).items())])
+
+
+def _rows(plan: _Plan) -> dict[str, str]:
+    config, schedule, figures, geometry = plan.config, plan.schedule, plan.figures, plan.source.geometry
+    first, last = schedule.budgets[0], schedule.budgets[-1]
+    depth = f"{first}" if first == last else f"{first} falling to {last}"
+    other, other_speedup = (
+        ("a stream of mixed ages", figures.speedup_continuous)
+        if config.use == "lockstep"
+        else ("rows in lockstep", figures.speedup_lockstep)
+    )
+    kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
+    return {
+        "model": f"{config.model}: {geometry.num_layers} layers, {_size(geometry.weight_bytes())} of weights in "
+        f"{plan.source.dtype}",
+        "for": f"{config.batch} x ({config.prompt_len} prompt + {_tokens(config)} new tokens), {config.use}",
+        "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, left out {config.order}"
+        + (f"; {plan.reason}" if plan.reason else ""),
+        "nominal": f"{figures.nominal_speedup:.2f}x (all layers / layers run by a token)",
+        "real": f"{figures.speedup:.2f}x in decoding time ({other}: {other_speedup:.2f}x)",
+        "bound": f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest; {figures.bound_at_half:.2f}x "
+        f"with {figures.half_budget}",
+        "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
+        f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",
+        "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
+        f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
+    }
+
+
+def _commands(plan: _Plan) -> dict[str, str]:
+    """What to run next: keep the schedule, or use the file that holds it."""
+    config = plan.config
+    if config.out is None:
+        return {"next": command_line("plan", config) + " --out schedule.json"}
+    model, file = shlex.quote(config.model), shlex.quote(config.out)
+    generate = f"skipdecode generate {model} --schedule {file} --max-new-tokens {_tokens(config)} 'Your prompt'"
+    tune = f"skipdecode tune {model} --schedule {file} --train records.jsonl"
+    return {"next": generate} if plan.schedule.is_full else {"next": generate, "tune": tune}
+
+
+def _document(plan: _Plan) -> dict[str, Any]:
+    """The plan, JSON-ready."""
+    config, source = plan.config, plan.source
+    return {
+        "model": config.model,
+        "dtype": source.dtype,
+        "weight_bytes": source.geometry.weight_bytes(),
+        "batch": config.batch,
+        "prompt_len": config.prompt_len,
+        "new_tokens": _tokens(config),
+        "schedule": plan.schedule.to_dict(),
+        "figures": plan.figures.to_dict(),
+        "reason": plan.reason,
+        "cost": source.cost.to_dict(),
+        "cost_origin": source.origin,
+        "next": _commands(plan)["next"],
+    }
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -8,12 +8,12 @@ logs of tune. The page holds everything it needs; it opens without a network.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Options, option
+from skipdecode.data.report import note
 from skipdecode.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _sources(config: Config) -> list[Source]:
         except DataError as e:
             if config.bad == "refuse":
                 raise DataError(f"{e} (--bad skip leaves such files out)") from None
-            print(f"skipdecode: left out: {e}", file=sys.stderr)
+            note(f"left out: {e}")
     if not sources:
         raise DataError("none of the files is a result: there is nothing to report")
     return sources

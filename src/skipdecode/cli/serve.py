@@ -100,7 +100,6 @@ def _name(config: Config) -> str:
 
 def _service(config: Config) -> Service:
     from skipdecode.data.report import note
-    from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
     from skipdecode.serving.service import open_service
 
@@ -111,7 +110,7 @@ def _service(config: Config) -> Service:
         loaded.tokenizer,
         name=_name(config),
         carried=loaded.schedule,
-        others=_schedules(config, len(decoder_layers(unwrap(loaded.model)))),
+        others=_schedules(config, loaded.num_layers),
         engine=config.engine,
         weights=config.weights,
         limits=config,

@@ -11,24 +11,22 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal
 
 from skipdecode.cli.columns import table
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.performance.batch_cost import BatchCost
-from skipdecode.performance.cost import CostModel, Machine
-from skipdecode.performance.simulate.simulator import POLICIES, Simulation, best_join_below, capacity, simulate
+from skipdecode.performance.cost import Machine
+from skipdecode.performance.simulate.simulator import Admission, Simulation, best_join_below, capacity, simulate
 from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from skipdecode.performance.simulate.simulator import Admission
     from skipdecode.performance.simulate.traces import Arrival
 
 __all__ = ["Config", "run"]
@@ -67,11 +65,10 @@ class Config(ScheduleOptions):
         above=0,
     )
     flat: bool = option("use the constant schedule of the same mean depth", default=False)
-    policy: str = option(
+    policy: Admission = option(
         "waves: sorted by length, start together; continuous: fill every free row at once, in order; cohort: join in "
         "order when a quarter of the rows is left",
         default="continuous",
-        choices=tuple(POLICIES),
     )
     join_below: str | None = option(
         "with waves or cohort: share of the rows below which the next requests join (default: 0 and 0.25); auto: the "
@@ -87,10 +84,9 @@ class Config(ScheduleOptions):
         "requests a second over all workers (default, without --load: all requests come at once)", default=None, above=0
     )
     load: float | None = option("rate as a share of what the workers can finish; see --load-of", default=None, above=0)
-    load_of: str = option(
+    load_of: Literal["full", "own"] = option(
         "full: both runs get the share of the full depth's capacity; own: each run gets the share of its own",
         default="full",
-        choices=("full", "own"),
     )
     burst: int = option("requests that come together", default=1, least=1)
     prompt_len: str = option(
@@ -108,9 +104,8 @@ class Config(ScheduleOptions):
 
 @dataclass(frozen=True)
 class _Run:
-    """One column of the table."""
+    """One column of the table: requests a second that are offered (None: all at once), and that can be finished."""
 
-    name: str
     schedule: Schedule
     rate: float | None
     capacity: float | None
@@ -122,35 +117,13 @@ def run(config: Config) -> int:
     """Simulate full depth and the schedule, and print both."""
     _check(config)
     cost = _cost(config)
-    schedules = [Schedule.full(cost.num_layers)]
     chosen = choose_schedule(config, cost.num_layers, carried=None, default_seq_len=_positions(config)).schedule
     if config.flat:
         chosen = chosen.flattened()
-    if not chosen.is_full:
-        schedules.append(chosen)
     started = time.perf_counter()
-    shares = _join_shares(config, cost, schedules)
-    finished = _capacities(config, cost, schedules, shares)
-    rates = _rates(config, finished)
-    runs = [
-        _Run(
-            schedule.name,
-            schedule,
-            rate,
-            most,
-            share,
-            simulate(
-                _trace(config, rate),
-                cost,
-                schedule,
-                max_rows=cost.max_rows,
-                policy=cast("Admission", config.policy),
-                join_below=share,
-                workers=config.workers,
-            ),
-        )
-        for schedule, rate, most, share in zip(schedules, rates, finished, shares, strict=True)
-    ]
+    runs = [_simulated(config, cost, Schedule.full(cost.num_layers), None)]
+    if not chosen.is_full:
+        runs.append(_simulated(config, cost, chosen, runs[0].capacity))
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
     print(json.dumps(_document(config, runs), indent=2) if config.json else "\n".join(_table(runs)))
@@ -177,30 +150,13 @@ def _check(config: Config) -> None:
 
 
 def _cost(config: Config) -> BatchCost:
-    if config.model is not None:
-        return _predicted(config, config.model)
-    models = [_read_cost(Path(path)) for path in config.cost]
-    seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
-    return BatchCost.between(models, config.max_rows, seconds)
-
-
-def _read_cost(path: Path) -> CostModel:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        plan = values.get("cost") if isinstance(values, dict) else None
-        return CostModel.from_dict(values if plan is None else plan)
-    except OSError as e:
-        raise DataError(f"cannot read the cost model {path}: {e.strerror or e}") from None
-    except ValueError as e:
-        raise DataError(f"{path}: a cost model must be JSON: {e}") from None
-    except DataError as e:
-        raise DataError(f"{path}: {e}") from None
-
-
-def _predicted(config: Config, name: str) -> BatchCost:
+    if config.model is None:
+        models = [read_cost(path) for path in config.cost]
+        seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
+        return BatchCost.between(models, config.max_rows, seconds)
     from skipdecode.performance.cost_source import find_geometry
 
-    geometry, dtype = find_geometry(name)
+    geometry, dtype = find_geometry(config.model)
     if config.bandwidth is None or config.flops is None:
         from skipdecode.performance.machine import measure_machine
 
@@ -226,45 +182,36 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
-    """`join_below` for each schedule; None: the policy's own."""
-    asked = config.join_below
-    if asked is None:
-        return [None] * len(schedules)
+def _simulated(config: Config, cost: BatchCost, schedule: Schedule, full_capacity: float | None) -> _Run:
+    """One run; `full_capacity` is full depth's, None for that itself."""
+    policy, rows = config.policy, cost.max_rows
+    share = _join_share(config, cost, schedule)
+    most, rate = None, config.rate
+    if config.load is not None or config.rate is not None:
+        endless = _trace(config, None, 1_000_000_000)
+        most = config.workers * capacity(endless, cost, schedule, max_rows=rows, policy=policy, join_below=share)
+        if config.load is not None:
+            rate = config.load * (most if config.load_of == "own" or full_capacity is None else full_capacity)
+    trace = _trace(config, rate)
+    result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
+    return _Run(schedule, rate, most, share, result)
+
+
+def _join_share(config: Config, cost: BatchCost, schedule: Schedule) -> float | None:
+    """`join_below` for a schedule; None: the policy's own."""
+    if config.join_below is None:
+        return None
     if config.policy == "continuous":
         raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
-    if asked == "auto":
+    if config.join_below == "auto":
         arrivals = list(_trace(config, None))
-        policy = cast("Admission", config.policy)
-        return [best_join_below(arrivals, cost, s, max_rows=cost.max_rows, policy=policy) for s in schedules]
+        return best_join_below(arrivals, cost, schedule, max_rows=cost.max_rows, policy=config.policy)
     try:
-        return [float(asked)] * len(schedules)
+        return float(config.join_below)
     except ValueError:
-        raise UsageError(f"--join-below {asked} is not accepted: give a number from 0 to 1, or auto") from None
-
-
-def _capacities(
-    config: Config, cost: BatchCost, schedules: list[Schedule], shares: list[float | None]
-) -> list[float | None]:
-    """Requests a second that all workers can finish, for each schedule; None where all requests come at once."""
-    if config.load is None and config.rate is None:
-        return [None] * len(schedules)
-    policy = cast("Admission", config.policy)
-    endless = 1_000_000_000
-    return [
-        config.workers
-        * capacity(_trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=policy, join_below=share)
-        for s, share in zip(schedules, shares, strict=True)
-    ]
-
-
-def _rates(config: Config, finished: list[float | None]) -> list[float | None]:
-    """Requests a second of each run; None: all at once."""
-    load = config.load
-    if load is None:
-        return [config.rate] * len(finished)
-    measured = finished if config.load_of == "own" else finished[:1] * len(finished)
-    return [None if each is None else load * each for each in measured]
+        raise UsageError(
+            f"--join-below {config.join_below} is not accepted: give a number from 0 to 1, or auto"
+        ) from None
 
 
 # ---------------------------------------------------------------------- report
@@ -276,7 +223,7 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
         "policy": config.policy,
         "seed": config.seed,
         "runs": [
-            {"name": r.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
+            {"name": r.schedule.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
             | ({} if r.join_below is None else {"join_below": r.join_below})
             | r.result.to_dict()
             for r in runs
@@ -285,7 +232,7 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
 
 
 def _table(runs: list[_Run]) -> list[str]:
-    lines: list[list[str]] = [["", *(r.name for r in runs)]]
+    lines: list[list[str]] = [["", *(r.schedule.name for r in runs)]]
     results = [r.result for r in runs]
     lines.append(["requests/s offered", *("all at once" if r.rate is None else f"{r.rate:.2f}" for r in runs)])
     if runs[0].capacity is not None:
@@ -293,15 +240,15 @@ def _table(runs: list[_Run]) -> list[str]:
     if runs[0].join_below is not None:
         lines.append(["next rows join below", *(f"{r.join_below:.1%} of rows" for r in runs)])
     figures = {
-        "requests/s finished": lambda s: f"{s.requests_per_second:.2f}",
-        "tokens/s": lambda s: f"{s.tokens_per_second:.1f}",
-        "time with any row": lambda s: f"{s.busy:.0%}",
-        "rows in use": lambda s: f"{s.occupancy:.0%}",
-        "rows per step": lambda s: f"{s.rows_per_step:.2f} of {s.max_rows}",
-        "layers per step": lambda s: f"{s.layers_per_step:.2f}",
-        "layers per token": lambda s: f"{s.layers_per_token:.2f}",
+        "requests/s finished": "{0.requests_per_second:.2f}",
+        "tokens/s": "{0.tokens_per_second:.1f}",
+        "time with any row": "{0.busy:.0%}",
+        "rows in use": "{0.occupancy:.0%}",
+        "rows per step": "{0.rows_per_step:.2f} of {0.max_rows}",
+        "layers per step": "{0.layers_per_step:.2f}",
+        "layers per token": "{0.layers_per_token:.2f}",
     }
-    lines += [[name, *map(show, results)] for name, show in figures.items()]
+    lines += [[name, *map(form.format, results)] for name, form in figures.items()]
     for name, field in (("first token", "first_token"), ("inter-token", "between_tokens"), ("request", "whole")):
         for share in (0.5, 0.99):
             seconds = [getattr(s.totals, field).quantile(share) for s in results]

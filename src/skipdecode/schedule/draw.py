@@ -26,22 +26,9 @@ def schedule_picture(schedule: Schedule, positions: int | None = None, *, width:
     """Layers × positions: filled where a layer runs.
 
     Where positions outnumber the columns, a column stands for several and is filled if the layer runs at half of them
-    or more; where they are few, a position takes several columns.
-
-    Parameters
-    ----------
-    schedule : Schedule
-    positions : int, optional
-        Generation positions to show. Default: the schedule's `seq_len`.
-    width : int
-        Most characters of a line.
-    blocks : bool
-        Block characters, or plain ASCII.
-
-    Returns
-    -------
-    str
-        A heading, one line a layer, an axis, and the axis' numbers; no line end after the last.
+    or more; where they are few, a position takes several columns. Shows `positions` of them (by default the schedule's
+    `seq_len`): a heading, one line a layer, an axis and its numbers, of at most `width` characters, in block characters
+    or plain ASCII; no line end after the last.
     """
     shown = schedule.seq_len if positions is None else max(1, positions)
     margin = max(len(str(schedule.num_layers - 1)), len("layer")) + 2

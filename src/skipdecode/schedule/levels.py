@@ -16,7 +16,7 @@ from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import require_positive
 
-__all__ = ["Levelled", "fewest_levels", "with_levels"]
+__all__ = ["Levelled", "fewest_levels"]
 
 
 class Levelled(NamedTuple):
@@ -34,30 +34,12 @@ class Levelled(NamedTuple):
     lost: float
 
 
-def with_levels(schedule: Schedule, levels: int, new_tokens: Sequence[int] | None = None) -> Levelled:
-    """The schedule of at most `levels` distinct budgets that loses least.
-
-    Parameters
-    ----------
-    schedule : Schedule
-    levels : int
-        1 or more.
-    new_tokens : sequence of int, optional
-        New tokens of each row, as of a sample of a job's outputs: a row of n has n - 1 decode steps. Default: one row
-        that takes every listed position once.
-
-    Raises
-    ------
-    ScheduleError
-        If a number is below 1, or there are no rows.
-    """
-    require_positive("levels", levels)
-    curve = _Curve(schedule, new_tokens)
-    return curve.levelled(min(levels, curve.plateaus))
-
-
 def fewest_levels(schedule: Schedule, *, most_lost: float = 0.02, new_tokens: Sequence[int] | None = None) -> Levelled:
-    """The schedule of fewest distinct budgets that loses a share of at most `most_lost`; see `with_levels`."""
+    """Of the fewest distinct budgets that lose a share of at most `most_lost`, the schedule that loses least.
+
+    `new_tokens` are those of each row, as of a sample of a job's outputs: a row of n has n - 1 decode steps. By default
+    there is one row that takes every listed position once. Raises ScheduleError for a number out of range, or no rows.
+    """
     if not 0 <= most_lost <= 1:
         raise ScheduleError(f"most_lost={most_lost!r} is not accepted: give a share from 0 to 1")
     curve = _Curve(schedule, new_tokens)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
+from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 __all__ = [
@@ -16,9 +19,12 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
+    "check_out",
     "check_schedule_options",
     "choose_schedule",
+    "read_cost",
     "read_schedule",
+    "with_breaks",
 ]
 
 
@@ -89,8 +95,7 @@ class ScheduleOptions(Options):
     )
 
 
-@dataclass(frozen=True)
-class ScheduleChoice:
+class ScheduleChoice(NamedTuple):
     """The schedule to use, and where it is from in words."""
 
     schedule: Schedule
@@ -98,12 +103,7 @@ class ScheduleChoice:
 
 
 def check_schedule_options(options: ScheduleOptions) -> None:
-    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule.
-
-    Raises
-    ------
-    UsageError, ScheduleError
-    """
+    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule."""
     if options.schedule is not None and options.nominal_speedup is not None:
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
@@ -115,19 +115,10 @@ def check_schedule_options(options: ScheduleOptions) -> None:
 def choose_schedule(
     options: ScheduleOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
 ) -> ScheduleChoice:
-    """The schedule that the options name for a model of `num_layers` layers.
+    """The schedule that the options name for a model of `num_layers` layers, whose checkpoint carries `carried`.
 
-    Parameters
-    ----------
-    carried : Schedule or None
-        The one that the model's checkpoint carries.
-    default_seq_len : int
-        Positions for `--nominal-speedup` without `--seq-len`.
-
-    Raises
-    ------
-    UsageError, ScheduleError
-        The options contradict each other, or the schedule does not fit the model.
+    `default_seq_len` are the positions for --nominal-speedup without --seq-len. Raises UsageError if the options
+    contradict each other, ScheduleError if the schedule does not fit the model.
     """
     check_schedule_options(options)
     if options.schedule is not None:
@@ -139,10 +130,8 @@ def choose_schedule(
     elif carried is not None:
         chosen = ScheduleChoice(carried, "the checkpoint's own")
     else:
-        chosen = ScheduleChoice(
-            Schedule.full(num_layers),
-            "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup",
-        )
+        origin = "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup"
+        chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return chosen
 
@@ -157,3 +146,30 @@ def read_schedule(path: str) -> Schedule:
         raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
     except ScheduleError as e:
         raise ScheduleError(f"{path}: {e}") from None
+
+
+def read_cost(path: str) -> CostModel:
+    """The cost model of a JSON file, one of its own or the output of skipdecode plan; raises DataError naming it."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        plan = values.get("cost") if isinstance(values, dict) else None
+        return CostModel.from_dict(values if plan is None else plan)
+    except OSError as e:
+        raise DataError(f"cannot read the cost model {path}: {e.strerror or e}") from None
+    except ValueError as e:
+        raise DataError(f"{path}: a cost model must be JSON: {e}") from None
+    except DataError as e:
+        raise DataError(f"{path}: {e}") from None
+
+
+def check_out(out: Path, what: str, *, resume: bool) -> None:
+    """Refuse an output that is a file, or a directory that holds anything, unless `resume` goes on with `what`."""
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"--out {out} is a file: give a directory")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"--out {out} is not empty: give --resume to go on with {what}, or another directory")
+
+
+def with_breaks(text: str) -> str:
+    r"""`text` with \n and \t read as line end and tab, which are hard to type in a shell."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
 from skipdecode.common.options import option
-from skipdecode.errors import UsageError
+from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
@@ -62,22 +63,13 @@ OptionsT = TypeVar("OptionsT", bound=MethodOptions)
 def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
     """The options of each of several methods that were asked for in short.
 
-    Parameters
-    ----------
-    options : MethodOptions
-        What they have in common.
-    wanted : sequence of str
-        ``full``, ``calm`` and the like; ``even:3``, a schedule by name and nominal speed-up; a schedule file (*.json).
-
-    Raises
-    ------
-    UsageError
-        One of them is not understood, `options` name a method too, or a drop order that none of them takes.
+    `options` is what they have in common; `wanted` are words such as ``full`` and ``calm``, ``even:3`` (a schedule by
+    name and nominal speed-up) and schedule files (*.json). Raises UsageError if one is not understood, `options` name
+    a method too, or a drop order that none of them takes.
     """
     for name in _ONE_ONLY:
         if getattr(options, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"--methods and {flag} both say how to decode: leave out {flag}")
+            raise UsageError(f"--methods and {flag(name)} both say how to decode: leave out {flag(name)}")
     each = [_from_word(options, word) for word in wanted]
     if options.drop_order is not None and all(one.drop_order is None for one in each):
         accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
@@ -100,17 +92,14 @@ def _from_word(options: OptionsT, word: str) -> OptionsT:
     order = options.drop_order if name in _TAKE_ORDER else None
     try:
         return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order)
+    except OptionError as e:
+        raise UsageError(f"--methods {word}: a speed-up of {speedup} is not accepted: give {e.accepted}") from None
     except ValueError:
         raise UsageError(f"--methods {word}: {speedup!r} is no speed-up: give a number, as in {name}:2") from None
 
 
 def check_method_options(options: MethodOptions) -> None:
-    """Refuse, before a model is loaded, options that contradict each other.
-
-    Raises
-    ------
-    UsageError, ScheduleError
-    """
+    """Refuse, before a model is loaded, options that contradict each other."""
     check_schedule_options(options)
     if options.method in _OTHERS and (options.schedule or options.nominal_speedup):
         raise UsageError(f"--method {options.method} has no schedule: leave out --schedule and --nominal-speedup")
@@ -130,19 +119,7 @@ def check_method_options(options: MethodOptions) -> None:
 def choose_method(
     options: MethodOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
 ) -> tuple[Method, str]:
-    """The method that the options name for a model of `num_layers` layers, and where it is from in words.
-
-    Parameters
-    ----------
-    carried : Schedule or None
-        The schedule of the model's checkpoint.
-    default_seq_len : int
-        Positions for `--nominal-speedup` without `--seq-len`.
-
-    Raises
-    ------
-    UsageError, ScheduleError
-    """
+    """The method that the options name, and where it is from in words; the rest is as in `choose_schedule`."""
     check_method_options(options)
     if options.method == "self_speculation":
         exit_layer = max(1, num_layers // 3) if options.exit_layer is None else options.exit_layer
@@ -152,24 +129,21 @@ def choose_method(
     if options.method == "prompt_lookup":
         return METHODS.get("prompt_lookup")(options.draft_tokens), f"drafts of up to {options.draft_tokens} tokens"
     if options.nominal_speedup is not None:
-        schedule, seq_len = _built(options, num_layers, default_seq_len)
+        seq_len = default_seq_len if options.seq_len is None else options.seq_len
+        schedule = Schedule.published(
+            options.method or "skipdecode",
+            num_layers,
+            options.nominal_speedup,
+            seq_len,
+            warmup_layers=options.warmup_layers,
+            drop_order=None if options.drop_order is None else read_schedule(options.drop_order).drop_order,
+        )
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
     elif options.method == "full":
         schedule, origin = Schedule.full(num_layers), "every layer"
     else:
-        choice = choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
-        schedule, origin = choice.schedule, choice.origin
+        schedule, origin = choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
     if schedule.is_full:
         return METHODS.get("full")(), origin
     return METHODS.get("schedule")(schedule), origin
-
-
-def _built(options: MethodOptions, num_layers: int, default_seq_len: int) -> tuple[Schedule, int]:
-    seq_len = default_seq_len if options.seq_len is None else options.seq_len
-    order = None if options.drop_order is None else read_schedule(options.drop_order).drop_order
-    method, speedup = options.method or "skipdecode", options.nominal_speedup or 1.0
-    schedule = Schedule.published(
-        method, num_layers, speedup, seq_len, warmup_layers=options.warmup_layers, drop_order=order
-    )
-    return schedule, seq_len

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.options import with_breaks
 from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
     from skipdecode.data.records import Template
 
-__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt", "with_breaks"]
-
-
-def with_breaks(text: str) -> str:
-    r"""`text` with \n and \t read as line break and tab, which are hard to type in a shell."""
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +45,7 @@ class RecordOptions(Options):
 
 
 def make_template(options: RecordOptions) -> Template:
-    """The template that the options name.
-
-    Raises
-    ------
-    UsageError
-        They name none or contradict each other.
-    """
+    """The template that the options name; raises UsageError if they name none or contradict each other."""
     from skipdecode.data.records import Template
     from skipdecode.data.tasks import load_task
 
@@ -75,12 +65,8 @@ def make_template(options: RecordOptions) -> Template:
 def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:
     """The prompt's template that a recipe's options name, and whether it goes through the chat template.
 
-    None if they name none, as in a recipe that was not written by `skipdecode tune`.
-
-    Raises
-    ------
-    SkipDecodeError, OSError
-        They name a task that is not known here, or a task file that cannot be read.
+    None if they name none, as in a recipe that was not written by `skipdecode tune`. Raises SkipDecodeError or OSError
+    for a task that is not known here, or whose file cannot be read.
     """
     from skipdecode.data.tasks import load_task
 

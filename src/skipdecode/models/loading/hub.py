@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, SkipDecodeError, UsageError
+from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
 from skipdecode.models.loading.store import CachedModel, cached_models
@@ -69,6 +70,11 @@ class LoadedModel:
     name: str
     path: Path
     schedule: Schedule | None
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(decoder_layers(unwrap(self.model)))
 
 
 def load_model(
