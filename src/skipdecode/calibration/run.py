@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from skipdecode.calibration.curve import best_curve, best_flat
+from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
 from skipdecode.calibration.goal import Goal
-from skipdecode.calibration.greedy import Round, greedy_order, greedy_trials
 from skipdecode.calibration.meter import LossMeter
+from skipdecode.calibration.order import Round, greedy_order, greedy_trials
 from skipdecode.calibration.settings import Settings
-from skipdecode.calibration.table import LossTable, bucket_starts
 from skipdecode.schedule import Schedule
 
 __all__ = ["Calibration", "Verdict", "calibrate", "trials"]
