@@ -38,7 +38,7 @@ class LossTable:
         Response tokens at each index in their text. The first is predicted by the prompt; the one at index j + 1 by the
         token at generation position j.
     sums : mapping of int to tuple of float
-        By budget: the summed loss at each index.
+        The summed loss at each index, by budget.
     """
 
     counts: tuple[int, ...]
@@ -95,7 +95,7 @@ def best_curve(
     Parameters
     ----------
     losses, costs : sequence of mapping
-        By bucket and budget; the same budgets in all buckets.
+        A mapping from budget for each bucket; the same budgets in all buckets.
     limit : float
         Most that the costs may add up to.
 

@@ -47,7 +47,7 @@ def greedy_order(
     Parameters
     ----------
     measure : callable
-        From sets of layers that are left out to the loss of each.
+        Gives the loss of each of several sets of layers that are left out.
     layers : sequence of int
         Layers that may go.
     drops : int

@@ -92,16 +92,14 @@ def calibrate(
 
     Parameters
     ----------
-    settings, goal : Settings, Goal
-        What is asked for.
     influence : sequence of float
         Block influence of each layer: the order itself, or what decides between equals.
     meter : LossMeter
-        On the records to learn from.
+        Measures the records to learn from.
     held_out : LossMeter, optional
-        On records with other prompts, for the check.
+        Measures records with other prompts, for the check.
     name : str
-        Of the calibrated schedule.
+        Name of the calibrated schedule.
     """
     layers = goal.workload.cost.num_layers
     droppable = range(settings.warmup_layers, layers - 1)

@@ -72,12 +72,10 @@ def compare_speed(
 
     Parameters
     ----------
-    accelerator : accelerate.Accelerator
-        For mixed precision and the backward pass.
     model : Module
-        Prepared, with gradients on; its gradients are dropped.
+        Prepared by the accelerator, with gradients on; they are dropped.
     attachment : Attachment
-        Of the model; its schedule is restored.
+        The model's; its schedule is restored.
     schedule : Schedule
         Timed against full depth.
     batches : sequence of Batch

@@ -70,7 +70,7 @@ class Tuner:
     model : PreTrainedModel
         Trained in place; a LoRA adapter is added unless `config.full`.
     tokenizer : PreTrainedTokenizerBase
-        For padding; saved with the model.
+        It pads, and is saved with the model.
     train, dev : sequence of Example
         Records.
     schedule : Schedule
