@@ -25,11 +25,10 @@ from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
 from skipdecode.data.prompts import Example
 from skipdecode.performance.bench.geometries import GEOMETRIES, build
-from skipdecode.tuning.adapters import add_lora, make_optimizer
-from skipdecode.tuning.arithmetic import make_accelerator
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.objective import Objective
+from skipdecode.tuning.setup import add_lora, make_accelerator, make_optimizer
 from skipdecode.tuning.step import TrainStep
 
 

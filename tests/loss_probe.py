@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from memory_probe import resident
 from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
-from skipdecode.tuning.adapters import make_optimizer
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.objective import Objective, Teacher
+from skipdecode.tuning.setup import make_optimizer
 from skipdecode.tuning.step import TrainStep
 from tiny import LAYERS, tiny_model
 

@@ -18,8 +18,8 @@ from matplotlib import image
 
 from skipdecode import Schedule, attach
 from skipdecode.calibration.goal import set_goal
-from skipdecode.calibration.influence import block_influence
 from skipdecode.calibration.meter import LossMeter, identity_of
+from skipdecode.calibration.order import block_influence
 from skipdecode.calibration.run import calibrate
 from skipdecode.calibration.settings import Settings
 from skipdecode.cli import main

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.calibration import curve as curve_module
-from skipdecode.calibration.curve import best_curve, best_flat
+from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
 from skipdecode.calibration.goal import deepest_flat, paper_within, set_goal
-from skipdecode.calibration.greedy import greedy_order, greedy_trials
+from skipdecode.calibration.order import greedy_order, greedy_trials
 from skipdecode.calibration.settings import Settings
-from skipdecode.calibration.table import LossTable, bucket_starts
 from skipdecode.calibration.workload import Workload, layers_only
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel

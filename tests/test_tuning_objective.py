@@ -15,12 +15,11 @@ from torch.nn import functional
 
 from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
-from skipdecode.tuning.adapters import make_optimizer
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.objective import Objective, Teacher, response_logits
+from skipdecode.tuning.objective import Objective, Teacher, response_logits, token_losses
+from skipdecode.tuning.setup import make_optimizer
 from skipdecode.tuning.step import TrainStep
-from skipdecode.tuning.token_loss import token_losses
 from tiny import LAYERS, VOCAB, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)

@@ -38,7 +38,7 @@ class LossMeter:
     Parameters
     ----------
     attachment : Attachment
-        Of the model; its schedule changes with every measurement.
+        Its schedule changes with every measurement.
     examples : sequence of Example
         The records.
     store : KeptValues

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from skipdecode.calibration.curve import best_curve, best_flat
+from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
 from skipdecode.calibration.goal import Goal
-from skipdecode.calibration.greedy import Round, greedy_order, greedy_trials
 from skipdecode.calibration.meter import LossMeter
+from skipdecode.calibration.order import Round, greedy_order, greedy_trials
 from skipdecode.calibration.settings import Settings
-from skipdecode.calibration.table import LossTable, bucket_starts
 from skipdecode.schedule import Schedule
 
 __all__ = ["Calibration", "Verdict", "calibrate", "trials"]
@@ -93,16 +92,14 @@ def calibrate(
 
     Parameters
     ----------
-    settings, goal : Settings, Goal
-        What is asked for.
     influence : sequence of float
         Block influence of each layer: the order itself, or what decides between equals.
     meter : LossMeter
-        On the records to learn from.
+        Measures the records to learn from.
     held_out : LossMeter, optional
-        On records with other prompts, for the check.
+        Measures records with other prompts, for the check.
     name : str
-        Of the calibrated schedule.
+        Name of the calibrated schedule.
     """
     layers = goal.workload.cost.num_layers
     droppable = range(settings.warmup_layers, layers - 1)

@@ -146,8 +146,8 @@ def _measure(
 ) -> Calibration:
     from tqdm import tqdm
 
-    from skipdecode.calibration.influence import block_influence
     from skipdecode.calibration.meter import LossMeter, identity_of
+    from skipdecode.calibration.order import block_influence
     from skipdecode.calibration.run import calibrate, trials
     from skipdecode.common.journal import KeptValues
     from skipdecode.models.attach import attach

@@ -91,7 +91,7 @@ def run(config: Config) -> int:
     out = Path(config.out)
     check_out(out, "the run in it", resume=config.resume)
     try:
-        from skipdecode.tuning.arithmetic import process_state
+        from skipdecode.tuning.setup import process_state
     except ImportError:
         raise MissingExtraError("tuning", "tune") from None
     loaded = _load(config)

@@ -33,7 +33,7 @@ class TokenRows(NamedTuple):
     tokens, slots, positions : list of int
         A token's id, its row of the KV store, its position in its text.
     counts : list of int
-        For each layer: the number of rows, from the first, that run it.
+        How many rows, from the first, run each layer.
     wanted : list of int
         Rows whose logits are wanted.
     """
@@ -141,7 +141,7 @@ class NativeModel(FastModel):
     model : PreTrainedModel
         See `FastModel`.
     kernels : NativeKernels
-        For its type of weights.
+        They read its type of weights.
     quantization : {"int8", "int4"}, optional
         Read the projections and the output embedding from quantised copies (see `kernels.quantize`); by default, the
         model's own weights.

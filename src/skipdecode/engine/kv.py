@@ -45,11 +45,11 @@ class PagedKV:
     Parameters
     ----------
     num_layers, kv_heads, head_dim : int
-        Of the model.
-    dtype, device
-        Of the stored keys and values.
+        The model's sizes.
+    dtype : torch.dtype
+        Type of the stored keys and values.
     page_tokens : int
-        Tokens of a page.
+        Tokens that a page holds.
 
     Attributes
     ----------

@@ -14,12 +14,7 @@ __all__ = ["StaticKV"]
 
 
 class StaticKV:
-    """The rows in a static cache; see `skipdecode.engine.kv.KV`.
-
-    Parameters
-    ----------
-    cache : StaticCache
-        In no other use.
+    """The rows in a static cache that is in no other use; see `skipdecode.engine.kv.KV`.
 
     Attributes
     ----------

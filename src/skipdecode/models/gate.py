@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.plan import LayerPlan, StepPlan
 
-__all__ = ["Conductor", "gate_layer", "is_gated", "ungate_layer"]
+__all__ = ["Conductor", "gate_layer", "is_gated", "ungate_layer", "with_mixin"]
 
 
 class Conductor:
@@ -65,7 +65,7 @@ def gate_layer(layer: nn.Module, index: int, conductor: Conductor) -> None:
     """Gate a decoder layer, number `index` of its model."""
     layer.__dict__["_skipdecode"] = (index, conductor)
     base: Any = type(layer)
-    layer.__class__ = _gated_class(base)
+    layer.__class__ = with_mixin(_Gated, base)
 
 
 def is_gated(layer: nn.Module) -> bool:
@@ -74,15 +74,16 @@ def is_gated(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def _gated_class(base: Any) -> Any:
+def with_mixin(mixin: Any, base: Any) -> Any:
+    """A subclass of `base`, under its name, with the methods of `mixin` in front of its own."""
     # The name stays, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-    gated: Any = type(base.__name__, (_Gated, base), body)
+    mixed: Any = type(base.__name__, (mixin, base), body)
     # transformers wraps `forward` of every subclass for checkpointing. Two wrappers would checkpoint twice when the
     # backward pass comes after detach.
-    if "forward" in gated.__dict__:
-        del gated.forward
-    return gated
+    if "forward" in mixed.__dict__:
+        del mixed.forward
+    return mixed
 
 
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:

@@ -1,7 +1,12 @@
-"""Checkpoints from which a killed run goes on exactly: trained weights, optimizer, random states, and how far it was.
+"""What a run stores: checkpoints from which a killed run goes on exactly, and the tuned model.
 
-A checkpoint is written beside its place and renamed, so a kill leaves the one before. With LoRA the adapter alone is
-stored. Batches, learning rate and schedule are functions of the step and need no state.
+A checkpoint holds trained weights (with LoRA the adapter's), optimizer, random states, and how far the run was.
+Batches, learning rate and schedule are functions of the step and need no state. Both are written beside their place and
+renamed, so a kill leaves what was there before.
+
+The tuned model is a directory that `from_pretrained` loads and that carries the schedule. All weights, or a merged
+adapter: a transformers checkpoint with the schedule in `config.json` (key `skipdecode`). An adapter alone: a PEFT
+directory with the schedule in `skipdecode.json`. The tokenizer lies beside it in both cases.
 """
 
 from __future__ import annotations
@@ -12,14 +17,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Checkpoints", "Progress"]
+import torch
+
+from skipdecode.models.loading.hub import SCHEDULE_FILE
+from skipdecode.schedule import Schedule
+
+__all__ = ["Checkpoints", "merge_adapter", "save_tuned"]
 
 _KEEP = 2
 _ADAPTER = "adapter.safetensors"
+_PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is. `step` counts finished optimizer steps."""
 
     step: int = 0
@@ -54,7 +65,7 @@ class Checkpoints:
     def __init__(self, accelerator: Any, directory: Path, adapter: Any = None) -> None:
         self._accelerator = accelerator
         self._directory = directory
-        self.progress = Progress()
+        self.progress = RunProgress()
         accelerator.register_for_checkpointing(self.progress)
         if adapter is not None:
             self._adapter = adapter
@@ -113,3 +124,65 @@ class Checkpoints:
         if models:
             models.pop()
             peft.set_peft_model_state_dict(self._adapter, load_file(Path(directory) / _ADAPTER))
+
+
+def save_tuned(
+    model: Any,
+    tokenizer: Any,
+    schedule: Schedule,
+    directory: Path,
+    *,
+    base_name: str | None = None,
+    state_dict: dict[str, Any] | None = None,
+    adapter_dtype: str = "float32",
+) -> None:
+    """Write a tuned model; the directory is there whole or not at all.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+        A PeftModel's adapter is written alone.
+    tokenizer : PreTrainedTokenizerBase or None
+        Written beside it.
+    schedule : Schedule
+        The one that the model was tuned for.
+    directory : Path
+        Replaced if it exists.
+    base_name : str, optional
+        How an adapter's file names its base model: a hub id, a directory, or a name that `load_model` takes.
+    state_dict : dict, optional
+        The weights, where they are not the model's own (gathered from several devices).
+    adapter_dtype : {"float32", "float16"}
+        Type of the numbers in an adapter's file.
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if hasattr(model, "get_base_model"):
+        if base_name is not None:
+            model.active_peft_config.base_model_name_or_path = base_name
+        state = model.state_dict() if state_dict is None else state_dict
+        dtype = getattr(torch, adapter_dtype)
+        adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
+        model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
+        (partial / SCHEDULE_FILE).write_text(schedule.to_json(indent=1) + "\n", encoding="utf-8")
+        (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
+    else:
+        model.config.skipdecode = schedule.to_dict()
+        model.save_pretrained(partial, state_dict=state_dict)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.replace(partial, directory)
+
+
+def merge_adapter(model: Any, directory: Path) -> Any:
+    """The plain model with the adapter that `save_tuned` wrote to `directory` merged in.
+
+    `model` is the PeftModel it came from, whose own adapter weights are replaced.
+    """
+    import peft
+    from safetensors.torch import load_file
+
+    peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
+    return model.merge_and_unload()

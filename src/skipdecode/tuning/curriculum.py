@@ -4,59 +4,39 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["Curriculum", "Fixed", "Lower", "Random", "Sampled", "make_curriculum"]
-
-
-class Curriculum(Protocol):
-    """What a training run asks."""
-
-    @property
-    def goals(self) -> tuple[Schedule, ...]:
-        """Schedules that the tuned model is for; the dev loss is their mean."""
-        ...
-
-    def schedule_at(self, step: int) -> Schedule:
-        """The schedule of optimizer step `step` (0-based)."""
-        ...
+__all__ = ["Curriculum", "Lower", "Random", "Sampled", "make_curriculum"]
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """The target from the first step to the last."""
+class Curriculum:
+    """The target from the first step to the last; others start elsewhere."""
 
     target: Schedule
 
     @property
     def goals(self) -> tuple[Schedule, ...]:
-        """The target."""
+        """Schedules that the tuned model is for; the dev loss is their mean."""
         return (self.target,)
 
     def schedule_at(self, step: int) -> Schedule:
-        """The target, whatever the step."""
+        """The schedule of optimizer step `step` (0-based)."""
         return self.target
 
 
 @dataclass(frozen=True)
-class Lower:
+class Lower(Curriculum):
     """From full depth down to the target over `steps` steps, then the target.
 
     Each budget moves in a straight line from all layers to the target's; rounding keeps the budgets non-increasing
     because it is the same monotone map at every position.
     """
 
-    target: Schedule
     steps: int
-
-    @property
-    def goals(self) -> tuple[Schedule, ...]:
-        """The target."""
-        return (self.target,)
 
     def schedule_at(self, step: int) -> Schedule:
         """The schedule of step `step`: full depth at step 0 (unless `steps` is 0), the target from `steps` on."""
@@ -68,25 +48,25 @@ class Lower:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Each step one of `schedules`, drawn with equal chances from (`seed`, step)."""
+class Sampled(Curriculum):
+    """Each step the target or one of the others, drawn with equal chances from (`seed`, step)."""
 
-    schedules: tuple[Schedule, ...]
+    others: tuple[Schedule, ...]
     seed: int
 
     @property
     def goals(self) -> tuple[Schedule, ...]:
-        """All of the schedules."""
-        return self.schedules
+        """The target and the others."""
+        return (self.target, *self.others)
 
     def schedule_at(self, step: int) -> Schedule:
         """The schedule drawn for step `step`."""
         # A generator of its own per step: no state to save, and no other draw shifts it.
-        return random.Random(f"{self.seed}/{step}").choice(self.schedules)
+        return random.Random(f"{self.seed}/{step}").choice(self.goals)
 
 
 @dataclass(frozen=True)
-class Random:
+class Random(Curriculum):
     """Each step other layers are left out of the response, as many as the draw says, from (`seed`, step).
 
     From none to as many as `target` leaves out at its end; its warm-up layers and the last layer always run. Source:
@@ -94,13 +74,7 @@ class Random:
     for what tuning cannot mend.
     """
 
-    target: Schedule
     seed: int
-
-    @property
-    def goals(self) -> tuple[Schedule, ...]:
-        """The target."""
-        return (self.target,)
 
     def schedule_at(self, step: int) -> Schedule:
         """A flat schedule drawn for step `step`."""
@@ -123,14 +97,11 @@ def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
     if config.curriculum == "lower":
         return Lower(target, round(config.steps * config.curriculum_fraction))
     if config.curriculum == "none":
-        return Fixed(target)
+        return Curriculum(target)
     if config.curriculum == "random":
         return Random(target, config.seed)
-    schedules = [target]
-    for speedup in config.sampled_speedups:
-        schedule = target.with_speedup(speedup)
-        if schedule.budgets != target.budgets:
-            schedules.append(schedule)
-    if len(schedules) == 1:
+    asked = [target.with_speedup(speedup) for speedup in config.sampled_speedups]
+    others = tuple(schedule for schedule in asked if schedule.budgets != target.budgets)
+    if not others:
         raise ScheduleError("sampled budgets need a second schedule: give --sampled-speedups other than the target's")
-    return Sampled(tuple(schedules), config.seed)
+    return Sampled(target, others, config.seed)

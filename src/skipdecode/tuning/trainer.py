@@ -28,17 +28,14 @@ from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.adapters import add_lora, make_optimizer
-from skipdecode.tuning.arithmetic import make_accelerator
-from skipdecode.tuning.checkpoint import Checkpoints
+from skipdecode.tuning.checkpoint import Checkpoints, merge_adapter, save_tuned
 from skipdecode.tuning.collate import Batch, GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
-from skipdecode.tuning.evaluate import dev_loss
+from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
 from skipdecode.tuning.objective import Objective, Teacher
 from skipdecode.tuning.run_log import RunLog
-from skipdecode.tuning.save import merge_adapter, save_tuned
-from skipdecode.tuning.speed import SpeedReport, compare_speed
+from skipdecode.tuning.setup import add_lora, make_accelerator, make_optimizer
 from skipdecode.tuning.step import StepReport, TrainStep
 
 __all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
@@ -73,7 +70,7 @@ class Tuner:
     model : PreTrainedModel
         Trained in place; a LoRA adapter is added unless `config.full`.
     tokenizer : PreTrainedTokenizerBase
-        For padding; saved with the model.
+        It pads, and is saved with the model.
     train, dev : sequence of Example
         Records.
     schedule : Schedule

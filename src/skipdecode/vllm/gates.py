@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedModelError
+from skipdecode.models.gate import with_mixin
 from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
-__all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers", "with_mixin"]
+__all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers"]
 
 # vLLM's architectures whose layers can be skipped, and where their decoder layers are. A new one is a row here, and is
 # tested against the transformers path (tests/vllm_plugin/test_families.py) before it is listed.
@@ -96,7 +97,11 @@ class LayerGates:
         self._waiting: list[Tensor | None] = []
         self._rows: dict[int, Any] = {}
         for index, layer in layers.items():
-            _check(layer)
+            if "hidden_states" not in _names_of(layer):
+                raise UnsupportedModelError(
+                    f"decoder layers of class {type(layer).__name__} take no hidden_states: this version of vLLM "
+                    "builds the model in a way that the plugin does not know"
+                )
             layer.__dict__["_skipdecode"] = (index, self)
             base: Any = type(layer)
             layer.__class__ = with_mixin(_Gated, base)
@@ -216,12 +221,6 @@ class _Gated:
         return gates.run(index, run, dict(zip(_names_of(self), args, strict=False)) | kwargs)
 
 
-@functools.cache
-def with_mixin(mixin: Any, base: Any) -> Any:
-    """A subclass of `base` under its name, with the methods of `mixin` in front."""
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-
-
 def _names_of(layer: Any) -> tuple[str, ...]:
     layer_class: Any = type(layer)
     return _names(layer_class)
@@ -233,14 +232,6 @@ def _names(layer_class: Any) -> tuple[str, ...]:
     own = next(c for c in layer_class.__mro__ if c is not _Gated and "forward" in c.__dict__)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return tuple(p.name for p in inspect.signature(own.forward).parameters.values() if p.kind in kinds)[1:]
-
-
-def _check(layer: nn.Module) -> None:
-    if "hidden_states" not in _names_of(layer):
-        raise UnsupportedModelError(
-            f"decoder layers of class {type(layer).__name__} take no hidden_states: this version of vLLM builds the "
-            "model in a way that the plugin does not know"
-        )
 
 
 def _listed(output: Any) -> list[Any]:

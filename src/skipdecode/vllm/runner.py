@@ -15,7 +15,8 @@ from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
 from skipdecode.errors import UnsupportedModelError
-from skipdecode.vllm.gates import LayerGates, find_layers, with_mixin
+from skipdecode.models.gate import with_mixin
+from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.modes import ModeChoice
 from skipdecode.vllm.settings import Mode, PluginSettings

@@ -29,7 +29,7 @@ class PluginSettings:
     Parameters
     ----------
     schedules : tuple of Schedule
-        By their names; the first is what a request gets that asks for none.
+        They go by their names; the first serves requests that ask for none.
     mode : {"auto", "nested", "where"}
         Whether a layer computes only the rows that need it, or all of them and puts the others back; "auto" asks the
         cost model in every step.

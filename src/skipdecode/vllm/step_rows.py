@@ -90,7 +90,7 @@ class StepRows:
     Parameters
     ----------
     layers : tuple of int
-        For each layer an index into `parts`, `ALL` or `NONE`.
+        An index into `parts`, `ALL` or `NONE` for each layer.
     parts : tuple of RowSubset
         Different selections; layers with the same one share it.
     num_rows : int
@@ -113,7 +113,7 @@ class LayerLimits:
     Parameters
     ----------
     schedules : sequence of Schedule
-        In the order of their numbers.
+        They are numbered in this order.
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:

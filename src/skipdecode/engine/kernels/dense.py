@@ -31,11 +31,11 @@ class Segment(NamedTuple):
     Parameters
     ----------
     place : int
-        Of its row in the cache.
+        The prompt's row in the cache.
     begin, end : int
-        Rows.
+        The tokens' rows in the forward.
     start : int
-        Position of the first.
+        Position of the first token.
     """
 
     place: int
@@ -57,7 +57,7 @@ class DenseDecoder:
         Parameters
         ----------
         cache : StaticCache
-            With its inputs loaded.
+            Its inputs are loaded.
         rows : int
             Places of the step.
         length : int
@@ -116,7 +116,7 @@ class DenseDecoder:
         segments : list of Segment
             The rows' texts, in order.
         counts : list of int
-            For each layer: the number of rows, from the first, that run it; whole segments.
+            How many rows, from the first, run each layer; whole segments.
         """
         layers = self._spec.layers
         x = self._spec.embed(tokens, positions, self._dtype)

@@ -88,7 +88,7 @@ class NativeKernels:
     Parameters
     ----------
     dtype : torch.dtype
-        Of the model: fp32 activations meet quantised weights unrounded, others as bf16.
+        The model's: activations of an fp32 model meet quantised weights unrounded, others as bf16.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -38,7 +38,7 @@ class LinearSpec:
     gamma, beta : torch.Tensor, optional
         (in,): scale and shift of the norm.
     eps : float
-        Of the norm.
+        Added to the norm's mean of squares.
     activation : str
         Applied to the result.
     """
@@ -61,7 +61,7 @@ class AttentionSpec:
     heads, kv_heads, head_dim : int
         Query heads, key/value heads, columns of one.
     scale : float
-        Of the scores.
+        Factor of the scores.
     window : int
         Latest tokens a row sees, its own included; 0 means all.
     cos, sin : torch.Tensor, optional
@@ -69,7 +69,7 @@ class AttentionSpec:
     q_gamma, k_gamma : torch.Tensor, optional
         (head_dim,): RMSNorm of each query and key head, before the rotation.
     eps : float
-        Of that norm.
+        Added to that norm's mean of squares.
     """
 
     heads: int
@@ -144,7 +144,7 @@ class StackInput(NamedTuple):
     slots, positions : torch.Tensor
         (rows,), int32 on the CPU.
     counts : list of int
-        For each layer: the number of rows, from the first, that run it.
+        How many rows, from the first, run each layer.
     """
 
     hidden: torch.Tensor

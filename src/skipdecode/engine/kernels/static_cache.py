@@ -40,8 +40,6 @@ class StaticCache:
         Columns of the logits.
     dtype : torch.dtype
         Type of keys, values and activations.
-    device : torch.device
-        Where they lie.
     new_capture : callable or None
         See `StepGraphs`.
 
@@ -119,7 +117,7 @@ class StaticCache:
         places, tokens, positions : list of int
             A value for each row that has a token.
         counts : list of int
-            For each layer: how many of those, from the first, run it.
+            How many of those, from the first, run each layer.
         rows : int
             Places of the step, those without a token too.
         """

@@ -54,7 +54,7 @@ class LoadedModel:
     Parameters
     ----------
     model : transformers causal LM or peft.PeftModel
-        In eval mode, on its device.
+        It is in eval mode and on its device.
     tokenizer : transformers tokenizer or None
         Pads on the left; its pad token is the end token where the checkpoint names none.
     name : str
@@ -88,7 +88,7 @@ def load_model(
         A local directory (a checkpoint or a PEFT adapter), a hub id, or ``smollm2-135m``. The embedded name goes first:
         a directory of that name is ``./smollm2-135m``.
     dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
-        Of the weights; "auto" is the checkpoint's own.
+        Type of the weights; "auto" is the checkpoint's own.
     device : str, optional
         A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
     require_tokenizer : bool

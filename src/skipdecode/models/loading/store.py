@@ -31,13 +31,11 @@ class CachedModel:
     Parameters
     ----------
     name : str
-        What `load_model` takes.
-    path : Path
-        Its directory.
+        The name that `load_model` takes.
     bytes : int
         Size of all its files.
     source : str
-        Where its weights came from, in words; empty where that is not recorded.
+        The weights' origin in words; empty where that is not recorded.
     """
 
     name: str

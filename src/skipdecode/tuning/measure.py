@@ -1,18 +1,53 @@
-"""Training speed under a schedule next to full depth: the same batches in turn, forward and backward, cross-entropy."""
+"""Measurements of a model that is being tuned: its loss on dev records, and how fast its schedule trains."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
 from skipdecode.tuning.objective import Objective
 
-__all__ = ["SpeedReport", "compare_speed"]
+__all__ = ["SpeedReport", "compare_speed", "dev_loss"]
+
+
+@torch.no_grad()
+def dev_loss(
+    accelerator: Any,
+    model: Any,
+    attachment: Attachment,
+    schedules: Sequence[Schedule],
+    batches: Sequence[Callable[[], Batch]],
+) -> dict[str, float]:
+    """Cross-entropy per response token of all batches, teacher-forced under each schedule, by its name.
+
+    Batches are shared out to the processes; all of them make the same number of forward passes, as sharded models need.
+    Dropout is off, the attachment's schedule and the model's mode are restored.
+    """
+    before, training = attachment.schedule, model.training
+    world, rank = accelerator.num_processes, accelerator.process_index
+    objective = Objective()
+    losses: dict[str, float] = {}
+    model.eval()
+    for schedule in schedules:
+        attachment.schedule = schedule
+        sums = torch.zeros(2, device=accelerator.device)
+        for first in range(0, len(batches), world):
+            mine = first + rank
+            parts = objective(model, batches[mine if mine < len(batches) else 0]())
+            if mine < len(batches):
+                sums += torch.stack([parts.cross_entropy, parts.cross_entropy.new_tensor(parts.tokens)])
+        loss, tokens = accelerator.reduce(sums, reduction="sum").tolist()
+        losses[schedule.name] = loss / tokens
+    attachment.schedule = before
+    model.train(training)
+    return losses
 
 
 @dataclass(frozen=True)
@@ -33,16 +68,14 @@ class SpeedReport:
 def compare_speed(
     accelerator: Any, model: Any, attachment: Attachment, schedule: Schedule, batches: Sequence[Batch]
 ) -> SpeedReport:
-    """Time training steps without their optimizer part.
+    """Time training steps, without their optimizer part, under a schedule and at full depth in turn.
 
     Parameters
     ----------
-    accelerator : accelerate.Accelerator
-        For mixed precision and the backward pass.
     model : Module
-        Prepared, with gradients on; its gradients are dropped.
+        Prepared by the accelerator, with gradients on; they are dropped.
     attachment : Attachment
-        Of the model; its schedule is restored.
+        The model's; its schedule is restored.
     schedule : Schedule
         Timed against full depth.
     batches : sequence of Batch

@@ -1,4 +1,4 @@
-"""Devices and arithmetic of a run: what accelerate is told."""
+"""What a run is set up with: the weights that are tuned, their optimizer, devices and arithmetic."""
 
 from __future__ import annotations
 
@@ -8,11 +8,53 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
+from torch import nn
 
+from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["choose_precision", "make_accelerator", "process_state"]
+__all__ = ["add_lora", "make_accelerator", "make_optimizer", "process_state"]
+
+
+def add_lora(model: Any, config: TuneConfig) -> Any:
+    """The model with a fresh LoRA adapter in a PEFT wrapper; only the adapter's weights are trainable.
+
+    Raises
+    ------
+    MissingExtraError
+        PEFT is not installed.
+    UsageError
+        `lora_targets` names modules that the model does not have.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune") from None
+    targets = config.lora_targets[0] if config.lora_targets == ("all-linear",) else list(config.lora_targets)
+    lora = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=2 * config.rank if config.lora_alpha is None else config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return peft.get_peft_model(model, lora)
+    except ValueError as error:
+        raise UsageError(f"--lora-targets {' '.join(config.lora_targets)}: {error}") from None
+
+
+def make_optimizer(model: nn.Module, config: TuneConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable weights, with weight decay on matrices only."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    # One pass over the weights where there is a kernel for it: a quarter of the unfused update's time on a CPU.
+    fused = all(p.device.type in ("cpu", "cuda") for p in trainable)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=fused)
 
 
 def process_state() -> Any:
@@ -21,7 +63,7 @@ def process_state() -> Any:
     return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
 
 
-def choose_precision(asked: str, device: torch.device) -> str:
+def _precision(asked: str, device: torch.device) -> str:
     """accelerate's name of the arithmetic: "bf16" or "no" (fp32).
 
     `auto` takes bf16 where the device multiplies it in hardware. A CPU without AVX512-BF16 or AMX emulates it at a
@@ -45,7 +87,7 @@ def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
     # It is one for the process and keeps the first run's precision; a later run may want another.
     AcceleratorState._reset_state()
     accelerator = Accelerator(
-        mixed_precision=choose_precision(config.precision, process_state().device),
+        mixed_precision=_precision(config.precision, process_state().device),
         # As a plugin, because the launcher's environment goes before the plain number.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=config.accumulation),
         kwargs_handlers=[unused],

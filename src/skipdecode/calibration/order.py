@@ -1,0 +1,131 @@
+"""Drop orders from data: greedily by measured loss, and by block influence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from skipdecode.data.prompts import Example
+from skipdecode.models.attach import Attachment
+from skipdecode.models.families import decoder_layers
+from skipdecode.tuning.collate import IGNORE, collate
+from skipdecode.tuning.objective import response_logits
+
+__all__ = ["Round", "block_influence", "greedy_order", "greedy_trials"]
+
+Measure = Callable[[Sequence[tuple[int, ...]]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One layer goes: `losses` are those of each layer tried on top of the ones `gone`, `base` that of none."""
+
+    gone: tuple[int, ...]
+    base: float
+    losses: Mapping[int, float]
+    dropped: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        losses = {str(layer): loss for layer, loss in self.losses.items()}
+        return {"gone": list(self.gone), "base": self.base, "losses": losses, "dropped": self.dropped}
+
+
+def greedy_order(
+    measure: Measure, layers: Sequence[int], drops: int, candidates: int, prior: Mapping[int, float]
+) -> list[Round]:
+    """Drop `drops` layers one after the other.
+
+    The first round tries every layer. Later ones try the `candidates` layers whose loss rose least when they were last
+    tried; a layer that is tried and turns out worse makes room for the next, so none is out for good.
+
+    Parameters
+    ----------
+    measure : callable
+        Gives the loss of each of several sets of layers that are left out.
+    layers : sequence of int
+        Layers that may go.
+    drops : int
+        Rounds.
+    candidates : int
+        Layers tried in a round after the first.
+    prior : mapping of int to float
+        A cheaper ranking (block influence) that decides between equals, the lowest first.
+    """
+    rises = dict.fromkeys(layers, 0.0)
+    base = measure([()])[0]
+    rounds: list[Round] = []
+    for number in range(drops):
+        gone = tuple(r.dropped for r in rounds)
+        ranked = sorted(rises, key=lambda layer: (rises[layer], prior[layer], layer))
+        tried = ranked if number == 0 else ranked[:candidates]
+        losses = dict(zip(tried, measure([(*gone, layer) for layer in tried]), strict=True))
+        rises |= {layer: loss - base for layer, loss in losses.items()}
+        best = min(tried, key=lambda layer: (losses[layer], prior[layer], layer))
+        rounds.append(Round(gone, base, losses, best))
+        del rises[best]
+        base = losses[best]
+    return rounds
+
+
+def greedy_trials(layers: int, drops: int, candidates: int) -> int:
+    """How many sets `greedy_order` measures, that of none included."""
+    return 1 + sum(layers if number == 0 else min(candidates, layers - number) for number in range(drops))
+
+
+def block_influence(
+    attachment: Attachment, examples: Sequence[Example], *, batch_size: int, pad_id: int
+) -> tuple[float, ...]:
+    """How much each layer turns the hidden states, from one full-depth pass; 0 for a layer that changes nothing.
+
+    Source: ShortGPT (arXiv 2403.03853), section 3.2: 1 - cosine between a layer's input and output, averaged over
+    tokens; here over the response tokens that are fed.
+    """
+    model = attachment.model
+    ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
+    layers = list(decoder_layers(model))
+    watch = _CosineSums(len(layers))
+    handles = [layer.register_forward_hook(watch.hook(index), with_kwargs=True) for index, layer in enumerate(layers)]
+    try:
+        with torch.inference_mode(), attachment.paused():
+            for first in range(0, len(ordered), batch_size):
+                batch = collate(ordered[first : first + batch_size], pad_id).to(model.device)
+                # A token is fed where the next column has a target; column 0 of the targets belongs to the prompt.
+                watch.fed = functional.pad(batch.targets[:, 1:] != IGNORE, (batch.prompt_length, 0))
+                response_logits(model, batch, attached=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(1 - total / max(1, watch.tokens) for total in watch.cosines)
+
+
+class _CosineSums:
+    """Sums cosines over the tokens that are marked in `fed` (rows, columns)."""
+
+    def __init__(self, layers: int) -> None:
+        self.fed = torch.zeros(0)
+        self.cosines = [0.0] * layers
+        self._tokens = [0] * layers
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that every layer saw."""
+        return self._tokens[0]
+
+    def hook(self, index: int) -> Any:
+        """A forward hook for one layer."""
+
+        def watch(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            before: Tensor = args[0] if args else kwargs["hidden_states"]
+            after: Tensor = output[0] if isinstance(output, tuple) else output
+            rows = self.fed
+            cosines = functional.cosine_similarity(before[rows].double(), after[rows].double(), dim=-1)
+            self.cosines[index] += float(cosines.sum())
+            self._tokens[index] += int(rows.sum())
+
+        return watch
