@@ -28,14 +28,16 @@ from tqdm import tqdm
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.data.prompts import encode_prompts
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.generate import batches
-from skipdecode.evaluation.prompts import encode_prompt
-from skipdecode.evaluation.records import load_records
-from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 
@@ -106,9 +108,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(options.model, dtype=options.dtype)
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else unwrap(loaded.model)
     precise = copy.deepcopy(model).float()
-    task, fast = load_task("e2e"), FastModel(model)
-    records = load_records(task, str(options.data)).limited(options.records).items
-    prompts = [encode_prompt(task, record, loaded.tokenizer) for record in records]
+    task, fast = load_task("e2e"), open_model(model)
+    records = load_records(task, str(options.data)).limited(options.records)
+    _, prompts = encode_prompts(task.template(), records, loaded.tokenizer)
     ends = end_tokens(model, loaded.tokenizer)
 
     def decode(engine: FastEngine | GatedEngine, texts: Rows) -> list[list[int]]:
@@ -133,7 +135,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         exact = parallel_tokens(precise, schedule, order, expected)
         rounded = parallel_tokens(model, schedule, order, expected)
         rows.append(
-            {"nominal_speedup": nominal, "records": len(records), "tokens": sum(map(len, expected))}
+            {"nominal_speedup": nominal, "records": len(prompts), "tokens": sum(map(len, expected))}
             | {"teacher_forced": same(forced, expected)}
             | agreement(found, expected)
             | {
@@ -144,7 +146,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         print(json.dumps(rows[-1]), flush=True)
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
-    return {"environment": environment(), "config": config, "rows": rows}
+    return {**heading("agreement"), "environment": environment(), "config": config, "rows": rows}
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
 from skipdecode.performance.bench.geometries import GEOMETRIES, build
 from skipdecode.performance.step_cost import measure_cost
 
@@ -83,7 +84,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
         )
     config = {k: v for k, v in vars(options).items() if k != "out"}
-    return {"environment": environment(), "config": config, "cost_model": cost.to_dict(), "rows": rows}
+    about = {**heading("decode-speed"), "environment": environment(), "config": config}
+    return {**about, "cost_model": cost.to_dict(), "rows": rows}
 
 
 def main() -> None:

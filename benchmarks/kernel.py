@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from skipdecode.engine.kernels import backend_for
+from skipdecode.common.kinds import heading
+from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.spec import LinearSpec
 
 SHAPES = {
@@ -50,8 +51,10 @@ def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, budget: float
     weights = [torch.full(shape, 0.01, dtype=dtype) for _ in range(count)]
     x, y = torch.randn(rows, columns), torch.empty(rows, out)
     narrow = x.to(dtype)
-    backend, reason = backend_for(torch.device("cpu"), dtype)
-    calls = [backend.linear(LinearSpec(w)) for w in weights]
+    kernels, reason = native_kernels(torch.device("cpu"), dtype)
+    if kernels is None:
+        raise SystemExit(reason)
+    calls = [kernels.linear(LinearSpec(w)) for w in weights]
 
     def ours() -> None:
         for call in calls:
@@ -61,7 +64,7 @@ def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, budget: float
         for w in weights:
             functional.linear(narrow, w)
 
-    candidates = {f"skipdecode ({reason or backend.name})": ours, "F.linear": torchs}
+    candidates = {"skipdecode (native)": ours, "F.linear": torchs}
     times: dict[str, list[float]] = {name: [] for name in candidates}
     end = time.perf_counter() + budget
     while time.perf_counter() < end or len(times["F.linear"]) < 3:
@@ -96,7 +99,8 @@ def main() -> None:
     print(f"read {after:.1f} GB/s")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"threads": args.threads, "read_gb_per_s": [before, after], "rows": table}, file, indent=1)
+            document = heading("kernel-speed") | {"threads": args.threads, "read_gb_per_s": [before, after]}
+            json.dump(document | {"rows": table}, file, indent=1)
 
 
 if __name__ == "__main__":

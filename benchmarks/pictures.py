@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.reporting.depth import calibration_sections
-from skipdecode.reporting.plots import Point, Series, line_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
 from skipdecode.reporting.plots.output import png
 from skipdecode.reporting.quality import quality_sections
+from skipdecode.reporting.schedules import calibration_section
 from skipdecode.reporting.sources import read_source
 
 ROOT = Path(__file__).parents[1]
@@ -37,12 +37,12 @@ def positions_figure(calibration: dict[str, Any]) -> Any:
             added = sum(losses["sums"][str(depth)][start:end]) - sum(losses["sums"][str(layers)][start:end])
             points.append(Point((start + end - 1) / 2, added / tokens))
         series.append(Series(f"{depth} of {layers} layers", tuple(points)))
-    return line_figure(series, "generation position", "loss added per token", from_zero=True)
+    return line_figure(Chart(series, "generation position", "loss added per token", from_zero=True))
 
 
 def main() -> int:
     """Draw all; returns 0."""
-    calibration = calibration_sections([read_source(CALIBRATION)])[0]
+    calibration = calibration_section(read_source(CALIBRATION))
     table = read_source(ROOT / "results" / "e2e-smollm2-135m.json")
     shown = [row for row in table.data["runs"] if row["method"] in METHODS]
     quality = quality_sections([replace(table, data=table.data | {"runs": shown})])[0]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skipdecode import Schedule
-from skipdecode.schedule.published import Budget, build_schedule
 
 TASKS = Path(__file__).parent / "tasks"
 CALIBRATED = ("calibrated", "curve", "pruned")
@@ -79,15 +78,16 @@ class Plan:
     def schedule(self, name: str, speedup: int) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
-        budget = Budget(self.layers, self.speedups[-1], self.seq_len)
+        steepest = self.speedups[-1]
         if name in ("even", "early_termination"):
-            return replace(linear, drop_order=build_schedule(name, budget).drop_order)
+            order = Schedule.published(name, self.layers, steepest, self.seq_len).drop_order
+            return replace(linear, drop_order=order)
         if name == "unified":
             # The layers that the even order was tuned with, the same at every position.
-            order = build_schedule("even", budget).drop_order
+            order = Schedule.published("even", self.layers, steepest, self.seq_len).drop_order
             return Schedule.constant(self.layers, round(self.layers / speedup), drop_order=order)
         if name == "d3":
-            return build_schedule(name, replace(budget, nominal_speedup=speedup))
+            return Schedule.published(name, self.layers, speedup, self.seq_len)
         if name.startswith("warmup"):
             layers = int(name.removeprefix("warmup"))
             return Schedule.from_speedup(self.layers, speedup, self.seq_len, warmup_layers=layers)

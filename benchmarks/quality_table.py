@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import RUN_FILE, Run, load_run
-from skipdecode.schedule.names import curve_name
+from skipdecode.schedule import curve_name
 
 NEEDED = ("bleu", "rougeL", "bertscore_f1")
 
@@ -69,7 +70,7 @@ def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Speed-up and where it is from."""
     if speed is None or not (at_full_depth(run) or "schedule" in run.data["config"]["method"]):
         return own_speed(run)
-    about = {k: v for k, v in speed.items() if k not in ("rows", "full_depth", "environment")}
+    about = {k: v for k, v in speed.items() if k not in ("kind", "format", "rows", "full_depth", "environment")}
     source = {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
     if at_full_depth(run):
         same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
@@ -200,7 +201,7 @@ def build(runs: Sequence[Run], full: Run, speed: Mapping[str, Any] | None, resam
     named = labels(runs, full)
     rows = [row(run, full, speed, named[run.path], common, resamples) for run in runs]
     return {
-        "kind": "quality",
+        **heading("quality-table"),
         "environment": full.data["environment"] if speed is None else speed["environment"],
         "task": {
             "name": config["task"]["name"],
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = load_runs(options.runs)
         full = yardstick(runs, options.full)
-        speed = None if options.speed is None else json.loads(options.speed.read_text(encoding="utf-8"))
+        speed = None if options.speed is None else read_result(options.speed, "schedule-speed")
         document = build(runs, full, speed, options.resamples)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except (SkipDecodeError, OSError) as e:

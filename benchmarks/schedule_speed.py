@@ -27,6 +27,7 @@ from tqdm import tqdm
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading, read_result
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.opening import open_fast
@@ -126,7 +127,7 @@ def any_order(work: dict[str, Any]) -> Schedule:
 
 def measured(out: Path) -> list[dict[str, Any]]:
     """The work of an earlier call."""
-    return [row["work"] for row in json.loads(out.read_text(encoding="utf-8"))["rows"]]
+    return [row["work"] for row in read_result(out, "schedule-speed")["rows"]]
 
 
 def document(
@@ -147,6 +148,7 @@ def document(
             }
         )
     return {
+        **heading("schedule-speed"),
         "environment": environment(),
         "what": "decoding to the lengths of the references, all depths in turn on the same batches, medians of rounds",
         "rounds": ROUNDS,

@@ -31,12 +31,13 @@ import torch
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading, read_result
+from skipdecode.data.prompts import encode_prompts
+from skipdecode.data.source import Records, load_records
+from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.opening import end_tokens, open_fast
-from skipdecode.evaluation.prompts import encode_prompt
-from skipdecode.evaluation.records import load_records
-from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.batch_cost import BatchCost
 from skipdecode.performance.cost_probe import CostProbe
@@ -62,8 +63,8 @@ def load(options: argparse.Namespace) -> Job:
     task = load_task("e2e")
     if options.data:
         records = itertools.chain.from_iterable(load_records(task, str(path)).items for path in options.data)
-        chosen = itertools.islice(records, options.requests)
-        prompts = [encode_prompt(task, record, loaded.tokenizer) for record in chosen]
+        chosen = Records(tuple(itertools.islice(records, options.requests)))
+        _, prompts = encode_prompts(task.template(), chosen, loaded.tokenizer)
     else:
         texts = [task.prompt.replace("{mr}", mr) for mr in itertools.islice(_made_up(), options.requests)]
         prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]
@@ -301,7 +302,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     job = load(options)
-    document = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    document = read_result(options.out, "scheduling") if options.out.exists() else heading("scheduling")
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     found = {"waves": waves, "stream": stream}[options.part](job, options)
     here = environment()

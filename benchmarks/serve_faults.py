@@ -27,6 +27,7 @@ import psutil
 from serve_load import gauge, server
 
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
 from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE
 
 KEY = "the-key-of-this-run"
@@ -191,7 +192,7 @@ def main() -> None:
     with server(options, *more) as (url, process):
         found = asyncio.run(run(url, process, options))
     config = {"model": options.model, "clients": options.clients, "command": " ".join(["python", *sys.argv])}
-    document = {"environment": environment(), "config": config, **found}
+    document = {**heading("serve-faults"), "environment": environment(), "config": config, **found}
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
 

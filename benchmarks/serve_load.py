@@ -33,6 +33,7 @@ import uvloop
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.opening import end_tokens
 from skipdecode.models.families import decoder_layers
@@ -285,6 +286,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rates = [found["tokens_per_s"] for found in document["schedules"].values()]
     config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
     return {
+        **heading("serve-load"),
         "environment": environment(),
         "config": config,
         "speedup": rates[1] / rates[0],

@@ -8,12 +8,13 @@ A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end tab
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from skipdecode.common.kinds import read_result
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -163,13 +164,14 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
     return [["what", "against stock"], overhead, *([text, f"{ratios[key]:.2f}x"] for key, text in gains.items())]
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[list[str]]]] = {
-    "bench": bench,
-    "decode": decode,
-    "leads": leads,
-    "quality": quality,
-    "speeds": speeds,
-    "vllm": vllm,
+# By name, with the kind of result that each is made from.
+TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
+    "bench": ("bench", bench),
+    "decode": ("decode-speed", decode),
+    "leads": ("quality-table", leads),
+    "quality": ("quality-table", quality),
+    "speeds": ("bench", speeds),
+    "vllm": ("vllm-speed", vllm),
 }
 
 
@@ -183,8 +185,8 @@ def filled(page: str) -> str:
     """A page's text with every table written anew."""
 
     def table(match: re.Match[str]) -> str:
-        document = json.loads((ROOT / match[3]).read_text(encoding="utf-8"))
-        return match[1] + markdown(TABLES[match[2]](document)) + match[4]
+        kind, rows = TABLES[match[2]]
+        return match[1] + markdown(rows(read_result(ROOT / match[3], kind))) + match[4]
 
     return BLOCK.sub(table, page)
 

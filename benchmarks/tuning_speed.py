@@ -22,7 +22,8 @@ from tqdm import tqdm
 from skipdecode import Schedule, attach
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.environment import environment
-from skipdecode.data.examples import Example
+from skipdecode.common.kinds import heading
+from skipdecode.data.prompts import Example
 from skipdecode.performance.bench.geometries import GEOMETRIES, build
 from skipdecode.tuning.adapters import add_lora, make_optimizer
 from skipdecode.tuning.arithmetic import make_accelerator
@@ -90,7 +91,7 @@ def main() -> None:
     keep_freed_memory()
     rows = measure(True, options) + measure(False, options)
     config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
-    document = {"environment": environment(), "config": config, "rows": rows}
+    document = {**heading("tuning-speed"), "environment": environment(), "config": config, "rows": rows}
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         speeds = f"{row['tokens_per_s']:7.0f} tokens/s {row['speedup']:.2f}x"

@@ -34,11 +34,12 @@ import torch
 
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.data.prompts import encode_prompts
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import load_task
 from skipdecode.engine import GatedEngine, Request
 from skipdecode.engine.opening import end_tokens
-from skipdecode.evaluation.prompts import encode_prompt
-from skipdecode.evaluation.records import load_records
-from skipdecode.evaluation.tasks import load_task
 from skipdecode.models.loading.hub import load_model
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
@@ -101,8 +102,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else loaded.model
     schedule = Schedule.from_speedup(model.config.num_hidden_layers, options.nominal, options.seq_len)
     task, ends = load_task("e2e"), sorted(end_tokens(model, loaded.tokenizer))
-    records = load_records(task, str(options.data)).limited(options.records).items
-    texts = [list(encode_prompt(task, record, loaded.tokenizer)) for record in records]
+    records = load_records(task, str(options.data)).limited(options.records)
+    _, texts = encode_prompts(task.template(), records, loaded.tokenizer)
     # First, because vLLM changes transformers' own classes where it runs a model through them.
     expected = reference(model, schedule, texts, ends, options)
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     figures = {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
-    return {"environment": environment(), "config": config} | figures
+    return {**heading("vllm-exact"), "environment": environment(), "config": config} | figures
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ os.environ |= {
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading, read_result
 
 PARTS = ("full_depth_overhead", "lockstep_8_nominal_2x", "mixed_32_linear_2x", "poisson_flat_2x")
 SLOTS = {"full_depth_overhead": 8, "lockstep_8_nominal_2x": 8, "mixed_32_linear_2x": 32, "poisson_flat_2x": 32}
@@ -185,9 +186,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it stay")
     options = parser.parse_args()
     ratio, run = measure(options)
-    document: dict[str, Any] = {"ratios": {}, "runs": []}
+    document = {**heading("vllm-speed"), "ratios": {}, "runs": []}
     if options.out.is_file():
-        document = json.loads(options.out.read_text(encoding="utf-8"))
+        document = read_result(options.out, "vllm-speed")
     config = {k: v for k, v in vars(options).items() if k not in ("out", "model")}
     document["environment"] = environment()
     document["ratios"][options.part] = ratio

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from memory_probe import resident
 from skipdecode import Schedule, attach
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.tuning.adapters import make_optimizer
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.config import TuneConfig

@@ -8,14 +8,15 @@ from typing import Any
 
 from checkpoints import byte_tokenizer, save_tiny_encoder
 from skipdecode import Schedule
-from skipdecode.evaluation.methods.base import Generation, Method, fed_tokens
+from skipdecode.data.records import Record
+from skipdecode.data.source import Records
+from skipdecode.data.tasks import Task
+from skipdecode.evaluation.methods.base import Generation, Method
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import MetricOptions, make_metrics
-from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.settings import Settings, Subject
-from skipdecode.evaluation.tasks import Task
 from tiny import LAYERS, tiny_model
 
 WORDS = [
@@ -51,15 +52,14 @@ def says(base: type[Full] | type[Scheduled], words: int, *arguments: Any) -> Met
 
     class Says(base):  # type: ignore[misc, valid-type]
         def generate(
-            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int]
+            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int], rows: int = 0
         ) -> Generation:
             tokenizer = byte_tokenizer()
             numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]
-            rows = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
+            texts = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
             layers = LAYERS if self.schedule is None else self.schedule.budget(0)
-            fed = fed_tokens(rows)
-            steps = max(map(len, rows)) - 1
-            return Generation(rows, 0.1, SECONDS_A_LAYER * layers * steps, layers * fed, fed)
+            fed = sum(len(row) - 1 for row in texts)
+            return Generation(texts, 0.1, SECONDS_A_LAYER * layers * fed, layers * fed, fed, fed)
 
     return Says(*arguments)
 
@@ -74,7 +74,7 @@ def quality_runs(place: Path) -> dict[str, Run]:
     encoder = place / "encoder"
     save_tiny_encoder(encoder, REFERENCES)
     metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
-    records = Records(tuple(Record(f"r{i}", {"text": str(i)}, (text,)) for i, text in enumerate(REFERENCES)), ())
+    records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
     subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2})
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = Settings(batch_size=3, resamples=50)

@@ -16,9 +16,9 @@ import httpx
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
-from skipdecode.serving.limits import ServerLimits
+from skipdecode.serving.limits import Binding, ServerLimits
 from skipdecode.serving.middleware import ApiKeys
-from skipdecode.serving.server import Binding, make_server
+from skipdecode.serving.server import make_server
 from skipdecode.serving.service import Service, open_service
 from tiny import LAYERS, tiny_model
 

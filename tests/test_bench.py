@@ -132,10 +132,10 @@ def test_rounds_alternate_between_engines_and_schedules():
     [
         ([], "give either a model or --geometry"),
         (["x", "--geometry", "opt-1.3b"], "give either a model or --geometry"),
-        (["x", "--batches", "0"], "--batches (0,) is not accepted"),
-        (["x", "--prompt", "1"], "--prompt (1,) is not accepted: give 2 or more"),
+        (["x", "--batches", "0"], "--batches 0 is not accepted"),
+        (["x", "--prompt", "1"], "--prompt 1 is not accepted: give 2 or more"),
         (["x", "--new", "2"], "--new 2 is not accepted"),
-        (["x", "--nominal", "0.5"], "--nominal (0.5,) is not accepted"),
+        (["x", "--nominal", "0.5"], "--nominal 0.5 is not accepted"),
         (["x", "--rounds", "0"], "--rounds 0 is not accepted"),
         (["x", "--threads", "0"], "--threads 0 is not accepted"),
         (["x", "--out", "/no/such/folder/out.json"], "does not exist"),

@@ -19,12 +19,11 @@ from matplotlib import image
 from skipdecode import Schedule, attach
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.influence import block_influence
-from skipdecode.calibration.meter import LossMeter, identity_of
+from skipdecode.calibration.meter import LossMeter, MeasurementStore, identity_of
 from skipdecode.calibration.run import calibrate
 from skipdecode.calibration.settings import Settings
-from skipdecode.calibration.store import MeasurementStore
 from skipdecode.cli import main
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.cost import CostModel
 from skipdecode.tuning.collate import IGNORE, collate
@@ -311,7 +310,9 @@ def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path, capsy
     assert main(arguments(files, out, *quick)) == 0
     capsys.readouterr()
     assert "is not empty: give --resume" in refused(capsys, arguments(files, out, *quick))
-    assert "measured with another records" in refused(capsys, arguments(files, out, *quick, "--resume", "--seed", "1"))
+    told = refused(capsys, arguments(files, out, *quick, "--resume", "--seed", "1"))
+    assert "measured.jsonl was begun with other settings (records: " in told
+    assert told.endswith("give another --out")
     assert main(arguments(files, out, *quick, "--resume")) == 0
 
 

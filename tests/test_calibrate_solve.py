@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.calibration import curve as curve_module
-from skipdecode.calibration.baselines import deepest_flat, paper_within
 from skipdecode.calibration.curve import best_curve, best_flat
-from skipdecode.calibration.goal import set_goal
+from skipdecode.calibration.goal import deepest_flat, paper_within, set_goal
 from skipdecode.calibration.greedy import greedy_order, greedy_trials
+from skipdecode.calibration.meter import MeasurementStore
 from skipdecode.calibration.settings import Settings
-from skipdecode.calibration.store import MeasurementStore
 from skipdecode.calibration.table import LossTable, bucket_starts
 from skipdecode.calibration.workload import Workload, layers_only
-from skipdecode.errors import DataError, TargetError, UsageError
+from skipdecode.errors import DataError, OutputError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel
 
 LAYERS = 12
@@ -214,8 +213,8 @@ def test_the_store_keeps_what_it_was_told_and_drops_half_a_line(tmp_path: Path):
         {"key": "a", "sums": [1.5, 2.0]},
         {"key": "b", "sums": [0.25]},
     ]
-    with pytest.raises(UsageError, match="measured with another model"):
+    with pytest.raises(OutputError, match=r'model: "m" then, "n" now.*give another --out'):
         MeasurementStore(path, {"model": "n"})
     path.write_text("hello\n")
-    with pytest.raises(UsageError, match="does not hold measurements"):
+    with pytest.raises(OutputError, match="holds no measurements"):
         MeasurementStore(path, {"model": "m"})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from skipdecode import Schedule, attach
-from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.open_model import open_model
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.cost import CostModel, Machine
@@ -388,7 +388,7 @@ def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypa
 def test_calibrations_of_both_engines_are_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
     model = wide_model()
-    fast = FastModel(model)
+    fast = open_model(model)
     own = measure_cost(model, fast, batch=2, prompt_len=40, repeats=2, steps=4)
     theirs = measure_cost(model, batch=2, prompt_len=40, repeats=2, steps=4)
     assert own.layer_seconds < theirs.layer_seconds

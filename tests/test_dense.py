@@ -1,4 +1,4 @@
-"""The GPU's way of decoding, on a CPU: steps of fixed shape over slabs, with tapes in the place of CUDA graphs.
+"""The GPU's way of decoding, on a CPU: steps of fixed shape over a static KV cache, with tapes for CUDA graphs.
 
 A tape holds a step's operators as they were called the first time, and repeats them: what Python worked out then (a
 length, a list of rows) stays as it was, as in a CUDA graph. Operators that a capture refuses are refused here too.
@@ -23,7 +23,7 @@ from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.fast_model import TokenRows
 from skipdecode.engine.kernels import graphs
-from skipdecode.engine.kernels.slabs import row_bucket, token_bucket
+from skipdecode.engine.kernels.static_cache import row_bucket, token_bucket
 from skipdecode.engine.model_spec import READERS
 from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import EngineSource
@@ -66,23 +66,23 @@ class Tape(TorchDispatchMode):
                     made[id(before)] = now
 
 
-class TapeRecorder:
+class TapeCapture:
     replays = 0
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         step()  # as a GPU's does: the first run does the work, the recorded one must be able to come on top
         with Tape() as tape:
             step()
 
         def replay() -> None:
-            TapeRecorder.replays += 1
+            TapeCapture.replays += 1
             tape.replay()
 
         return replay
 
 
 def taped(family: str, **changes: Any) -> DenseModel:
-    return DenseModel(tiny_model(family, **changes), TapeRecorder)
+    return DenseModel(tiny_model(family, **changes), TapeCapture)
 
 
 def tokens(engine: FastEngine, requests: list[Request]) -> list[list[int]]:
@@ -98,9 +98,9 @@ def requests_of(new: int = NEW) -> list[Request]:
 
 @pytest.mark.parametrize("family", sorted(READERS))
 def test_recorded_steps_give_the_tokens_of_generate_under_attach(family: str):
-    model, before = tiny_model(family, seed=3), TapeRecorder.replays
-    got = tokens(FastEngine(DenseModel(model, TapeRecorder), LINEAR), requests_of())
-    assert TapeRecorder.replays > before
+    model, before = tiny_model(family, seed=3), TapeCapture.replays
+    got = tokens(FastEngine(DenseModel(model, TapeCapture), LINEAR), requests_of())
+    assert TapeCapture.replays > before
     with attach(model, LINEAR):
         for prompt, row in zip(PROMPTS, got, strict=True):
             ids = torch.tensor([prompt])
@@ -120,7 +120,7 @@ def test_a_waves_tail_costs_what_is_alive():
     run = FastEngine(taped("llama"), LINEAR, max_rows=8)
     slots = run.submit([Request(PROMPTS[0], 12 if i == 0 else 4) for i in range(8)])
     run.step()
-    assert run.kv.bytes_held == 8 * LAYERS * run.kv.slabs.capacity * run.kv.token_bytes
+    assert run.kv.bytes_held == 8 * LAYERS * run.kv.cache.capacity * run.kv.token_bytes
     covered = []
     while run.has_work:
         run.step()
@@ -130,26 +130,26 @@ def test_a_waves_tail_costs_what_is_alive():
     assert covered[-2] == 1
 
 
-def test_slabs_serve_one_engine_after_another_with_what_was_recorded():
+def test_a_static_cache_serves_one_engine_after_another_with_its_graphs():
     model = taped("llama")
     first = tokens(FastEngine(model, LINEAR), requests_of())
     gc.collect()
-    before = TapeRecorder.replays
+    before = TapeCapture.replays
     run = FastEngine(model, LINEAR)
-    slabs, recorded = run.kv.slabs, len(run.kv.slabs.graphs)
-    assert recorded
+    cache, captured = run.kv.cache, len(run.kv.cache.graphs)
+    assert captured
     steps_of_other = FastEngine(model, LINEAR)
-    assert steps_of_other.kv.slabs is not slabs
+    assert steps_of_other.kv.cache is not cache
     assert tokens(run, requests_of()) == first
-    assert len(slabs.graphs) == recorded
-    assert TapeRecorder.replays - before == run.stats.steps
+    assert len(cache.graphs) == captured
+    assert TapeCapture.replays - before == run.stats.steps
     # More room than there is: what was recorded on the old memory goes, and the tokens stay.
     longer = [*requests_of(), Request(PROMPTS[1], 200)]
     assert tokens(run, longer)[: len(first)] == first
-    assert slabs.capacity > 200
+    assert cache.capacity > 200
 
 
-def test_rows_that_run_keep_their_tokens_while_slabs_grow_and_positions_are_made():
+def test_rows_that_run_keep_their_tokens_while_the_cache_grows_and_positions_are_made():
     model = taped("llama", max_position_embeddings=8192)
     alone = tokens(FastEngine(model, LINEAR), [Request(PROMPTS[2], 30)])
     run = FastEngine(model, LINEAR, max_rows=4, join_below=1, in_order=True)
@@ -165,7 +165,7 @@ def test_a_dead_rows_infinities_reach_nobody():
     want = tokens(FastEngine(model, LINEAR), requests_of())
     gc.collect()
     run = FastEngine(model, LINEAR)
-    run.kv.slabs.kv.fill_(torch.inf)
+    run.kv.cache.kv.fill_(torch.inf)
     assert tokens(run, requests_of()) == want
 
 
@@ -174,7 +174,7 @@ def test_beyond_the_most_graphs_steps_run_as_they_are(monkeypatch: Any):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     run = FastEngine(taped("qwen2"), LINEAR)
     assert tokens(run, requests_of()) == want
-    assert len(run.kv.slabs.graphs) == 1
+    assert len(run.kv.cache.graphs) == 1
 
 
 def test_few_depths_for_a_job_and_no_fewer_layers():
@@ -184,7 +184,7 @@ def test_few_depths_for_a_job_and_no_fewer_layers():
     engine = EngineSource(model, DenseModel(copy.deepcopy(model)), notes.append).engine(asked)
     assert engine.schedule.budgets == (8, *[7] * 60, *[4] * 61)
     assert "different depths" in notes[0]
-    plain = EngineSource(model, open_model(model, "torch"), notes.append).engine(asked)
+    plain = EngineSource(model, open_model(model, "auto"), notes.append).engine(asked)
     assert decode(engine, PROMPTS, 20) == decode(plain, PROMPTS, 20)
     assert engine.stats.kv_bytes_peak == engine.stats.kv_bytes_full_peak > 0
 
@@ -195,9 +195,9 @@ def test_the_bench_times_recorded_steps_only_and_profiles_them():
     workload = Workload((1, 3), (6,), 9, (2.0,), 1)
     rows = measure([peer], workload, LAYERS, torch.device("cpu"))["rows"]
     assert [(r["batch"], r["nominal_speedup"]) for r in rows] == [(1, 1), (1, 2), (3, 1), (3, 2)]
-    recorded = len(peer._engine.kv.slabs.graphs)
+    recorded = len(peer._engine.kv.cache.graphs)
     peer.decode_seconds(Schedule.full(LAYERS))
-    assert len(peer._engine.kv.slabs.graphs) == recorded
+    assert len(peer._engine.kv.cache.graphs) == recorded
     kinds = {r["kind"] for r in profile([peer], workload, LAYERS, 1e9)["rows"]}
     assert {"layer", "sampling", "host"} <= kinds
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from skipdecode.cli.options.option import add_options
+from skipdecode.cli.arguments import add_options
 from skipdecode.cli.serve import Config
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -24,10 +24,9 @@ VALUES = np.random.default_rng(0).normal(50, 10, size=200)
 
 def test_a_run_does_not_differ_from_itself():
     result = compare(table(VALUES), table(VALUES.copy()), mean)
-    assert result.difference.contains(0)
     assert (result.difference.low, result.difference.high) == (0, 0)
     assert result.ratio is not None
-    assert result.ratio.contains(1)
+    assert (result.ratio.low, result.ratio.high) == (1, 1)
 
 
 def test_a_clearly_worse_run_excludes_zero():
@@ -39,19 +38,20 @@ def test_a_clearly_worse_run_excludes_zero():
     assert result.ratio.high < 1
     assert result.difference.estimate == pytest.approx(worse.mean() - VALUES.mean())
     unpaired = interval(table(VALUES), mean)
-    assert unpaired.contains(worse.mean())
+    assert unpaired.low <= worse.mean() <= unpaired.high
 
 
 def test_noise_around_the_same_mean_contains_zero():
     noise = np.random.default_rng(2).normal(0, 5, size=200)
-    assert compare(table(VALUES), table(VALUES + noise - noise.mean()), mean).difference.contains(0)
+    difference = compare(table(VALUES), table(VALUES + noise - noise.mean()), mean).difference
+    assert difference.low < 0 < difference.high
 
 
 def test_width_is_that_of_the_normal_approximation():
     bounds = interval(table(VALUES), mean, resamples=4000)
     expected = 2 * 1.96 * VALUES.std() / np.sqrt(len(VALUES))
     assert bounds.high - bounds.low == pytest.approx(expected, rel=0.08)
-    assert bounds.contains(VALUES.mean())
+    assert bounds.low <= VALUES.mean() <= bounds.high
     narrow = interval(table(VALUES), mean, resamples=4000, level=0.5)
     assert narrow.high - narrow.low < bounds.high - bounds.low
 

@@ -213,10 +213,10 @@ def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys:
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
     call[call.index("--data") + 1] = data
     assert main(call) == 1
-    assert "line 3: no reference" in capsys.readouterr().err
+    assert "line 3: missing field: 'answer'" in capsys.readouterr().err
     assert main([*call, "--bad-records", "skip"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if " left out; " in line]
-    assert notes[0].startswith("skipdecode: 2 records left out; lines 3 (no reference")
+    assert notes[0].startswith("skipdecode: 2 records left out; lines 3 (missing field")
     assert notes[1].startswith("skipdecode: 1 record left out; lines 2 (prompt too long: that of record a")
     run = load_run(tmp_path / "run")
     assert [row["id"] for row in run.outputs] == ["1", "4", "5"]

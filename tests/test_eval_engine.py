@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.kernels import build
+from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import EngineSource
 from skipdecode.evaluation.methods.calm import Calm
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled, on_engine
@@ -26,10 +26,7 @@ TASK = 'name: mine\nprompt: "{text}:"\nreferences: [answer]\nmax_new_tokens: 12\
 
 @pytest.fixture(autouse=True)
 def _native() -> None:
-    try:
-        build.load_library()
-    except build.KernelBuildError as e:
-        pytest.skip(str(e))
+    kernels_or_skip()
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
@@ -38,7 +35,7 @@ def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, 
     model = tiny_model(family)
     ends = {method.generate(model, PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
     expected = method.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
-    fast = method.on(EngineSource(model, FastModel(model), print))
+    fast = method.on(EngineSource(model, open_model(model), print))
     found = fast.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
     assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
         expected.tokens,

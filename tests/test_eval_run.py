@@ -14,28 +14,32 @@ import torch
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.data.records import Record, Reject
+from skipdecode.data.source import Records
+from skipdecode.data.tasks import Task
 from skipdecode.errors import DataError, OutputError, UsageError
-from skipdecode.evaluation.buckets import buckets_of
 from skipdecode.evaluation.compare import compare_runs
-from skipdecode.evaluation.fidelity import free_running, ratio_score
 from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.methods.drafting import SelfSpeculation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import make_metrics
-from skipdecode.evaluation.records import Record, Records
-from skipdecode.evaluation.results import Run, check_directory, load_run
+from skipdecode.evaluation.results import Run, buckets_of, check_directory, load_run
 from skipdecode.evaluation.run import evaluate
+from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import Settings, Subject
-from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
 TASK = Task("mine", "Say {text}:", ("answer",), ("bleu",), 10)
 RECORDS = Records(
-    tuple(Record(f"r{i}", {"text": "word " * (i + 1)}, (f"answer number {i}", "b" * i or "a")) for i in range(7)),
-    skipped=((9, "no reference text"),),
+    tuple(
+        Record(i, i + 1, f"r{i}", f"Say {'word ' * (i + 1)}:", references=(f"answer number {i}", "b" * i or "a"))
+        for i in range(7)
+    ),
+    skipped=(Reject(9, "no reference text"),),
 )
 
 
@@ -131,7 +135,7 @@ def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
     assert data["environment"]["packages"]["torch"] == torch.__version__
     for row, record in zip(run.outputs, RECORDS.items, strict=True):
         assert (row["id"], tuple(row["references"])) == (record.id, record.references)
-        assert row["prompt"] == TASK.render(record.values)
+        assert row["prompt"] == record.prompt
         assert row["output"] == TASK.cut(byte_tokenizer().decode(row["tokens"], skip_special_tokens=True))
     for metric in make_metrics(["bleu", "rougeL"]):
         table = metric.statistics([row["output"] for row in run.outputs], [row["references"] for row in run.outputs])
@@ -246,7 +250,7 @@ def test_batches_hold_every_record_once_longest_first():
 
 @pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "resamples", "samples"])
 def test_settings_out_of_range_are_refused(name: str):
-    with pytest.raises(UsageError, match=name.replace("_", "-")):
+    with pytest.raises(UsageError, match=name):
         Settings(**{name: 0})
 
 
@@ -280,14 +284,20 @@ def test_files_that_are_no_run_are_refused(model: Any, tmp_path: Path):
         load_run(tmp_path).table("bleu")
     with pytest.raises(DataError, match="cannot be read"):
         _ = Run(tmp_path / "elsewhere" / "run.json", run.data).outputs
-    for text, message in (("{", "must be JSON"), ("[]", "lacks 'format'"), (json.dumps({"n": 1}), "lacks 'format'")):
+    older = json.dumps(dict(run.data, kind="eval"))
+    for text, message in (
+        ("{", "not JSON"),
+        ("[]", "does not say its kind"),
+        (older, "is of kind 'eval'; accepted: evaluation"),
+        (json.dumps(heading("evaluation")), "lacks 'name'"),
+    ):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(DataError, match=message):
             load_run(tmp_path / "run.json")
     (tmp_path / "run.json").write_text(json.dumps(dict(run.data, format=99)))
-    with pytest.raises(DataError, match="its format is 99"):
+    with pytest.raises(DataError, match="not 99"):
         load_run(tmp_path)
-    with pytest.raises(DataError, match="cannot read the run"):
+    with pytest.raises(DataError, match=r"nothing\.json: No such file"):
         load_run(tmp_path / "nothing.json")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
+from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.source import Records, load_records
+from skipdecode.data.tasks import HubSource, Task, load_task, task_names
 from skipdecode.errors import DataError, UsageError
-from skipdecode.evaluation.prompts import encode_prompt, reference_tokens
-from skipdecode.evaluation.records import Record, load_records
-from skipdecode.evaluation.tasks import HubSource, Task, load_task, task_names
+from skipdecode.evaluation.metrics import METRICS
 from textgen_tools import write_rows
 
 TASK = """\
@@ -36,18 +37,19 @@ def test_built_in_tasks_load(name: str):
     task = load_task(name)
     assert task.name == name
     assert task.metrics
-    assert task.render(dict.fromkeys(task.prompt_fields(), "VALUE")).count("VALUE") == 1
+    template = task.template()
+    assert template.render(dict.fromkeys(template.fields, "VALUE")).count("VALUE") == 1
 
 
 def test_built_in_tasks_are_the_papers():
     assert {"e2e", "cnn_dm", "tldr"} <= set(task_names())
-    assert load_task("e2e").render({"mr": "name[Blue Spice]"}) == "name[Blue Spice]\n"
+    assert load_task("e2e").template().render({"mr": "name[Blue Spice]"}) == "name[Blue Spice]\n"
 
 
 def test_a_task_file_is_read(tmp_path: Path):
     task = load_task(write_task(tmp_path, TASK + "stop: ['\\n']\n"))
     assert task.references == ("answers", "answer")
-    assert task.render({"text": "{braces} stay"}) == "Say {braces} stay:"
+    assert task.template().render({"text": "{braces} stay"}) == "Say {braces} stay:"
 
 
 @pytest.mark.parametrize(
@@ -63,16 +65,18 @@ def test_a_task_file_is_read(tmp_path: Path):
         ("max_new_tokens: 8", "max_new_tokens: many", "line 4: max_new_tokens: 'many' is not accepted"),
         ("max_new_tokens: 8", "max_new_tokens: true", "line 4: max_new_tokens: True is not accepted"),
         ("references: [answers, answer]", "references: answer", "line 3: references: 'answer' is not accepted"),
-        ("{text}", "{text", "line 2: prompt is not a template"),
-        ("{text}", "{text!r}", "line 2: prompt names the field 'text': accepted are plain names"),
-        ("{text}", "{0}", "line 2: prompt names the field '0'"),
-        ("{text}", "hello", "line 2: prompt uses no field"),
+        ("{text}", "{text", "line 2: prompt template: .*write {{ and }} for braces"),
+        ("{text}", "{text!r}", "line 2: prompt template: {text} is not accepted: only plain field names"),
+        ("{text}", "{0}", r"line 2: prompt template: \{0\} is not accepted"),
+        ("{text}", "{}", "line 2: prompt template: {} is not accepted: only plain field names"),
+        ("{text}", "hello", "line 2: prompt template: it names no field"),
         (
             "metrics: [bleu]",
             "metrics: [bleu]\ntruncate: txt\nmax_prompt_tokens: 9",
-            "line 6: truncate: 'txt' is no field",
+            "line 6: prompt template: 'txt' cannot be cut: name one of its fields",
         ),
-        ("metrics: [bleu]", "metrics: [bleu]\ntruncate: text", "truncate and max_prompt_tokens belong together"),
+        ("metrics: [bleu]", "metrics: [bleu]\ntruncate: text", "line 6: prompt template: .* and a length"),
+        ("metrics: [bleu]", "metrics: [bleu]\nstop: ['']", r"line 6: stop: \[''\] is not accepted"),
         ("metrics: [bleu]", "metrics: [bleu]\nresponse_tokens: {mean: 3}", "line 6: response_tokens"),
         ("metrics: [bleu]", "metrics: [bleu]\nhub: {id: a, splits: b}", "line 6: unknown field 'splits' in hub"),
         ("metrics: [bleu]", "metrics: [bleu]\nhub: {split: test}", "line 6: hub lacks the field 'id'"),
@@ -81,7 +85,7 @@ def test_a_task_file_is_read(tmp_path: Path):
 )
 def test_a_wrong_task_file_is_refused_by_line(tmp_path: Path, old: str, new: str, message: str):
     with pytest.raises(DataError, match=message):
-        load_task(write_task(tmp_path, TASK.replace(old, new)))
+        load_task(write_task(tmp_path, TASK.replace(old, new)), METRICS.check)
 
 
 def test_an_unknown_task_lists_the_choices(tmp_path: Path):
@@ -104,13 +108,14 @@ def test_references_may_be_one_text_or_several(tmp_path: Path):
         [{"text": "a", "answer": "x"}, {"id": "two", "text": 5, "answers": ["y ", "", " z"], "answer": "no"}],
     )
     records = load_records(mine(), path)
-    assert records.items == (Record("1", {"text": "a"}, ("x",)), Record("two", {"text": "5"}, ("y", "z")))
+    found = [(r.id, r.prompt, r.values, r.references) for r in records.items]
+    assert found == [(1, "Say a:", {"text": "a"}, ("x",)), ("two", "Say 5:", {"text": "5"}, ("y", "z"))]
 
 
 def test_records_of_one_prompt_are_merged(tmp_path: Path):
     rows = [{"text": "a", "answer": "x"}, {"text": "b", "answer": "y"}, {"text": "a", "answer": "z"}]
     records = load_records(mine(merge_same_prompt=True), write_rows(tmp_path / "d.jsonl", rows))
-    assert [(r.id, r.references) for r in records.items] == [("1", ("x", "z")), ("2", ("y",))]
+    assert [(r.id, r.references) for r in records.items] == [(1, ("x", "z")), (2, ("y",))]
 
 
 def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
@@ -125,11 +130,14 @@ def test_records_without_text_are_left_out_and_named_by_line(tmp_path: Path):
     [
         (
             b'{"txt": "a", "answer": "x"}',
-            "line 2: the field 'text' of the prompt is missing: the record has answer, txt",
+            "line 2: missing field: 'text'; the record has 'txt', 'answer'",
         ),
-        (b'{"text": "a"}', "line 2: no reference: one of answers, answer is needed, the record has text"),
-        (b'{"text": ["a"], "answer": "x"}', "line 2: the field 'text' must be text, not list"),
-        (b'{"text": "a", "answer": 3}', "line 2: the field 'answer' must be text or a list of texts"),
+        (b'{"text": "a"}', "line 2: missing field: 'answers' or 'answer'; the record has 'text'"),
+        (b'{"text": ["a"], "answer": "x"}', "line 2: field is no text: 'text' is a list"),
+        (b'{"text": "a", "answer": {}}', "line 2: field is no text: 'answer' is an object"),
+        (b'{"text": "a", "answers": ["x", null]}', "line 2: field is no text: 'answers' is null"),
+        (b'{"text": "\\ud800", "answer": "x"}', "line 2: field is no text: 'text' has half of a surrogate pair"),
+        (b'{"text": "a", "id": {}, "answer": "x"}', "line 2: field 'id' is an object"),
         (b'{"text": "a", "id": 1, "answer": "x"}', "line 2: duplicate id: '1' is the id of line 1 too"),
         (b'{"text": "a"', "line 2: not JSON"),
         (b'["a"]', "line 2: not a JSON object: a list"),
@@ -145,7 +153,7 @@ def test_a_wrong_record_stops_with_its_line(tmp_path: Path, second: bytes, messa
 
 def test_all_wrong_records_of_a_file_are_counted(tmp_path: Path):
     rows = [{"text": "a"}, {"text": "a", "answer": "x"}, {"answer": "x"}, {"text": "b"}]
-    with pytest.raises(DataError, match=r"d.jsonl: 3 records cannot be used \(2 no reference, .*line 1: .*line 4: "):
+    with pytest.raises(DataError, match=r"d.jsonl: 3 records cannot be used \(3 missing field.*line 1: .*line 4: "):
         load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
 
 
@@ -175,29 +183,43 @@ def test_the_digest_tells_data_apart(tmp_path: Path):
 # ---------------------------------------------------------------------- prompts and outputs
 
 
-def test_a_long_prompt_loses_the_end_of_the_field_only():
+def prompts_of(tmp_path: Path, task: Task, *texts: str, **options: Any) -> list[str]:
+    rows = [{"id": f"r{i}", "text": text, "answer": "x"} for i, text in enumerate(texts)]
+    records = load_records(task, write_rows(tmp_path / "d.jsonl", rows))
+    _, prompts = encode_prompts(task.template(), records, byte_tokenizer(), **options)
+    return [byte_tokenizer().decode(tokens) for tokens in prompts]
+
+
+def test_a_long_prompt_loses_the_end_of_the_field_only(tmp_path: Path):
     task = mine(prompt="{text}\nShort:", truncate="text", max_prompt_tokens=12)
-    tokenizer = byte_tokenizer()
-    tokens = encode_prompt(task, Record("1", {"text": "abcdefghijkl"}, ("x",)), tokenizer)
-    assert tokenizer.decode(tokens) == "abcde\nShort:"
-    assert tokenizer.decode(encode_prompt(task, Record("1", {"text": "abc"}, ("x",)), tokenizer)) == "abc\nShort:"
+    assert prompts_of(tmp_path, task, "abcdefghijkl", "abc") == ["abcde\nShort:", "abc\nShort:"]
+    assert prompts_of(tmp_path, task, "abcdefghijkl", "abc", room=9) == ["ab\nShort:", "ab\nShort:"]
 
 
-def test_a_prompt_beyond_the_context_is_refused_by_id():
-    record = Record("r7", {"text": "x" * 50}, ("x",))
-    with pytest.raises(DataError, match="prompt too long: that of record r7 has 55 tokens, there is room for 20"):
-        encode_prompt(mine(), record, byte_tokenizer(), room=20)
-    with pytest.raises(DataError, match="that of record r7 has more than 3 tokens without 'text' too"):
-        encode_prompt(mine(truncate="text", max_prompt_tokens=3), record, byte_tokenizer())
+def test_a_prompt_beyond_the_context_is_refused_by_id(tmp_path: Path):
+    with pytest.raises(DataError, match="prompt too long: that of record r1 has 55 tokens, there is room for 20"):
+        prompts_of(tmp_path, mine(), "x", "x" * 50, room=20)
+    with pytest.raises(DataError, match="that of record r0 has more than 3 tokens without 'text' too"):
+        prompts_of(tmp_path, mine(truncate="text", max_prompt_tokens=3), "x" * 50)
 
 
-def test_chat_prompts_go_through_the_template():
-    tokens = encode_prompt(mine(chat=True), Record("1", {"text": "hi"}, ("x",)), byte_tokenizer())
-    assert byte_tokenizer().decode(tokens) == "<user>Say hi:<assistant>"
+def test_records_whose_prompt_is_too_long_are_left_out_on_request(tmp_path: Path):
+    rows = [{"text": "x" * 50, "answer": "a"}, {"text": "y", "answer": "b"}]
+    records = load_records(mine(), write_rows(tmp_path / "d.jsonl", rows))
+    left, prompts = encode_prompts(mine().template(), records, byte_tokenizer(), room=20, skip_bad=True)
+    assert [byte_tokenizer().decode(tokens) for tokens in prompts] == ["Say y:"]
+    assert left.items == records.items[1:]
+    assert [(line, reason.split(":")[0]) for line, reason in left.skipped] == [(1, "prompt too long")]
+    with pytest.raises(DataError, match="1 record cannot be used"):
+        encode_prompts(mine().template(), Records(records.items[:1]), byte_tokenizer(), room=20, skip_bad=True)
 
 
-def test_reference_length_is_the_mean_with_the_end_token():
-    assert reference_tokens(Record("1", {}, ("abc", "abcde")), byte_tokenizer()) == 5
+def test_chat_prompts_go_through_the_template(tmp_path: Path):
+    assert prompts_of(tmp_path, mine(chat=True), "hi") == ["<user>Say hi:<assistant>"]
+
+
+def test_responses_end_with_the_end_token():
+    assert byte_tokenizer().batch_decode(response_ids(["abc", ""], byte_tokenizer())) == ["abc</s>", "</s>"]
 
 
 def test_outputs_are_cut_at_the_stop_text():

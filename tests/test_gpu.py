@@ -51,25 +51,25 @@ def test_a_replay_leaves_the_logits_of_the_eager_step(dtype: torch.dtype):
     places = kv.places(slots)
     with torch.inference_mode():
         for position in range(4):
-            kv.slabs.load(places, [5, 6, 7], [position] * 3, [3, 2, *[3] * (LAYERS - 2)], 4)
-            model._decoder.step(kv.slabs, 4, 64, range(LAYERS))
-            eager = kv.slabs.logits.clone()
-            kv.slabs.logits.zero_()
-            kv.slabs.graphs.run("step", lambda: model._decoder.step(kv.slabs, 4, 64, range(LAYERS)))
-            torch.testing.assert_close(kv.slabs.logits[places], eager[places], rtol=1e-3, atol=1e-3)
-    assert len(kv.slabs.graphs) == 1
+            kv.cache.load(places, [5, 6, 7], [position] * 3, [3, 2, *[3] * (LAYERS - 2)], 4)
+            model._decoder.step(kv.cache, 4, 64, range(LAYERS))
+            eager = kv.cache.logits.clone()
+            kv.cache.logits.zero_()
+            kv.cache.graphs.run("step", lambda: model._decoder.step(kv.cache, 4, 64, range(LAYERS)))
+            torch.testing.assert_close(kv.cache.logits[places], eager[places], rtol=1e-3, atol=1e-3)
+    assert len(kv.cache.graphs) == 1
 
 
 def test_graphs_share_a_pool_and_give_it_back():
     model = DenseModel(tiny_model("llama", hidden_size=512, intermediate_size=4096).bfloat16().cuda())
     first = tokens(model)
-    (slabs,) = model._users
-    assert len(slabs.graphs) > 3
+    (cache,) = model._users
+    assert len(cache.graphs) > 3
     torch.cuda.synchronize()
     held = torch.cuda.memory_reserved()
     assert tokens(model) == first
     assert torch.cuda.memory_reserved() <= held + 2**21
-    slabs.graphs.clear()
+    cache.graphs.clear()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < held
     assert tokens(model) == first

@@ -1,33 +1,27 @@
-"""The C++ kernels against torch in double precision, their batch invariance, their build, and the torch operator."""
+"""The C++ kernels against plain torch, their batch invariance, where they serve and how they are built."""
 
 from __future__ import annotations
 
 import itertools
-import shutil
 
 import pytest
 import torch
 
-from skipdecode.engine.kernels import backend_for, build
+from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
+from skipdecode.engine.kernels import build, native_kernels
 from skipdecode.engine.kernels.greedy import greedy
-from skipdecode.engine.kernels.reference import TorchBackend
-from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UsageError
+from tiny import tiny_model
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-pytestmark = needs_compiler
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def native():
-    return backend_for(CPU, torch.bfloat16, "native")[0]
-
-
-def run_linear(backend, spec, x, accumulate=False, out=None):
-    out = torch.zeros(x.shape[0], spec.weight.shape[0]) if out is None else out
-    backend.linear(spec)(x, out, x.shape[0], accumulate)
-    return out
+@pytest.fixture
+def kernels():
+    return kernels_or_skip()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,22 +29,35 @@ def run_linear(backend, spec, x, accumulate=False, out=None):
     ("rows", "out", "columns"),
     [(1, 7, 33), (1, 5, 8), (2, 64, 576), (3, 13, 64), (5, 100, 130), (8, 33, 48), (17, 257, 576), (70, 70, 6200)],
 )
-def test_linear_is_exact_to_fp32(rows, out, columns, dtype):
+def test_linear_is_exact_to_fp32(kernels, rows, out, columns, dtype):
     torch.manual_seed(0)
     x, weight = torch.randn(rows, columns).to(dtype).float(), torch.randn(out, columns).to(dtype)
     exact = x.double() @ weight.double().T
-    got = run_linear(native(), LinearSpec(weight), x)
+    got = run_linear(kernels, LinearSpec(weight), x)
     assert (got - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_its_batch_bit_for_bit(dtype):
+def test_a_row_does_not_depend_on_its_batch_bit_for_bit(kernels, dtype):
     torch.manual_seed(0)
     spec = LinearSpec(torch.randn(37, 600).to(dtype), torch.randn(37), "rms_norm", torch.randn(600), eps=1e-5)
     x = torch.randn(40, 600)
-    together = run_linear(native(), spec, x)
+    together = run_linear(kernels, spec, x)
     for rows in (1, 2, 3, 4, 5, 7, 8, 33):
-        assert torch.equal(run_linear(native(), spec, x[:rows]), together[:rows]), rows
+        assert torch.equal(run_linear(kernels, spec, x[:rows]), together[:rows]), rows
+
+
+@pytest.mark.parametrize("columns", [96, 1536])
+def test_a_row_is_the_same_beside_any_number_of_others(kernels, columns):
+    torch.manual_seed(0)
+    call = kernels.linear(LinearSpec(torch.randn(96, columns).bfloat16()))
+    x, alone = torch.randn(130, columns), torch.empty(130, 96)
+    for row in range(130):
+        call(x[row : row + 1], alone[row : row + 1], 1, False)
+    for rows in range(1, 131):
+        out = torch.empty(rows, 96)
+        call(x, out, rows, False)
+        assert torch.equal(out, alone[:rows]), f"{rows} rows"
 
 
 @pytest.mark.parametrize(
@@ -58,77 +65,93 @@ def test_a_row_does_not_depend_on_its_batch_bit_for_bit(dtype):
     itertools.product(["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"], ["none", "relu", "gelu_tanh"]),
 )
 @pytest.mark.parametrize(("rows", "out", "columns"), [(1, 5, 37), (9, 33, 64), (35, 70, 100)])
-def test_prologues_and_epilogues_match_torch(prologue, activation, rows, out, columns):
+def test_prologues_and_epilogues_match_torch(kernels, prologue, activation, rows, out, columns):
     torch.manual_seed(0)
     beta = torch.randn(columns) if prologue == "layer_norm" else None
     weight, bias, gamma = torch.randn(out, columns), torch.randn(out), torch.randn(columns)
     spec = LinearSpec(weight, bias, prologue, gamma, beta, 1e-5, activation)
     x = torch.randn(rows, columns * (2 if "glu" in prologue else 1))
     before = torch.randn(rows, out)
-    want = run_linear(TorchBackend(), spec, x, True, before.clone())
-    torch.testing.assert_close(run_linear(native(), spec, x, True, before.clone()), want, rtol=1e-4, atol=1e-4)
+    want = before + reference_linear(spec, x)
+    torch.testing.assert_close(run_linear(kernels, spec, x, before), want, rtol=1e-4, atol=1e-4)
 
 
-def test_gates_survive_extreme_inputs():
+def test_gates_survive_extreme_inputs(kernels):
     x = torch.tensor([[-1e4, -100.0, 0.0, 100.0, 1e4, -88.5, 88.5, 1.0] + [1.0] * 8])
     for prologue in ("swiglu", "geglu_tanh"):
         spec = LinearSpec(torch.eye(8), prologue=prologue)
-        got = run_linear(native(), spec, x)
-        torch.testing.assert_close(got, run_linear(TorchBackend(), spec, x), rtol=1e-5, atol=1e-5)
+        got = run_linear(kernels, spec, x)
+        torch.testing.assert_close(got, reference_linear(spec, x), rtol=1e-5, atol=1e-5)
+
+
+def stack_case(spec, dtype, slots, positions, depth=2):
+    """Layers of that attention, and rows whose keys and values lie in pages of 4 tokens, in random places."""
+    hidden, wide = 24, 40
+    columns = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+
+    def weight(out, columns):
+        return torch.randn(out, columns) / columns**0.5
+
+    layers = [
+        LayerSpec(
+            LinearSpec(weight(columns, hidden), torch.randn(columns), "rms_norm", torch.rand(hidden), eps=1e-5),
+            spec,
+            LinearSpec(weight(hidden, spec.heads * spec.head_dim)),
+            LinearSpec(weight(2 * wide, hidden), None, "rms_norm", torch.rand(hidden), eps=1e-5),
+            LinearSpec(weight(hidden, wide), None, "swiglu"),
+        )
+        for _ in range(depth)
+    ]
+    width, texts = -(-(max(positions) + 1) // 4), max(slots) + 1
+    pages = torch.randn(depth * texts * width + 5, 2, spec.kv_heads, 4, spec.head_dim).to(dtype)
+    table = torch.randperm(len(pages))[: depth * texts * width].view(depth, texts, width).int()
+    rows = torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
+    return layers, StackInput(torch.randn(len(slots), hidden), pages, table, *rows, [len(slots)] * depth)
+
+
+def copied(given):
+    return given._replace(hidden=given.hidden.clone(), pages=given.pages.clone())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"), [(4, 2, 16, 0), (4, 4, 64, 0), (6, 2, 20, 7), (3, 1, 128, 0), (2, 2, 8, 3)]
 )
-def test_attention_matches_torch(heads, kv_heads, dim, window, dtype):
+def test_layers_match_torch(kernels, heads, kv_heads, dim, window, dtype):
     torch.manual_seed(0)
-    cos, sin, q_gamma, k_gamma = (
-        torch.randn(64, dim // 2),
-        torch.randn(64, dim // 2),
-        torch.randn(dim),
-        torch.randn(dim),
-    )
-    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, cos, sin, q_gamma, k_gamma, 1e-6)
-    pages = torch.randn(40, 2, kv_heads, 4, dim).to(dtype)
-    table = torch.randperm(40)[:30].view(3, 10).int()
-    # A prompt from its start, a prompt's later part, and a decode row, in one call.
-    slots = torch.tensor([0] * 5 + [1] * 6 + [2], dtype=torch.int32)
-    positions = torch.tensor([*range(5), *range(20, 26), 33], dtype=torch.int32)
-    qkv = torch.randn(12, (heads + 2 * kv_heads) * dim)
-    results = []
-    for backend in (native(), TorchBackend()):
-        out, held = torch.zeros(12, heads * dim), pages.clone()
-        backend.attention(spec)(qkv.clone(), out, held, table, slots, positions, 12)
-        results.append((out, held))
-    (out, held), (want, want_held) = results
+    cos, sin = torch.randn(64, dim // 2), torch.randn(64, dim // 2)
+    gammas = torch.randn(dim), torch.randn(dim)
+    spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, cos, sin, *gammas, 1e-6)
+    # A prompt from its start, a prompt's later part, and a decode row; only the first two run the second layer.
+    layers, given = stack_case(spec, dtype, [0] * 5 + [1] * 6 + [2], [*range(5), *range(20, 26), 33])
+    given = given._replace(counts=[12, 11])
+    want = copied(given)
+    reference_stack(layers, want)
+    kernels.stack(layers)(given)
     # Queries may meet bf16 keys as bf16.
     error = 1e-4 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(out, want, rtol=error, atol=error)
-    torch.testing.assert_close(held, want_held)
+    torch.testing.assert_close(given.hidden, want.hidden, rtol=error, atol=error)
+    stored = given.table[0].flatten().long()
+    error = 1e-5 if dtype == torch.float32 else 1.6e-2
+    torch.testing.assert_close(given.pages[stored], want.pages[stored], rtol=error, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 20), (9, 3, 64), (4, 4, 72)])
-def test_attention_of_a_row_does_not_depend_on_its_batch_bit_for_bit(heads, kv_heads, dim, dtype):
+def test_layers_of_a_row_do_not_depend_on_its_batch_bit_for_bit(kernels, heads, kv_heads, dim, dtype):
     torch.manual_seed(0)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
-    pages = torch.randn(40, 2, kv_heads, 4, dim).to(dtype)
-    table = torch.arange(40).view(10, 4).int()
-    slots, positions = torch.arange(10).int(), torch.tensor([15, 14, 9, 1, 0, 3, 8, 11, 13, 2], dtype=torch.int32)
-    qkv = torch.randn(10, (heads + 2 * kv_heads) * dim)
-    call = native().attention(spec)
-    together = torch.zeros(10, heads * dim)
-    call(qkv.clone(), together, pages.clone(), table, slots, positions, 10)
+    layers, given = stack_case(spec, dtype, [*range(10)], [15, 14, 9, 1, 0, 3, 8, 11, 13, 2])
+    call, together = kernels.stack(layers), copied(given)
+    call(together)
     for rows in (1, 3):
-        out = torch.zeros(rows, heads * dim)
-        call(qkv[:rows].clone(), out, pages.clone(), table, slots, positions, rows)
-        assert torch.equal(out, together[:rows])
+        few = copied(given)._replace(hidden=given.hidden[:rows].clone(), counts=[rows] * 2)
+        call(few)
+        assert torch.equal(few.hidden, together.hidden[:rows])
 
 
 @pytest.mark.parametrize("vocabulary", [7, 64, 1003])
-def test_likeliest_tokens_match_torch_and_ties_go_to_the_first(vocabulary):
-    native()
+def test_likeliest_tokens_match_torch_and_ties_go_to_the_first(kernels, vocabulary):
     torch.manual_seed(0)
     logits = torch.randn(5, vocabulary) * 10
     logits[1, [3, 5]] = 100.0
@@ -140,37 +163,30 @@ def test_likeliest_tokens_match_torch_and_ties_go_to_the_first(vocabulary):
     torch.testing.assert_close(torch.tensor(logprobs), logits.log_softmax(-1).max(-1).values, rtol=1e-5, atol=1e-5)
 
 
-def test_operator_compiles_and_matches():
-    from skipdecode.engine.kernels.op import skinny_linear
-
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(3, 40).bfloat16().float(), torch.randn(11, 40).bfloat16(), torch.randn(11)
-    torch.library.opcheck(skinny_linear, (x, weight, bias), test_utils=("test_schema", "test_faketensor"))
-    want = x @ weight.float().T + bias
-    torch.testing.assert_close(torch.ops.skipdecode.skinny_linear(x, weight, bias), want, rtol=1e-5, atol=1e-5)
-
-
-def test_choice_is_checked_and_explained(monkeypatch, tmp_path):
-    with pytest.raises(UsageError, match="accepted are auto, native, torch"):
-        backend_for(CPU, torch.float32, "fast")
-    backend, reason = backend_for(CPU, torch.float16)
-    assert backend.name == "torch"
+def test_where_they_cannot_serve_the_reason_is_told_and_the_model_runs_in_torch(monkeypatch, tmp_path):
+    model = tiny_model("llama")
+    with pytest.raises(UsageError, match="accepted are auto, native, dense"):
+        open_model(model, "torch")
+    kernels, reason = native_kernels(CPU, torch.float16)
+    assert kernels is None
     assert "float16" in reason
-    assert backend_for(CPU, torch.float32, "torch")[1] == ""
+    assert open_model(model, "dense").hint == ""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     build.load_library.cache_clear()
     try:
-        backend, reason = backend_for(CPU, torch.float32)
-        assert backend.name == "torch"
-        assert "no C++ compiler was found" in reason
+        fast = open_model(model)
+        assert fast.kernel == "dense"
+        assert "no C++ compiler was found" in fast.hint
         with pytest.raises(UsageError, match="CXX"):
-            backend_for(CPU, torch.float32, "native")
+            open_model(model, "native")
+        with pytest.raises(UsageError, match="int8 weights need the fast engine's kernels: no C\\+\\+ compiler"):
+            open_model(model, quantization="int8")
     finally:
         build.load_library.cache_clear()
 
 
-def test_library_is_built_once_and_a_failed_build_leaves_nothing(monkeypatch, tmp_path):
+def test_library_is_built_once_and_a_failed_build_leaves_nothing(kernels, monkeypatch, tmp_path):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
     build.load_library.cache_clear()
     try:

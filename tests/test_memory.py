@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
 from tiny import LAYERS, tiny_model
@@ -17,10 +18,10 @@ FALLING = Schedule.from_speedup(LAYERS, 2, 20)
 AT_EXIT = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12, prompt="max_exit")
 
 
-@pytest.mark.filterwarnings("ignore:decoding through torch")
 @pytest.mark.parametrize("schedule", [FALLING, AT_EXIT, Schedule.even(LAYERS, 4)], ids=["falling", "prompt", "flat"])
 @pytest.mark.parametrize("join_below", [0, 0.5, 1])
 def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedule, join_below: float):
+    kernels_or_skip()
     engine = FastEngine(tiny_model("llama"), schedule, max_rows=3, join_below=join_below)
     prompts = [tuple(range(3, 3 + n)) for n in (5, 40, 17, 1, 33, 16, 9)]
     requests = [Request(p, 4 + 5 * i) for i, p in enumerate(prompts)]

@@ -11,11 +11,12 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from engine_tools import decode
+from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, GatedEngine, Sampling
-from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels import build
+from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
 from textgen_tools import read_rows, save_tiny_model, write_rows
@@ -26,15 +27,8 @@ PAPER = Schedule.from_speedup(LAYERS, 2, 20)
 FULL = Schedule.full(LAYERS)
 
 
-def native_or_skip() -> None:
-    try:
-        build.load_library()
-    except build.KernelBuildError as e:
-        pytest.skip(str(e))
-
-
 def fast(model: Any, schedule: Schedule = PAPER) -> FastEngine:
-    return FastEngine(FastModel(copy.deepcopy(model)), schedule)
+    return FastEngine(open_model(copy.deepcopy(model)), schedule)
 
 
 def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
@@ -45,7 +39,7 @@ def notes_of(model: Any, engine: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
 @pytest.mark.parametrize("schedule", [FULL, PAPER, Schedule.even(LAYERS, (6, 4, 3))], ids=["full", "paper", "even"])
 def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: str, schedule: Schedule):
-    native_or_skip()
+    kernels_or_skip()
     model = tiny_model(family)
     whole, _ = decode(GatedEngine(model, schedule), PROMPTS, 20)
     # An end token that one of the rows meets on its way.
@@ -64,7 +58,7 @@ def test_greedy_rows_are_those_of_transformers_and_cost_the_same_layers(family: 
 
 
 def test_stopped_row_ends_where_it_was_stopped():
-    native_or_skip()
+    kernels_or_skip()
     model = tiny_model("llama")
     whole, _ = decode(fast(model), PROMPTS, 12)
 
@@ -77,8 +71,8 @@ def test_stopped_row_ends_where_it_was_stopped():
 
 
 def test_sampled_rows_depend_on_seed_and_key_only():
-    native_or_skip()
-    model = FastModel(tiny_model("llama"))
+    kernels_or_skip()
+    model = open_model(tiny_model("llama"))
 
     def rows(prompts: Any, keys: Any, seed: int = 3) -> list[list[int]]:
         sampling = Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=seed)
@@ -114,7 +108,7 @@ def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch
 
 
 def test_adapter_is_merged_into_a_copy():
-    native_or_skip()
+    kernels_or_skip()
     base = tiny_model("llama", vocab_size=259)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     model.eval()
@@ -131,7 +125,7 @@ def test_adapter_is_merged_into_a_copy():
 
 
 def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Path, capsys: Any):
-    native_or_skip()
+    kernels_or_skip()
     model = save_tiny_model(tmp_path / "model")
     data = write_rows(tmp_path / "in.jsonl", [{"id": i, "prompt": "word " * (i + 1)} for i in range(5)])
     rows = []
@@ -148,7 +142,7 @@ def test_generate_gives_the_same_rows_on_both_engines_and_compares(tmp_path: Pat
 
 
 def test_demo_names_its_engine(tmp_path: Path, capsys: Any):
-    native_or_skip()
+    kernels_or_skip()
     model = save_tiny_model(tmp_path, context=400)
     assert main(["demo", "--model", model, "--max-new-tokens", "4", "--rounds", "1", "--json"]) == 0
     (part,) = json.loads(capsys.readouterr().out)["parts"]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from skipdecode.data.output import FileWriter, StreamWriter, check_output, open_writer
-from skipdecode.data.partial import PartialFile
 from skipdecode.errors import OutputError
 from textgen_tools import read_rows
 
@@ -131,7 +130,7 @@ def test_refusal_stays_short_however_much_differs(tmp_path: Path):
 def test_file_of_somebody_else_is_left_alone(tmp_path: Path, content: bytes):
     partial = tmp_path / "out.jsonl.partial"
     partial.write_bytes(content)
-    with pytest.raises(OutputError, match="not a partial output"):
+    with pytest.raises(OutputError, match="holds no finished rows of this version"):
         writer_for(tmp_path / "out.jsonl")
     assert partial.read_bytes() == content
 
@@ -253,7 +252,7 @@ def test_writing_reading_back_and_ordering_do_not_keep_the_rows(tmp_path: Path):
         shuffled = random.Random(0)
         tracemalloc.start()
         for half in (0, 1):
-            writer = FileWriter(path, PartialFile(Path(f"{path}.partial"), SETTINGS))
+            writer = FileWriter(path, SETTINGS)
             for window in range(half * rows // 2, (half + 1) * rows // 2, 50):
                 for index in shuffled.sample(range(window, window + 50), 50):
                     writer.put(index, {"id": index, "text": "word " * 200})

@@ -16,6 +16,7 @@ import pytest
 from checkpoints import save_checkpoint
 from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
+from skipdecode.common.kinds import heading
 from skipdecode.evaluation.results import Run
 from tiny import LAYERS
 
@@ -120,7 +121,9 @@ def test_a_yardstick_and_a_speed_for_every_run_are_needed(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     table, out = script("quality_table"), str(tmp_path / "t.json")
-    (tmp_path / "speed.json").write_text(json.dumps({"environment": {"threads": 1}, "rows": []}))
+    (tmp_path / "speed.json").write_text(
+        json.dumps(heading("schedule-speed") | {"environment": {"threads": 1}, "rows": []})
+    )
     two, four, full = (str(runs[name].path.parent) for name in ("flat-2x", "flat-4x", "full"))
     for arguments, message in (
         ([two, four], "0 of the runs are at full depth"),

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import copy
-import shutil
 
 import pytest
 import torch
 
+from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.kernels import backend_for
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
-from skipdecode.engine.kernels.reference import TorchBackend
 from skipdecode.engine.kernels.spec import LinearSpec
+from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
-
-CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-
-
-def run_linear(backend, spec, x):
-    out = torch.zeros(x.shape[0], spec.weight.shape[0])
-    backend.linear(spec)(x, out, x.shape[0], False)
-    return out
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.09)])
@@ -45,7 +34,6 @@ def test_int4_weights_are_exact_in_bf16_and_take_five_bits():
     assert weight.nbytes * 8 == 5 * 64 * 128
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize(("rows", "out", "columns"), [(1, 7, 33), (3, 64, 576), (8, 33, 130), (33, 17, 6208)])
@@ -54,11 +42,11 @@ def test_kernels_match_the_dequantized_weights(kind, rows, out, columns, dtype):
     weight = quantize(torch.randn(out, columns), kind)
     spec = LinearSpec(weight, torch.randn(out), activation="relu")
     x = torch.randn(rows, columns).to(dtype).float()
-    native = backend_for(CPU, dtype, "native")[0]
-    got = run_linear(native, spec, x)
-    torch.testing.assert_close(got, run_linear(TorchBackend(), spec, x), rtol=1e-4, atol=2e-4)
+    kernels = kernels_or_skip(dtype)
+    got = run_linear(kernels, spec, x)
+    torch.testing.assert_close(got, reference_linear(spec, x), rtol=1e-4, atol=2e-4)
     for few in (1, 2, 5):
-        assert torch.equal(run_linear(native, spec, x[:few]), got[:few])
+        assert torch.equal(run_linear(kernels, spec, x[:few]), got[:few])
 
 
 def dequantized_twin(model, kind):
@@ -81,17 +69,14 @@ def decoded(fast, schedule, prompts, new):
     return outputs
 
 
-@pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
-@pytest.mark.filterwarnings("ignore:decoding through torch")
-def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind, kernel):
-    if kernel == "native" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("no C++ compiler")
+def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind):
+    kernels_or_skip()
     model = tiny_model(family)
     prompts, new = [(5, 6, 7, 8), (9, 3), tuple(range(3, 23))], 12
     schedule = Schedule.from_speedup(LAYERS, 2, new)
-    got = decoded(FastModel(model, kernel, kind), schedule, prompts, new)
+    got = decoded(open_model(model, quantization=kind), schedule, prompts, new)
     twin = dequantized_twin(model, kind)
     with attach(twin, schedule):
         for prompt, row in zip(prompts, got, strict=True):
@@ -101,13 +86,12 @@ def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind
             assert [token for token, _ in row] == text[0, len(prompt) :].tolist()
 
 
-@needs_compiler
 def test_in_bf16_int4_is_bit_for_bit_its_dequantized_weights():
     torch.manual_seed(0)
     weight, x = quantize(torch.randn(70, 130), "int4"), torch.randn(6, 130)
-    native = backend_for(CPU, torch.bfloat16, "native")[0]
+    kernels = kernels_or_skip()
     plain = LinearSpec(weight.dequantize(torch.bfloat16))
-    assert torch.equal(run_linear(native, LinearSpec(weight), x), run_linear(native, plain, x))
+    assert torch.equal(run_linear(kernels, LinearSpec(weight), x), run_linear(kernels, plain, x))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 0.5)])
@@ -121,4 +105,4 @@ def test_logits_stay_close_to_the_models_own(kind, most):
 
 def test_unknown_quantization_is_refused():
     with pytest.raises(UsageError, match="accepted are int8, int4"):
-        FastModel(tiny_model("llama"), quantization="int2")
+        open_model(tiny_model("llama"), quantization="int2")

@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 
 from checkpoints import byte_tokenizer
-from skipdecode.data import source as source_module
+from skipdecode.common import jsonl
 from skipdecode.data.prompts import PromptEncoder
-from skipdecode.data.records import Record, read_records, survey
+from skipdecode.data.records import Record, SeenIds
 from skipdecode.data.source import PromptSource
 from skipdecode.errors import DataError, UsageError
 from textgen_tools import write_rows
 
 
-def records_of(path: Path, data: bytes, **options: Any) -> list[Record]:
+def records_of(path: Path, data: bytes) -> list[Record]:
     path.write_bytes(data)
-    return list(read_records(PromptSource.open(str(path)), **options))
+    return list(PromptSource.open(str(path)).records())
 
 
-def bad_row(tmp_path: Path, line: bytes, **options: Any) -> str:
+def bad_row(tmp_path: Path, line: bytes) -> str:
     """The error of `line`, between two good rows that must come through."""
     good = b'{"prompt": "good"}\n'
-    before, bad, after = records_of(tmp_path / "in.jsonl", good + line + b"\n" + good, **options)
+    before, bad, after = records_of(tmp_path / "in.jsonl", good + line + b"\n" + good)
     assert (before.prompt, after.prompt, after.index, after.line) == ("good", "good", 2, 3)
     assert (bad.index, bad.line, bad.prompt) == (1, 2, "")
     assert bad.error is not None
@@ -54,22 +54,22 @@ def test_text_file_is_one_prompt_a_line_and_blank_lines_are_none(tmp_path: Path)
 def test_jsonl_takes_ids_and_falls_back_to_line_numbers(tmp_path: Path, suffix: str):
     rows = [{"id": "a", "prompt": "one"}, {"id": 7, "text": "two"}, {"mr": "name[X]"}, {"id": None, "input": "four"}]
     source = PromptSource.open(write_rows(tmp_path / f"in{suffix}", rows))
-    assert [(r.id, r.prompt) for r in read_records(source)] == [("a", "one"), (7, "two"), (3, "name[X]"), (4, "four")]
+    assert [(r.id, r.prompt) for r in source.records()] == [("a", "one"), (7, "two"), (3, "name[X]"), (4, "four")]
 
 
 def test_field_option_wins_over_the_usual_fields(tmp_path: Path):
     source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": "no", "question": "yes"}]))
-    assert next(read_records(source, "question")).prompt == "yes"
+    assert next(source.records("question")).prompt == "yes"
 
 
 def test_chat_rows_keep_their_messages(tmp_path: Path):
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
     source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"messages": chat}, {"prompt": chat}]))
-    assert [r.prompt for r in read_records(source)] == [chat, chat]
+    assert [r.prompt for r in source.records()] == [chat, chat]
 
 
 def test_argument_prompts_may_hold_line_ends():
-    found = list(read_records(PromptSource.of_prompts(["one\ntwo", "three"])))
+    found = list(PromptSource.of_prompts(["one\ntwo", "three"]).records())
     assert [(r.id, r.prompt) for r in found] == [(1, "one\ntwo"), (2, "three")]
 
 
@@ -80,7 +80,7 @@ def test_standard_input_can_be_read_twice_and_tells_its_format(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     source = PromptSource.open("-")
     for _ in range(2):
-        assert [r.prompt for r in read_records(source)] == prompts
+        assert [r.prompt for r in source.records()] == prompts
 
 
 def test_named_pipe_is_read_like_a_file(tmp_path: Path):
@@ -90,7 +90,7 @@ def test_named_pipe_is_read_like_a_file(tmp_path: Path):
     feeder.start()
     source = PromptSource.open(str(pipe))
     feeder.join()
-    assert [r.prompt for _ in range(2) for r in read_records(source)] == ["a", "b", "a", "b"]
+    assert [r.prompt for _ in range(2) for r in source.records()] == ["a", "b", "a", "b"]
 
 
 def test_equal_standard_input_has_an_equal_fingerprint(monkeypatch: pytest.MonkeyPatch):
@@ -101,11 +101,10 @@ def test_equal_standard_input_has_an_equal_fingerprint(monkeypatch: pytest.Monke
     assert found[0] == found[1] != found[2]
 
 
-def test_rows_that_are_done_are_left_out_but_keep_their_numbers(tmp_path: Path):
+def test_a_field_is_looked_for_in_jsonl_only(tmp_path: Path):
     path = tmp_path / "in.txt"
-    path.write_text("a\n\nb\nc\n")
-    found = list(read_records(PromptSource.open(str(path)), is_done={0, 1}.__contains__))
-    assert [(r.index, r.line, r.prompt) for r in found] == [(2, 4, "c")]
+    path.write_text("a\n")
+    assert [r.prompt for r in PromptSource.open(str(path)).records("question")] == ["a"]
 
 
 # ---------------------------------------------------------------------- bad rows
@@ -139,16 +138,16 @@ def test_bad_row_is_told_and_its_neighbours_are_read(tmp_path: Path, line: bytes
 
 def test_missing_field_names_the_field(tmp_path: Path):
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "p"}])
-    assert next(read_records(PromptSource.open(path), "question")).error == "field 'question' is missing"
+    assert next(PromptSource.open(path).records("question")).error == "field 'question' is missing"
 
 
 def test_bad_row_keeps_its_id(tmp_path: Path):
     source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"id": "k", "prompt": ""}]))
-    assert next(read_records(source)).id == "k"
+    assert next(source.records()).id == "k"
 
 
 def test_endless_line_is_a_bad_row_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(source_module, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
     found = records_of(tmp_path / "in.txt", b"ok\n" + b"x" * 2500 + b"\nalso ok\n")
     assert [(r.line, r.prompt) for r in found] == [(1, "ok"), (2, ""), (3, "also ok")]
     assert "longer than" in str(found[1].error)
@@ -167,7 +166,7 @@ def test_unreadable_input_is_one_line(tmp_path: Path, name: str):
         PromptSource.open(str(tmp_path / name))
 
 
-# ---------------------------------------------------------------------- survey
+# ---------------------------------------------------------------------- counting
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \n\n"])
@@ -175,24 +174,31 @@ def test_input_without_prompts_is_refused(tmp_path: Path, data: bytes):
     path = tmp_path / "in.txt"
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"no prompts in .*in\.txt"):
-        survey(PromptSource.open(str(path)))
+        PromptSource.open(str(path)).count()
 
 
-def test_survey_counts_rows_and_reports_the_bad_ones(tmp_path: Path):
+def test_rows_are_counted_with_the_bad_ones_which_are_refused_on_request(tmp_path: Path):
     source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": ""}, {"prompt": "c"}, 4]))
-    told: list[int] = []
-    found = survey(source, report=lambda r: told.append(r.line))
-    assert (found.rows, found.bad, found.duplicates, told) == (4, 2, 0, [2, 4])
+    assert source.count() == 4
+    assert [r.line for r in source.records() if r.error is not None] == [2, 4]
     with pytest.raises(DataError, match="line 2: field 'prompt' is empty") as stopped:
-        survey(source, stop_on_error=True)
+        source.count(all_usable=True)
     assert stopped.value.line == 2
+
+
+def test_input_whose_rows_are_all_bad_is_refused(tmp_path: Path):
+    source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": ""}, {"id": 1}]))
+    with pytest.raises(DataError, match=r"no row of .*in\.jsonl can be used"):
+        source.count()
 
 
 def test_duplicate_ids_are_counted_with_an_example(tmp_path: Path):
     ids: list[Any] = ["a", "b", "a", 1, "1", "a", None]
     rows = [{"id": i, "prompt": "p"} for i in ids]
-    found = survey(PromptSource.open(write_rows(tmp_path / "in.jsonl", rows)))
-    assert (found.duplicates, found.duplicate) == (2, ("a", 1, 3))
+    source, seen = PromptSource.open(write_rows(tmp_path / "in.jsonl", rows)), SeenIds()
+    assert [r.line for r in seen.watch(source.records())] == [*range(1, 8)]
+    found = seen.repeated(source.records())
+    assert found == "2 rows have the id of an earlier row, such as 'a' on lines 1 and 3"
 
 
 # ---------------------------------------------------------------------- encoding
@@ -253,14 +259,20 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     return peak
 
 
-def test_reading_and_surveying_keep_no_more_than_eight_bytes_a_row(tmp_path: Path):
+def test_reading_counting_and_watching_ids_keep_no_more_than_eight_bytes_a_row(tmp_path: Path):
     def peak(rows: int) -> int:
         path = tmp_path / f"{rows}.jsonl"
         with path.open("w") as file:
             for i in range(rows):
                 file.write(json.dumps({"id": f"row-{i}", "prompt": "word " * 100}) + "\n")
-        source = PromptSource.open(str(path))
-        return peak_bytes(lambda: (survey(source), sum(1 for _ in read_records(source))))
+        source, seen = PromptSource.open(str(path)), SeenIds()
+
+        def work() -> None:
+            assert source.count(all_usable=True) == rows
+            assert sum(1 for _ in seen.watch(source.records())) == rows
+            assert not seen.repeated(source.records())
+
+        return peak_bytes(work)
 
     peak(100)
     few, many = peak(100), peak(10_000)

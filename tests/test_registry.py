@@ -22,14 +22,3 @@ def test_unknown_name_lists_the_choices_and_the_nearest():
     registry = Registry("metric", {"bleu": "a:b", "chrf": "a:c"})
     with pytest.raises(UsageError, match=r"unknown metric 'blue' \(did you mean 'bleu'\?\): accepted are bleu, chrf"):
         registry.get("blue")
-
-
-def test_a_name_is_registered_once():
-    registry = Registry("metric", {"bleu": "math:sqrt"})
-    registry.register("mine", "math:floor")
-    assert registry.get("mine")(2.5) == 2
-    assert registry.names() == ("bleu", "mine")
-    with pytest.raises(UsageError, match="registered already"):
-        registry.register("bleu", "math:floor")
-    with pytest.raises(UsageError, match="must read 'package"):
-        registry.register("other", "math.floor")

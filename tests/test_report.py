@@ -15,10 +15,12 @@ from html_page import read_page
 from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.reporting.plots import Point, Series, line_figure
+from skipdecode.common.kinds import heading
+from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
 
 ROOT = Path(__file__).parents[1]
 CALIBRATION: dict[str, Any] = {
+    **heading("calibration"),
     "schedule": Schedule.constant(8, 4, name="calibrated-2x").to_dict(),
     "records": 6,
     "rounds": [
@@ -31,8 +33,8 @@ CALIBRATION: dict[str, Any] = {
     ],
 }
 
-
 LOAD: dict[str, Any] = {
+    **heading("serve-load"),
     "config": {"model": "tiny", "streams": 64, "seconds": 120},
     "environment": {"date": "2026-01-01", "cpu": "a CPU", "cores": 2, "packages": {}},
     "speedup": 1.625,
@@ -64,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "results").mkdir()
     assert table.main([str(path / "runs"), "--out", str(path / "results" / "table.json"), "--resamples", "50"]) == 0
     (path / "results" / "calibration.json").write_text(json.dumps(CALIBRATION))
-    other = {"ratios": {"overhead": 0.015625}, "rows": [{"x": 3}], "environment": {"packages": {}}}
+    other = heading("vllm-speed") | {"ratios": {"overhead": 0.015625}, "rows": [{"x": 3}]}
     (path / "results" / "other.json").write_text(json.dumps(other))
     (path / "results" / "serve.json").write_text(json.dumps(LOAD))
     hostile = Schedule(8, (3, 2, 1), (7, 6, 5), name='</script><b>"x" & y')
@@ -85,7 +87,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     page = read_page(html)
     assert page.links == []
     assert not re.search(r"<script|@import|url\((?!#)", html)
-    for heading in (
+    for title in (
         "Quality against measured speed-up: mine, 8 records",
         "Outputs side by side",
         "Speed-up against nominal",
@@ -99,7 +101,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "Other results: other",
         "Environment",
     ):
-        assert heading in page.text, heading
+        assert title in page.text, title
     # The table was built from these runs: they are shown once.
     assert html.count("Quality against measured speed-up: mine, 8 records</h2>") == 1
     assert html.count("Quality against measured speed-up") == 2  # with the list of sections
@@ -139,23 +141,27 @@ def test_a_directory_stands_for_its_results(tmp_path: Path, capsys: pytest.Captu
     ("name", "content", "message"),
     [
         ("a.json", "{", "not JSON"),
-        ("b.json", '{"x": 1}', "not a result that a report knows"),
-        ("c.json", "[1]", "not a result that a report knows"),
-        ("d.json", '{"kind": "eval"}', "not a run of `skipdecode eval`"),
-        ("e.json", '{"bandwidth_gb_s": 1, "rows": [{"engine": "fast"}]}', "row 1 lacks 'batch'"),
-        ("f.json", '{"cost_model": {}, "rows": 3}', "a list of rows is missing"),
+        ("b.json", '{"x": 1}', "does not say its kind"),
+        ("c.json", "[1]", "does not say its kind"),
+        ("d.json", heading("evaluation"), "lacks 'name'"),
+        ("e.json", heading("bench") | {"bandwidth_gb_s": 1, "rows": [{"engine": "fast"}]}, "row 1 lacks "),
+        ("f.json", heading("decode-speed") | {"rows": 3}, "a list of rows is missing"),
         ("g.json", '{"drop_order": [0], "budgets": [9], "num_layers": 4}', "g.json: "),
-        ("h.jsonl", '{"kind": "train", "step": 1}\n', "no row has a cross_entropy"),
+        ("h.jsonl", '{"kind": "tuning", "format": 1}\n{"kind": "train", "step": 1}\n', "cross_entropy"),
         ("i.jsonl", '{"kind": "train"\n', "line 1: not JSON"),
         ("j.json", b"\xff\xfe", "not JSON"),
-        ("k.json", '{"kind": "quality", "runs": [{"method": 3}]}', "row 1 lacks 'method'"),
+        ("k.json", heading("quality-table") | {"runs": [{"method": 3}]}, "row 1 lacks 'method'"),
+        ("l.json", {"kind": "poem", "format": 1}, "'poem'"),
+        ("m.json", {"kind": "bench", "format": 99}, "99"),
+        ("n.jsonl", '{"kind": "bench", "format": 1}\n', "accepted: tuning"),
     ],
 )
 def test_a_broken_file_is_named(
-    tmp_path: Path, name: str, content: str | bytes, message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, content: str | bytes | dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ):
     bad, out = tmp_path / name, tmp_path / "r.html"
-    bad.write_bytes(content if isinstance(content, bytes) else content.encode())
+    text = json.dumps(content) if isinstance(content, dict) else content
+    bad.write_bytes(text if isinstance(text, bytes) else text.encode())
     good = str(ROOT / "results" / "decode-opt-1.3b-cpu.json")
     assert main(["report", good, str(bad), "--out", str(out)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -167,6 +173,24 @@ def test_a_broken_file_is_named(
     assert line.startswith("skipdecode: left out: ")
     assert name in line
     assert "3.73x" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "without"),
+    [
+        ("bench-smollm2-135m-cpu.json", '{\n "kind": "bench",\n "format": 1,', "{"),
+        ("tune-e2e-smollm2-135m.jsonl", '{"kind": "tuning", "format": 1}\n', ""),
+    ],
+)
+def test_a_result_of_an_older_version_is_refused_with_what_it_lacks(
+    tmp_path: Path, name: str, first: str, without: str, capsys: pytest.CaptureFixture[str]
+):
+    text = (ROOT / "results" / name).read_text()
+    assert text.startswith(first)
+    (tmp_path / name).write_text(text.replace(first, without, 1))
+    assert main(["report", str(tmp_path / name), "--out", str(tmp_path / "r.html")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in (name, '"kind"', '"format": 1'))
 
 
 def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -182,7 +206,7 @@ def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_notes_of_points_that_lie_together_are_all_legible():
     curves = [Series(name, (Point(1.5 + 0.02 * i, 64 - 0.3 * i, note="2x"),)) for i, name in enumerate("abcd")]
     far = Series("far", (Point(3.0, 50.0, note="5x"),))
-    figure = line_figure([*curves, far], "speed-up", "BLEU")
+    figure = line_figure(Chart([*curves, far], "speed-up", "BLEU"))
     figure.draw_without_rendering()
     boxes = [note.get_window_extent() for note in figure.axes[0].texts]
     assert len(boxes) == 5

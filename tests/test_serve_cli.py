@@ -17,7 +17,7 @@ from checkpoints import save_checkpoint
 from serve_tools import greedy, until
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.cli.options.option import add_options, config_from
+from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.cli.serve import Config
 from skipdecode.errors import MissingExtraError
 from skipdecode.serving import vllm_server

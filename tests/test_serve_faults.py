@@ -89,7 +89,7 @@ def test_files_of_keys_that_are_none(tmp_path, monkeypatch):
 
 
 def test_large_bodies_are_refused_and_their_senders_get_the_answer():
-    with running(tiny_service(max_body_bytes=10_000)) as client:
+    with running(tiny_service(max_body_kib=10)) as client:
         headers = {"content-type": "application/json"}
         # The larger one is still on its way when it is refused.
         for size in (20_000, 5_000_000):

@@ -259,7 +259,7 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
     cost = BatchCost.between([CostModel(layers, 3, 0.01, 0.001)])
     for policy, (join_below, in_order) in POLICIES.items():
         engine = engine_module.Engine(
-            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, kernel="torch"
+            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, kernel="dense"
         )
         model = engine.model
         for _ in engine.run([Request((1,) * a.prompt_tokens, a.new_tokens) for a in trace]):
@@ -347,11 +347,11 @@ def test_measured_costs_are_met_and_lines_join_them():
 
 
 def test_the_fast_path_is_measured_for_every_number_of_rows():
-    from skipdecode.engine.fast_model import FastModel
+    from skipdecode.engine.open_model import open_model
     from skipdecode.performance.cost_probe import CostProbe
     from tiny import tiny_model
 
-    model = FastModel(tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024), "torch")
+    model = open_model(tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024), "dense")
     probe = CostProbe(model, 6)
     with pytest.raises(UsageError, match="run a round first"):
         probe.cost()

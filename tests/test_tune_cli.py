@@ -61,6 +61,7 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
     assert "loss=" in printed.err
     assert "100%" in printed.err
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
@@ -248,7 +249,7 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path, path: Path) -> None:
 
 
 def test_the_bundled_adapter_is_small_and_came_from_its_preset() -> None:
-    adapter = Path(skipdecode.__file__).parent / "adapters" / "e2e-smollm2-135m"
+    adapter = Path(skipdecode.__file__).parent / "models" / "adapters" / "e2e-smollm2-135m"
     assert sum(file.stat().st_size for file in adapter.iterdir()) <= 20e6
     made = json.loads((adapter / "recipe.json").read_text())
     preset = json.loads((PRESETS / "e2e-smollm2-135m.json").read_text())["options"]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import byte_tokenizer
-from skipdecode.data.examples import Example, load_examples
-from skipdecode.data.template import Template
+from skipdecode.data.prompts import Example, load_examples
+from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
 from skipdecode.tuning.collate import IGNORE, GroupedBatches, collate
 from tuning_data import records, write_jsonl
@@ -40,7 +40,7 @@ def test_tokens_are_those_of_prompt_and_response_and_end_with_the_end_token(tmp_
         write_jsonl(tmp_path / "a.jsonl", [*records(3), {"colour": "red", "thing": 7, "ref": " a b "}])
     )
     assert not rejects
-    assert [e.id for e in examples] == ["r0", "r1", "r2", "line-4"]
+    assert [e.id for e in examples] == ["r0", "r1", "r2", "4"]
     assert tokenizer.decode(examples[3].prompt) == "red 7\n"
     assert tokenizer.decode(examples[3].response) == "a b</s>"
     assert list(examples[3].prompt) == tokenizer("red 7\n")["input_ids"]
@@ -69,7 +69,7 @@ def test_nothing_usable_is_an_error_even_when_bad_records_are_skipped(tmp_path: 
         load(tmp_path / "none.jsonl")
 
 
-@pytest.mark.parametrize("text", ["no field", "{", "{a.__class__}", "{a!r}", "{a:>9}", "{}", "{a[0]}"])
+@pytest.mark.parametrize("text", ["no field", "{", "{a.__class__}", "{a!r}", "{a:>9}", "{}", "{0}", "{a[0]}"])
 def test_templates_hold_plain_fields_only(text: str) -> None:
     with pytest.raises(UsageError, match="prompt template"):
         Template(text, "ref")

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from skipdecode import Schedule, attach
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.tuning.adapters import make_optimizer
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 from skipdecode.tuning.config import TuneConfig

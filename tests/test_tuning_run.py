@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import GroupedBatches, collate
@@ -157,7 +157,7 @@ def test_a_tuned_directory_loads_and_carries_the_schedule(tmp_path: Path) -> Non
     assert loaded.schedule == TARGET
     assert loaded.tokenizer("red")["input_ids"] == TOKENIZER("red")["input_ids"]
     left = {path.name for path in tmp_path.iterdir()}
-    assert {"log.jsonl", "loss.png", "config.json", "tokenizer.json"} <= left
+    assert {"log.jsonl", "config.json", "tokenizer.json"} <= left
     assert "checkpoints" not in left
 
 

@@ -14,9 +14,9 @@ from conftest import SCHEDULES
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.vllm.gates import LayerGates
-from skipdecode.vllm.settings import Settings
-from skipdecode.vllm.stages import layers_of_stages
-from skipdecode.vllm.step_rows import ALL, NONE, Batch, Limits, StepRows
+from skipdecode.vllm.plugin import layers_of_stages
+from skipdecode.vllm.settings import PluginSettings
+from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 from tiny import LAYERS
 
 LOADED = [*SCHEDULES.values(), Schedule.full(LAYERS), Schedule.constant(LAYERS, 3, prompt="max_exit")]
@@ -27,8 +27,8 @@ REQUESTS = st.lists(
 )
 
 
-def batch_of(requests: list[tuple[int, int, int, int]]) -> Batch:
-    return Batch(*np.array(requests, np.int64).T)
+def batch_of(requests: list[tuple[int, int, int, int]]) -> StepBatch:
+    return StepBatch(*np.array(requests, np.int64).T)
 
 
 def runs(schedule: Schedule, layer: int, token: int, prompt: int) -> bool:
@@ -46,7 +46,7 @@ def chosen(step: StepRows | None, layer: int, rows: int) -> list[int]:
 @settings(max_examples=150)
 @given(REQUESTS)
 def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int]]):
-    step = Limits(LOADED).step(batch_of(requests))
+    step = LayerLimits(LOADED).step(batch_of(requests))
     tokens = [(s, n, prompt) for start, rows, prompt, s in requests for n in range(start, start + rows)]
     for layer in range(LAYERS):
         expected = [i for i, (s, n, prompt) in enumerate(tokens) if runs(LOADED[s], layer, n, prompt)]
@@ -59,7 +59,7 @@ def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int
 @given(REQUESTS)
 def test_parts_say_what_is_cut_and_what_is_left(requests: list[tuple[int, int, int, int]]):
     batch = batch_of(requests)
-    step = Limits(LOADED).step(batch)
+    step = LayerLimits(LOADED).step(batch)
     for part in step.parts if step else ():
         every = np.arange(step.num_rows)  # type: ignore[union-attr]
         rest = part.rest if isinstance(part.rest, np.ndarray) else np.concatenate([every[s] for s in part.rest])
@@ -72,15 +72,15 @@ def test_a_batch_in_order_of_depth_has_one_slice_a_layer():
     schedule = SCHEDULES["paper"]
     ages = [20, 6, 4, 2, 0]
     requests = [(10 + age, 1, 10, 0) for age in ages] + [(0, 7, 7, 0)]
-    step = Limits([schedule]).step(batch_of(requests))
+    step = LayerLimits([schedule]).step(batch_of(requests))
     assert step is not None
     assert all(isinstance(part.rows, slice) and part.rows.stop == 12 for part in step.parts)
-    depth = Limits([schedule]).depth(batch_of(requests))
+    depth = LayerLimits([schedule]).depth(batch_of(requests))
     assert depth.tolist() == [*[schedule.budget(age) for age in ages], LAYERS]
 
 
 def test_full_depth_needs_no_plan():
-    limits = Limits([Schedule.full(LAYERS), SCHEDULES["paper"]])
+    limits = LayerLimits([Schedule.full(LAYERS), SCHEDULES["paper"]])
     assert limits.step(batch_of([(12, 1, 4, 0), (0, 5, 5, 0)])) is None
     assert limits.step(batch_of([(0, 5, 5, 1)])) is None
 
@@ -117,7 +117,7 @@ class Plain(torch.nn.Module):
 @settings(max_examples=60)
 @given(requests=REQUESTS)
 def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tuple[int, int, int, int]]):
-    step = Limits(LOADED).step(batch_of(requests))
+    step = LayerLimits(LOADED).step(batch_of(requests))
     if step is None:
         return
     rows = step.num_rows
@@ -150,10 +150,10 @@ def test_a_layer_of_another_kind_is_refused():
 
 
 def test_settings_travel_as_json():
-    made = Settings.from_config(LOADED[0].to_dict(), {"mode": "where", "machine": [1e9, 1e10], "policy": "waves"})
+    made = PluginSettings.from_config(LOADED[0].to_dict(), {"mode": "where", "machine": [1e9, 1e10], "policy": "waves"})
     assert made is not None
     assert [s.name for s in made.schedules] == [LOADED[0].name, "full"]
-    assert Settings.from_dict(made.to_dict()) == made
+    assert PluginSettings.from_config(None, made.to_dict()) == made
     assert made.index(None) == 0
     assert made.index("full") == 1
     with pytest.raises(ScheduleError, match="unknown schedule 'fast': this server has 'skipdecode', 'full'"):
@@ -161,11 +161,11 @@ def test_settings_travel_as_json():
 
 
 def test_settings_without_a_schedule():
-    assert Settings.from_config(None, None) is None
+    assert PluginSettings.from_config(None, None) is None
     with pytest.raises(ScheduleError, match="mode was given, but there is no schedule"):
-        Settings.from_config(None, {"mode": "where"})
+        PluginSettings.from_config(None, {"mode": "where"})
     with pytest.raises(UsageError, match="unknown option 'speed'"):
-        Settings.from_config(LOADED[0].to_dict(), {"speed": 2})
+        PluginSettings.from_config(LOADED[0].to_dict(), {"speed": 2})
 
 
 def test_stages_share_the_expected_work():

@@ -4,6 +4,7 @@
 
     SkipDecodeError            base; ``exit_code`` is what the command line returns
     ├── UsageError             wrong flags or values on the command line (exit code 2)
+    │   └── OptionError        a value that an option does not accept
     ├── ScheduleError          a schedule that is not nested, or does not fit the model (exit code 2)
     ├── TargetError            a wall-clock target that no schedule of this kind reaches (exit code 2)
     ├── AttachError            the model cannot be gated
@@ -30,6 +31,7 @@ __all__ = [
     "DivergedError",
     "MissingExtraError",
     "ModelLoadError",
+    "OptionError",
     "OutputError",
     "RefusedEngineError",
     "ScheduleError",
@@ -52,6 +54,24 @@ class UsageError(SkipDecodeError):
     """A command line that cannot be carried out as written."""
 
     exit_code = 2
+
+
+class OptionError(UsageError):
+    """A value that an option does not accept.
+
+    Parameters
+    ----------
+    name : str
+        The option's field.
+    value : Any
+        What was given.
+    accepted : str
+        What is accepted, in words.
+    """
+
+    def __init__(self, name: str, value: object, accepted: str) -> None:
+        super().__init__(f"{name}={value!r} is not accepted: give {accepted}")
+        self.name, self.value, self.accepted = name, value, accepted
 
 
 class ScheduleError(SkipDecodeError, ValueError):

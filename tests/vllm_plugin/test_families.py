@@ -9,7 +9,7 @@ import pytest
 
 from engines import engine, generate, prompts, reference, save_tiny, set_mode
 from skipdecode import Schedule
-from skipdecode.vllm.families import ARCHITECTURES
+from skipdecode.vllm.gates import ARCHITECTURES
 from tiny import LAYERS
 
 MODEL_TYPES = {

@@ -13,7 +13,7 @@ from skipdecode import Schedule
 from skipdecode.errors import RefusedEngineError
 from tiny import LAYERS
 
-WORKER = "skipdecode.vllm.worker.SkipWorker"
+WORKER = "skipdecode.vllm.runner.SkipWorker"
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,22 @@
-"""From a target to a limit in seconds, and the baselines at that limit. Pure Python."""
+"""From a target to a limit in seconds, and the baselines to beat there: the paper's schedule, evenly spaced layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from skipdecode.calibration.baselines import deepest_flat, evenly_spaced, paper_within
 from skipdecode.calibration.settings import Settings
 from skipdecode.calibration.workload import Workload, layers_only
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.budgets import least_budget
+from skipdecode.schedule.order import least_budget
 
-__all__ = ["Goal", "set_goal"]
+__all__ = ["Goal", "deepest_flat", "paper_within", "set_goal"]
+
+_MEANS = 2000
+_SLACK = 1 + 1e-12
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def set_goal(settings: Settings, cost: CostModel | None, prompt_len: int, length
     else:
         paper = paper_within(workload, limit, seq_len, warmup)
         least = settings.least or max(floor, min(paper.budgets[-1], math.ceil(flat / 2)))
-    return Goal(workload, limit, least, seq_len, replace(paper, name="paper"), evenly_spaced(paper))
+    return Goal(workload, limit, least, seq_len, paper, paper.reordered("even", name="even"))
 
 
 def _limit(settings: Settings, workload: Workload, seq_len: int) -> float:
@@ -99,3 +101,28 @@ def _out_of_reach(settings: Settings, workload: Workload, floor: int) -> str:
         f"a speed-up of {target:g} is out of reach on these records: with {asked} of {layers} layers, the fewest that "
         f"{what} allow, the bound is {bound:.2f}x at batch {workload.cost.batch}"
     )
+
+
+def paper_within(workload: Workload, limit: float, seq_len: int, warmup_layers: int) -> Schedule:
+    """The paper's schedule (bottom up, linear) of the largest mean depth whose decode phase takes `limit` at most.
+
+    The least flat schedule where none of them is that short.
+    """
+    layers = workload.cost.num_layers
+    floor = least_budget(layers, warmup_layers)
+    for step in range(_MEANS + 1):
+        mean = layers - (layers - floor) * step / _MEANS
+        schedule = Schedule.from_speedup(layers, layers / mean, seq_len, warmup_layers=warmup_layers, name="paper")
+        if workload.seconds(schedule) <= limit * _SLACK:
+            return schedule
+    return Schedule.constant(layers, floor, warmup_layers=warmup_layers, name="paper")
+
+
+def deepest_flat(workload: Workload, limit: float, warmup_layers: int) -> int | None:
+    """The most layers that all steps may run within the limit; None if even the fewest take longer."""
+    layers = workload.cost.num_layers
+    for budget in range(layers, least_budget(layers, warmup_layers) - 1, -1):
+        schedule = Schedule.constant(layers, budget, warmup_layers=warmup_layers)
+        if workload.seconds(schedule) <= limit * _SLACK:
+            return budget
+    return None

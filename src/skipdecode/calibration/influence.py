@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
 from skipdecode.tuning.collate import IGNORE, collate

@@ -10,26 +10,63 @@ import copy
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.calibration.store import MeasurementStore
-from skipdecode.data.examples import Example
+from skipdecode.common.journal import Journal
+from skipdecode.common.jsonl import json_line
+from skipdecode.data.prompts import Example
 from skipdecode.errors import DataError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 
-__all__ = ["LossMeter", "identity_of"]
+__all__ = ["LossMeter", "MeasurementStore", "identity_of"]
 
 _SAMPLED = 64
 _KEPT_BYTES = 2**30
 """Keys and values of prompts that are kept between calls; later batches' prompts run once a call."""
+
+
+class MeasurementStore:
+    """Losses that were measured, in a journal, so that a calibration that was killed measures nothing twice.
+
+    Raises
+    ------
+    OutputError
+        The file's measurements are of something else than `identity` (JSON-ready; see `identity_of`), or it cannot be
+        read or written.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self._found: dict[str, list[float]] = {}
+        self._journal = Journal(
+            path, "measured", identity, parse=json.loads, take=self._take,
+            pieces="measurements", remedy="give another --out",
+        )  # fmt: skip
+
+    def get(self, key: str) -> list[float] | None:
+        """The losses measured under a key, if there are any."""
+        return self._found.get(key)
+
+    def put(self, key: str, sums: list[float]) -> None:
+        """Keep losses; on the disk at once."""
+        row = {"key": key, "sums": sums}
+        self._journal.append(json_line(row))
+        self._take(row)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._journal.close()
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        self._found[row["key"]] = row["sums"]
 
 
 class LossMeter:

@@ -1,10 +1,11 @@
-"""What a calibration is asked for. Pure Python."""
+"""What a calibration is asked for. Pure Python; the help texts are also the command line's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import Use
 
@@ -14,62 +15,43 @@ Method = Literal["greedy", "block-influence"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a calibration.
-
-    Parameters
-    ----------
-    target_speedup, nominal_speedup : float, optional
-        One of the two: wall-clock speed-up of the decode phase on texts as long as the records; or the cost in layers
-        of the paper's schedule with this nominal speed-up on such texts.
-    use : {"lockstep", "continuous"}
-        Continuous asks for a flat curve.
-    method : {"greedy", "block-influence"}
-        Of the drop order.
-    candidates : int
-        Layers tried in each greedy round after the first.
-    least : int, optional
-        Layers at which the order stops. Default: half of what a flat curve would run, and no more than the least of
-        the paper's curve.
-    buckets : int
-        Groups of positions whose budgets are solved for.
-    warmup_layers : int
-        First layers that always run.
-    seq_len : int, optional
-        Positions of the paper's curve. Default: the 95th percentile of the responses' lengths.
-    batch_size : int
-        Records in a forward pass.
+class Settings(Options):
+    """Settings of a calibration; each field's help text is its documentation.
 
     Raises
     ------
     UsageError
-        Names the value that is out of range.
+        Names the value that is out of range, or there is not one target.
     """
 
-    target_speedup: float | None = None
-    nominal_speedup: float | None = None
-    use: Use = "lockstep"
-    method: Method = "greedy"
-    candidates: int = 6
-    least: int | None = None
-    buckets: int = 8
-    warmup_layers: int = 1
-    seq_len: int | None = None
-    batch_size: int = 8
+    target_speedup: float | None = option(
+        "wall-clock speed-up of decoding over full depth, on texts as long as the records", default=None, least=1
+    )
+    nominal_speedup: float | None = option(
+        "run as many layers as the paper's schedule of this nominal speed-up would on these records",
+        default=None,
+        least=1,
+    )
+    use: Use = option(
+        "lockstep: all rows of a batch start together; continuous: rows of mixed ages, which asks for a flat schedule",
+        default="lockstep",
+    )
+    method: Method = option(
+        "of the drop order: greedy by the measured loss, or block-influence, which takes one pass", default="greedy"
+    )
+    candidates: int = option("greedy: layers tried in each round after the first", default=6, least=1)
+    # By default half of what a flat curve would run, and no more than the least of the paper's curve.
+    least: int | None = option("layers at which the drop order stops (default: by the target)", default=None, least=1)
+    buckets: int = option("groups of positions whose depth is solved for", default=8, least=1)
+    warmup_layers: int = option("first layers that always run", default=1, least=0)
+    seq_len: int | None = option(
+        "positions over which the paper's depth falls (default: 95th percentile of the responses' lengths)",
+        default=None,
+        least=1,
+    )
+    batch_size: int = option("records in a forward pass", default=8, least=1)
 
     def __post_init__(self) -> None:
-        given = [name for name in ("target_speedup", "nominal_speedup") if getattr(self, name) is not None]
-        if len(given) != 1:
+        super().__post_init__()
+        if (self.target_speedup is None) == (self.nominal_speedup is None):
             raise UsageError("give one target: --target-speedup (wall-clock) or --nominal-speedup (layers)")
-        if not 1 <= getattr(self, given[0]) < float("inf"):
-            raise UsageError(f"{_flag(given[0])} {getattr(self, given[0])} is not accepted: give a number of 1 or more")
-        for name in ("candidates", "buckets", "batch_size", "least", "seq_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{_flag(name)} {value} is not accepted: give 1 or more")
-        if self.warmup_layers < 0:
-            raise UsageError(f"--warmup-layers {self.warmup_layers} is not accepted: give 0 or more")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,7 +1,7 @@
 """The command line: one verb, one module, imported only when it is called, so that --help stays quick.
 
 A verb module has a docstring (its first line is the help line), a frozen `Config` dataclass whose fields are the
-options (`skipdecode.cli.options.option.option`), and `run(config) -> int`. `prepare_parser(parser, arguments)`, where
+options (`skipdecode.common.options.option`), and `run(config) -> int`. `prepare_parser(parser, arguments)`, where
 there is one, sets other defaults before the arguments are parsed.
 """
 
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 
 from skipdecode import __version__
-from skipdecode.cli.options.option import add_options, config_from
+from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.errors import SkipDecodeError
 
 __all__ = ["VERBS", "main"]

@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skipdecode.calibration.settings import Settings
 from skipdecode.cli.calibrate_report import report
-from skipdecode.cli.options.option import option
 from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
+from skipdecode.common.options import option
 from skipdecode.errors import DataError, MissingExtraError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 
 if TYPE_CHECKING:
     from skipdecode.calibration.goal import Goal
     from skipdecode.calibration.run import Calibration
-    from skipdecode.data.examples import Example
+    from skipdecode.data.prompts import Example
     from skipdecode.models.attach import Attachment
     from skipdecode.models.loading.hub import LoadedModel
 
@@ -39,43 +40,18 @@ _SCHEDULE, _REPORT, _PICTURE, _STORE = "schedule.json", "calibration.json", "cal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RecordOptions):
+class Config(Settings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     model: str = option("directory (of a model or an adapter), hub id or smollm2-135m", positional=True)
     data: str = option("JSON lines with prompts and responses")
     out: str = option("directory for the schedule, the measurements and the picture")
-    target_speedup: float | None = option(
-        "wall-clock speed-up of decoding over full depth, on texts as long as the records", default=None
-    )
-    nominal_speedup: float | None = option(
-        "run as many layers as the paper's schedule of this nominal speed-up would on these records", default=None
-    )
-    use: str = option(
-        "lockstep: all rows of a batch start together; continuous: rows of mixed ages, which asks for a flat schedule",
-        default="lockstep",
-        choices=("lockstep", "continuous"),
-    )
-    method: str = option(
-        "of the drop order: greedy by the measured loss, or block-influence, which takes one pass",
-        default="greedy",
-        choices=("greedy", "block-influence"),
-    )
-    records: int = option("records to learn from, drawn at random by prompt", default=64)
-    held_out: int = option("records with other prompts, for the check only; 0 for none", default=64)
-    candidates: int = option("greedy: layers tried in each round after the first", default=6)
-    least: int | None = option("layers at which the drop order stops (default: by the target)", default=None)
-    buckets: int = option("groups of positions whose depth is solved for", default=8)
-    warmup_layers: int = option("first layers that always run", default=1)
-    seq_len: int | None = option(
-        "positions over which the paper's depth falls (default: 95th percentile of the responses' lengths)",
-        default=None,
-    )
-    batch: int = option("rows decoded together, for the wall-clock target", default=1)
+    records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
+    held_out: int = option("records with other prompts, for the check only; 0 for none", default=64, least=0)
+    batch: int = option("rows decoded together, for the wall-clock target", default=1, least=1)
     cost: str | None = option(
         "cost of a step: a file of skipdecode plan --json (default: measured or predicted as plan does)", default=None
     )
-    batch_size: int = option("records in a forward pass", default=8)
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
     json: bool = option("print the result as one JSON document", default=False)
@@ -83,13 +59,8 @@ class Config(RecordOptions):
 
 def run(config: Config) -> int:
     """Calibrate, write and print."""
-    settings = _settings(config)
     out = Path(config.out)
     _check(config, out)
-    try:
-        import skipdecode.data.examples  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("calibration", "tune") from None
     cost = _cost(config) if config.target_speedup is not None and config.cost is not None else None
     make_template(config)  # refuses before a model is loaded
     loaded = _load(config)
@@ -105,24 +76,14 @@ def run(config: Config) -> int:
             raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     from skipdecode.calibration.goal import set_goal
 
-    goal = set_goal(settings, cost, prompt_len, [len(e.response) for e in learn], layers)
-    found = _measure(config, settings, goal, loaded, learn, check, out)
+    goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
+    found = _measure(config, goal, loaded, learn, check, out)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
     write_whole(out / _SCHEDULE, found.schedule.to_json(indent=1) + "\n")
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
-    _draw_picture(found, goal, out)
+    _draw_picture(document, found, goal, out)
     print(json.dumps(document) if config.json else report(document, out / _SCHEDULE))
     return 0
-
-
-def _settings(config: Config) -> Settings:
-    names = ("target_speedup", "nominal_speedup", "candidates", "least", "buckets", "warmup_layers", "seq_len")
-    values: dict[str, Any] = {n: getattr(config, n) for n in (*names, "use", "method", "batch_size")}
-    for name, least in (("records", 1), ("held_out", 0), ("batch", 1)):
-        if getattr(config, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise UsageError(f"{flag} {getattr(config, name)} is not accepted: give {least} or more")
-    return Settings(**values)
 
 
 def _check(config: Config, out: Path) -> None:
@@ -164,7 +125,7 @@ def _load(config: Config) -> LoadedModel:
 
 def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    from skipdecode.data.examples import reject_summary
+    from skipdecode.data.records import reject_summary
 
     examples, rejects = read_examples(config, Path(config.data), loaded.model, loaded.tokenizer)
     if rejects:
@@ -198,7 +159,6 @@ def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], l
 
 def _measure(
     config: Config,
-    settings: Settings,
     goal: Goal,
     loaded: LoadedModel,
     learn: list[Example],
@@ -208,9 +168,8 @@ def _measure(
     from tqdm import tqdm
 
     from skipdecode.calibration.influence import block_influence
-    from skipdecode.calibration.meter import LossMeter, identity_of
+    from skipdecode.calibration.meter import LossMeter, MeasurementStore, identity_of
     from skipdecode.calibration.run import calibrate, trials
-    from skipdecode.calibration.store import MeasurementStore
     from skipdecode.models.attach import attach
     from skipdecode.schedule import Schedule
 
@@ -230,10 +189,10 @@ def _measure(
             )
 
         meters = meter(learn, "learn"), meter(check, "held out") if check else None
-        wanted = trials(settings, goal)
+        wanted = trials(config, goal)
         bar.reset(total=wanted[0] * meters[0].batches + (wanted[1] * meters[1].batches if meters[1] else 0))
         influence = block_influence(attachment, learn, batch_size=config.batch_size, pad_id=pad)
-        found = calibrate(settings, goal, influence, *meters, name=_name(config))
+        found = calibrate(config, goal, influence, *meters, name=_name(config))
         bar.total = bar.n
     store.close()
     return found
@@ -248,7 +207,7 @@ def _name(config: Config) -> str:
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:
     workload = goal.workload
     return {
-        "format": 1,
+        **heading("calibration"),
         "model": config.model,
         "options": {name: getattr(config, name) for name in Config.__dataclass_fields__},
         "records": records[0],
@@ -262,20 +221,14 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
     }
 
 
-def _draw_picture(found: Calibration, goal: Goal, out: Path) -> None:
+def _draw_picture(document: dict[str, Any], found: Calibration, goal: Goal, out: Path) -> None:
     from skipdecode.reporting.plots import calibration_figure, png
 
-    if found.rounds:
-        first = found.rounds[0]
-        importance = {layer: loss - first.base for layer, loss in first.losses.items()}
-        label = "loss added when it alone is left out"
-    else:
-        importance, label = dict(enumerate(found.influence)), "block influence"
     title = (
         f"{found.schedule.name}, mean {goal.workload.mean_layers(found.schedule):.1f} of {len(found.influence)} layers"
     )
     try:
-        figure = calibration_figure(found.schedule, importance, importance_label=label, title=title)
+        figure = calibration_figure(document, title=title)
     except MissingExtraError as e:
         print(f"skipdecode: no picture: {e}", file=sys.stderr)
     else:

@@ -16,10 +16,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.demo_page import Outcome, Part, document, page
-from skipdecode.cli.options.engine import EngineOptions
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
-from skipdecode.cli.options.threads import ThreadOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
@@ -55,8 +53,8 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode demo`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default=_DEFAULT)
-    max_new_tokens: int = option("new tokens of every prompt", default=32)
-    rounds: int = option("times that every schedule runs, in turn; the fastest counts", default=2)
+    max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
+    rounds: int = option("times that every schedule runs, in turn; the fastest counts", default=2, least=1)
     quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)
     dtype: str = option(
         "of the weights",
@@ -70,10 +68,6 @@ def run(config: Config) -> int:
     """Show the demo; returns 0."""
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
-    for name, value, least in (("max-new-tokens", config.max_new_tokens, 2), ("rounds", config.rounds, 1)):
-        if value < least:
-            raise UsageError(f"--{name} {value} is not accepted: give {least} or more")
-    config.check_threads()
     parts = [_outcomes(config, setting) for setting in _settings(config)]
     if config.json:
         print(json.dumps(document(dataclasses.asdict(config), parts), indent=2))

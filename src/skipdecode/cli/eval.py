@@ -21,29 +21,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options.engine import EngineOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
 from skipdecode.cli.options.records import recorded_prompt
+from skipdecode.common.options import option
 from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.evaluation.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from skipdecode.data.source import Records
+    from skipdecode.data.tasks import Task
     from skipdecode.evaluation.compare import Pair
     from skipdecode.evaluation.methods.base import Method
     from skipdecode.evaluation.metrics import Metric
-    from skipdecode.evaluation.records import Records
     from skipdecode.evaluation.results import Run
-    from skipdecode.evaluation.tasks import Task
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(MethodOptions, ModelOptions, EngineOptions):
+class Config(Settings, MethodOptions, ModelOptions, EngineOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
@@ -67,26 +67,17 @@ class Config(MethodOptions, ModelOptions, EngineOptions):
     bertscore_model: str = option(
         "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
     )
-    bertscore_layers: int | None = option("its layer that is compared (default: bert_score's table)", default=None)
+    bertscore_layers: int | None = option(
+        "its layer that is compared (default: bert_score's table)", default=None, least=1
+    )
     bad_records: str = option(
         "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
         "skip them and say which",
         default="refuse",
         choices=("refuse", "skip"),
     )
-    limit: int | None = option("only the first N records", default=None)
-    batch_size: int = option("rows decoded together, also at full depth", default=16)
-    max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None)
+    limit: int | None = option("only the first N records", default=None, least=1)
     chat: bool = option("put prompts into the model's chat template", default=False)
-    full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
-    teacher_forced: bool = option(
-        "also the loss on references, and top-1 agreement and KL along full depth's outputs; takes about as long as "
-        "generating them",
-        default=True,
-    )
-    resamples: int = option("draws of the bootstrap", default=1000)
-    seed: int = option("of the bootstrap; decoding is greedy", default=0)
-    samples: int = option("outputs kept in run.json for readers", default=8)
     compare: tuple[str, ...] = option("runs (run.json or its directory) to compare with the first of them", default=())
     report: str | None = option("file for an HTML report of this run, or of the runs of --compare", default=None)
     json: bool = option("print one JSON document instead of tables", default=False)
@@ -119,12 +110,14 @@ def _compare(config: Config) -> int:
 
 def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
     from skipdecode.common.files import write_whole
-    from skipdecode.evaluation.tables import pairs_table, runs_table
+    from skipdecode.evaluation.compare import pairs_table, runs_table
 
     if config.report is not None:
-        from skipdecode.reporting.report import html_report, run_sources
+        from skipdecode.reporting.contents import html_report
+        from skipdecode.reporting.sources import Source
 
-        write_whole(config.report, html_report(run_sources(runs), pairs, title="skipdecode eval"))
+        sources = [Source(run.name, "evaluation", run) for run in runs]
+        write_whole(config.report, html_report(sources, pairs, title="skipdecode eval"))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return
@@ -138,38 +131,26 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 
 def _evaluate(config: Config) -> int:
     from skipdecode.cli.eval_progress import note_left_out
-    from skipdecode.evaluation.kept import unfinished
+    from skipdecode.data.source import load_records
+    from skipdecode.data.tasks import load_task
     from skipdecode.evaluation.metrics import METRICS
-    from skipdecode.evaluation.records import load_records
     from skipdecode.evaluation.results import check_directory
-    from skipdecode.evaluation.settings import Settings
-    from skipdecode.evaluation.tasks import load_task
+    from skipdecode.evaluation.unfinished import Unfinished
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
-    if config.limit is not None and config.limit < 1:
-        raise UsageError(f"--limit {config.limit} is not accepted: give 1 or more")
-    settings = Settings(
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        full_depth=config.full_depth,
-        teacher_forced=config.teacher_forced,
-        resamples=config.resamples,
-        seed=config.seed,
-        samples=config.samples,
-    )
-    task = load_task(config.task)
+    task = load_task(config.task, METRICS.check)
     task = replace(task, chat=task.chat or config.chat)
     directory = Path(config.out or "")
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
-    check_directory(directory, overwrite=config.overwrite or unfinished(directory))
+    check_directory(directory, overwrite=config.overwrite or Unfinished.is_in(directory))
     for metric in config.metrics:
         METRICS.check(metric)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
     note_left_out(records.skipped)
     metrics = _metrics(config, task)
-    _show(config, _runs(config, each, settings, task, records, metrics, directory), ())
+    _show(config, _runs(config, each, task, records, metrics, directory), ())
     return 0
 
 
@@ -183,7 +164,6 @@ def _metrics(config: Config, task: Task) -> list[Metric]:
 def _runs(
     config: Config,
     each: Sequence[Config],
-    settings: Any,
     task: Task,
     records: Records,
     metrics: Sequence[Metric],
@@ -192,11 +172,11 @@ def _runs(
     from skipdecode.cli.eval_progress import Bars
     from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
-    from skipdecode.evaluation.kept import unfinished
     from skipdecode.evaluation.methods.scheduled import on_engine
     from skipdecode.evaluation.results import check_directory
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
+    from skipdecode.evaluation.unfinished import Unfinished
     from skipdecode.models.families import decoder_layers, unwrap
     from skipdecode.models.loading.hub import load_model
 
@@ -212,7 +192,7 @@ def _runs(
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        check_directory(place, overwrite=config.overwrite or unfinished(directory))
+        check_directory(place, overwrite=config.overwrite or Unfinished.is_in(directory))
         methods[place] = method
     bound, full = on_engine(list(methods.values()), loaded.model, config.engine, _note, config.weights)
     _note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
@@ -240,7 +220,7 @@ def _runs(
         task,
         records,
         metrics,
-        settings,
+        config.part(Settings),
         out=directory,
         config=about,
         overwrite=config.overwrite,

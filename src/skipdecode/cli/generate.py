@@ -16,17 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options.engine import EngineOptions
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
-from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
-from skipdecode.cli.options.threads import ThreadOptions
-from skipdecode.errors import DataError, UsageError
+from skipdecode.cli.options import (
+    EngineOptions,
+    ModelOptions,
+    ScheduleOptions,
+    ThreadOptions,
+    check_schedule_options,
+    choose_schedule,
+)
+from skipdecode.common.options import option
+from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.cli.options.schedule import ScheduleChoice
+    from skipdecode.cli.options import ScheduleChoice
     from skipdecode.data.output import RowWriter
-    from skipdecode.data.report import BadRows
     from skipdecode.data.run import Job
     from skipdecode.data.source import PromptSource
     from skipdecode.data.summary import RunSummary
@@ -77,7 +80,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     system: str | None = option("system message in front of every chat; implies --chat", default=None)
     include_prompt: bool = option("repeat the prompt in the output row", default=False)
     max_new_tokens: int = option("most new tokens a row", default=128)
-    batch_size: int = option("rows decoded together", default=8)
+    batch_size: int = option("rows decoded together", default=8, least=1)
     temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0)
     top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0)
     top_p: float = option("sample from the likeliest tokens that together have this probability", default=1.0)
@@ -95,21 +98,20 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     from skipdecode.data.output import check_output, open_writer
-    from skipdecode.data.report import BadRows, note
+    from skipdecode.data.report import note
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
     source = _source(config)
-    bad_rows = BadRows()
-    rows = _survey(source, config, bad_rows)
+    rows = source.count(config.field, all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
     fingerprint = _fingerprint(config, source, choice.schedule) | {"engine": engines.name}
     writer = open_writer(config.output, fingerprint, restart=config.restart)
     try:
         job = _job(config, sampling, loaded, engines, choice.schedule)
-        summary = _generate(source, config, job, writer, rows, bad_rows)
+        summary = _generate(source, config, job, writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
         return _INTERRUPTED
@@ -133,9 +135,6 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
     if config.prompts and config.field is not None:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
-    config.check_threads()
-    if config.batch_size < 1:
-        raise UsageError(f"--batch-size {config.batch_size} is not accepted: give 1 or more")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
     if config.max_new_tokens < 1:
@@ -155,23 +154,6 @@ def _source(config: Config) -> PromptSource:
     if config.prompts:
         return PromptSource.of_prompts(config.prompts)
     return PromptSource.open(config.input or "-", None if config.format == "auto" else config.format)
-
-
-def _survey(source: PromptSource, config: Config, bad_rows: BadRows) -> int:
-    """Read the input once: report what is wrong with it, return the number of rows."""
-    from skipdecode.data.records import survey
-    from skipdecode.data.report import note
-
-    found = survey(source, config.field, stop_on_error=config.on_error == "stop", report=bad_rows.add)
-    if found.bad == found.rows:
-        raise DataError(f"nothing to generate: no row of {source.name} can be used")
-    if found.duplicate is not None:
-        row_id, first, second = found.duplicate
-        note(
-            f"{found.duplicates} rows have the id of an earlier row, such as {row_id!r} on lines {first} and {second}; "
-            "all are generated, in order"
-        )
-    return found.rows
 
 
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
@@ -227,21 +209,25 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
     )
 
 
-def _generate(
-    source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int, bad_rows: BadRows
-) -> RunSummary:
-    from skipdecode.data.records import read_records
-    from skipdecode.data.report import note, progress_bar
+def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int) -> RunSummary:
+    from skipdecode.data.records import SeenIds
+    from skipdecode.data.report import BadRows, note, progress_bar
     from skipdecode.data.run import generate_rows, refuse_bad_rows
 
     if config.on_error == "stop":
-        refuse_bad_rows(read_records(source, config.field), job.encoder)
+        refuse_bad_rows(source.records(config.field), job.encoder)
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
+    ids = SeenIds()
     with progress_bar(rows, writer.rows_before) as progress:
-        records = read_records(source, config.field, is_done=writer.is_done)
-        left = rows - writer.rows_before
-        return generate_rows(records, job, writer, left, report=bad_rows.add_encoded, progress=progress)
+        # All rows are read for their ids, those too that an earlier run finished.
+        records = (r for r in ids.watch(source.records(config.field)) if not writer.is_done(r.index))
+        summary = generate_rows(
+            records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress
+        )
+    if repeated := ids.repeated(source.records(config.field)):
+        note(f"{repeated}; all are generated, in order")
+    return summary
 
 
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from skipdecode.cli.options.option import option
+from skipdecode.common.options import Options, option
 
 __all__ = ["Config", "run"]
 
@@ -19,7 +19,7 @@ _NOT_FOR_USERS = "dev"
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
     """Options of `skipdecode info`."""
 
     json: bool = option("print one JSON document", default=False)

@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from skipdecode.cli.options.engine import EngineOptions
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
+from skipdecode.cli.options import EngineOptions, ModelOptions
 from skipdecode.cli.plan_report import Plan, document, report
 from skipdecode.common.files import write_whole
+from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.performance.solve import assess, solve, why_flat
 from skipdecode.schedule import Schedule
-from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
+from skipdecode.schedule.order import top_down
 
 if TYPE_CHECKING:
     from skipdecode.performance.cost import CostModel, Use
@@ -38,26 +37,28 @@ class Config(ModelOptions, EngineOptions):
 
     model: str = option("a local directory, a hub id, smollm2-135m, or the file of a config (JSON)", positional=True)
     target_speedup: float | None = option(
-        "wall-clock speed-up of decoding over full depth; the budgets are solved for it", default=None
+        "wall-clock speed-up of decoding over full depth; the budgets are solved for it", default=None, least=1
     )
     nominal_speedup: float | None = option(
-        "the paper's speed-up: all layers / mean layers run; the gain in time is lower", default=None
+        "the paper's speed-up: all layers / mean layers run; the gain in time is lower", default=None, least=1
     )
-    min_exit_layer: int | None = option("layers that run at the last position", default=None)
-    max_exit_layer: int | None = option("layers that run at the first position", default=None)
+    min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
+    max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)
     seq_len: int = option(
-        "generation positions over which the depth falls; best near the real output length", default=64
+        "generation positions over which the depth falls; best near the real output length", default=64, least=1
     )
-    warmup_layers: int = option("first layers that always run", default=1)
-    spread: float = option("decay: from mean * (1 + spread) to mean * (1 - spread) layers", default=1 / 3)
+    warmup_layers: int = option("first layers that always run", default=1, least=0)
+    spread: float = option(
+        "decay: from mean * (1 + spread) to mean * (1 - spread) layers", default=1 / 3, least=0, below=1
+    )
     order: str = option("order in which layers are left out", default="bottom-up", choices=_ORDERS)
     use: str = option(
         "lockstep: all rows of a batch start together; continuous: a stream of rows of mixed ages",
         default="lockstep",
         choices=("lockstep", "continuous"),
     )
-    batch: int = option("rows decoded together", default=1)
-    prompt_len: int = option("prompt tokens of a row", default=64)
+    batch: int = option("rows decoded together", default=1, least=1)
+    prompt_len: int = option("prompt tokens of a row", default=64, least=1)
     measure: bool | None = option(
         "load the weights and time decode steps, or predict (default: measure if that fetches nothing)", default=None
     )
@@ -118,11 +119,6 @@ def _check(config: Config) -> None:
             f"{'no' if not any(given) else 'more than one'} target was given: give one of --target-speedup, "
             "--nominal-speedup, or --min-exit-layer with --max-exit-layer"
         )
-    if config.seq_len < 1:
-        raise UsageError(f"--seq-len {config.seq_len} is not accepted: give 1 or more positions")
-    for name in ("batch", "prompt_len"):
-        if getattr(config, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(config, name)} is not accepted: give 1 or more")
 
 
 def _use(config: Config) -> Use:
@@ -136,7 +132,7 @@ def _tokens(config: Config) -> int:
 
 def _schedule(config: Config, cost: CostModel) -> Schedule:
     layers, warmup = cost.num_layers, config.warmup_layers
-    order = layer_order.top_down(layers, warmup) if config.order == "top-down" else None
+    order = top_down(layers, warmup) if config.order == "top-down" else None
     if config.target_speedup is not None:
         schedule = _solved(config, cost, _use(config), order)
     elif config.nominal_speedup is not None:
@@ -159,7 +155,7 @@ def _schedule(config: Config, cost: CostModel) -> Schedule:
         )
     if config.order == "even":
         # The order aims at the least budget, which is known only now; which layers run does not change the cost.
-        return replace(schedule, drop_order=layer_order.evenly_spaced(layers, schedule.budgets[-1], warmup))
+        return schedule.reordered("even")
     return schedule
 
 

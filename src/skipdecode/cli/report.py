@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options.option import option
 from skipdecode.common.files import write_whole
+from skipdecode.common.options import Options, option
 from skipdecode.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Options):
     """Options of `skipdecode report`."""
 
     results: tuple[str, ...] = option("result files, or directories of them", positional=True)
@@ -39,7 +39,7 @@ class Config:
 def run(config: Config) -> int:
     """Read, draw, write; returns 0."""
     sources = _sources(config)
-    from skipdecode.reporting.report import html_report
+    from skipdecode.reporting.contents import html_report
 
     write_whole(config.out, html_report(sources, title=config.title))
     print(f"{config.out}: {len(sources)} result{'' if len(sources) == 1 else 's'}")

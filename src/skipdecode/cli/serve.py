@@ -14,33 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options.engine import EngineOptions
-from skipdecode.cli.options.model import ModelOptions
-from skipdecode.cli.options.option import option
-from skipdecode.cli.options.schedule import read_schedule
-from skipdecode.cli.options.threads import ThreadOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, read_schedule
+from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
+from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
-    from skipdecode.serving.limits import ServerLimits
     from skipdecode.serving.service import Service
 
 __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions):
+class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode serve`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
     name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=())
     nominal_speedup: tuple[float, ...] = option(
-        "also the paper's schedules for these ratios of all layers to the mean layers run", default=()
+        "also the paper's schedules for these ratios of all layers to the mean layers run", default=(), least=1
     )
-    seq_len: int = option("positions over which --nominal-speedup lowers the depth", default=128)
+    seq_len: int = option("positions over which --nominal-speedup lowers the depth", default=128, least=1)
     flat: bool = option(
         "--nominal-speedup with the same depth at every position, which gains most when requests of different ages "
         "run together",
@@ -52,20 +49,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
         default="auto",
         choices=(*ENGINES, "vllm"),
     )
-    host: str = option("address to listen on; 0.0.0.0 is every network of the machine", default="127.0.0.1")
-    port: int = option("to listen on", default=8000)
     api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None)
-    max_rows: int = option("choices decoded together", default=32)
-    max_waiting: int = option("choices that may wait; beyond that requests get 429", default=128)
-    max_choices: int = option("choices (prompts times n) of a request", default=16)
-    max_prompt_tokens: int = option("tokens of a prompt", default=4096)
-    max_new_tokens: int = option("new tokens of a choice", default=1024)
-    max_seconds: float = option("from a request's arrival to its end", default=300.0)
-    max_body_kib: int = option("size of a request, in KiB", default=1024)
-    stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0)
-    drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0)
-    max_connections: int = option("open connections; beyond that new ones get 503", default=1024)
-    log_level: str = option("of the logs on standard error", default="info", choices=("warning", "info", "debug"))
 
 
 def run(config: Config) -> int:
@@ -78,12 +62,11 @@ def run(config: Config) -> int:
             raise MissingExtraError("skipdecode serve", "serve")
     from skipdecode.data.report import note
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
-    from skipdecode.serving.server import Binding, is_loopback, open_socket, run_server
+    from skipdecode.serving.server import is_loopback, open_socket, run_server
 
     keys = ApiKeys.read(config.api_keys)
-    binding = Binding(config.host, config.port, config.drain_seconds, config.max_connections, config.log_level)
     # Before the model, which takes a while to load.
-    listening = open_socket(binding)
+    listening = open_socket(config)
     service = _service(config)
     if not keys and not is_loopback(config.host):
         note(
@@ -92,25 +75,11 @@ def run(config: Config) -> int:
         )
     shown = f"[{config.host}]" if ":" in config.host else config.host
     note(f"serving {service.name} on http://{shown}:{listening.getsockname()[1]}")
-    run_server(service, binding, listening, keys)
+    run_server(service, config, listening, keys)
     return 0
 
 
 def _check(config: Config) -> None:
-    least = {"max_rows": 1, "max_waiting": 0, "max_choices": 1, "max_prompt_tokens": 1, "max_new_tokens": 1}
-    least |= {"max_body_kib": 1, "max_connections": 1, "seq_len": 1, "port": 0}
-    for field, value in least.items():
-        if getattr(config, field) < value:
-            given = getattr(config, field)
-            raise UsageError(f"--{field.replace('_', '-')} {given} is not accepted: give {value} or more")
-    for field in ("max_seconds", "stall_seconds", "drain_seconds"):
-        if not getattr(config, field) > 0:
-            raise UsageError(
-                f"--{field.replace('_', '-')} {getattr(config, field)} is not accepted: give a number above 0"
-            )
-    if config.port > 65535:
-        raise UsageError(f"--port {config.port} is not accepted: give 0 to 65535")
-    config.check_threads()
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
     for path in config.schedule:
@@ -129,21 +98,6 @@ def _name(config: Config) -> str:
     return config.name or Path(config.model).name or config.model
 
 
-def _limits(config: Config) -> ServerLimits:
-    from skipdecode.serving.limits import ServerLimits
-
-    return ServerLimits(
-        max_rows=config.max_rows,
-        max_waiting=config.max_waiting,
-        max_choices=config.max_choices,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        max_seconds=config.max_seconds,
-        max_body_bytes=config.max_body_kib * 1024,
-        stall_seconds=config.stall_seconds,
-    )
-
-
 def _service(config: Config) -> Service:
     from skipdecode.data.report import note
     from skipdecode.models.families import decoder_layers, unwrap
@@ -160,7 +114,7 @@ def _service(config: Config) -> Service:
         others=_schedules(config, len(decoder_layers(unwrap(loaded.model)))),
         engine=config.engine,
         weights=config.weights,
-        limits=_limits(config),
+        limits=config,
         note=note,
     )
     catalog = service.catalog

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from skipdecode.cli.columns import table
-from skipdecode.cli.options.option import option
-from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.common.kinds import heading
+from skipdecode.common.options import option
 from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.batch_cost import BatchCost
 from skipdecode.performance.cost import CostModel, Machine
@@ -42,7 +43,9 @@ class Config(ScheduleOptions):
         default=None,
     )
     seq_len: int | None = option(
-        "positions over which --nominal-speedup lowers the depth (default: the mean length of the output)", default=None
+        "positions over which --nominal-speedup lowers the depth (default: the mean length of the output)",
+        default=None,
+        least=1,
     )
     cost: tuple[str, ...] = option(
         "cost models (JSON files), each of another batch size; steps between are interpolated", default=()
@@ -52,13 +55,16 @@ class Config(ScheduleOptions):
         default=None,
     )
     bandwidth: float | None = option(
-        "GB/s that a modelled worker reads (default: this machine's, measured)", default=None
+        "GB/s that a modelled worker reads (default: this machine's, measured)", default=None, above=0
     )
-    flops: float | None = option("GFLOP/s of a modelled worker's matrix product; goes with --bandwidth", default=None)
+    flops: float | None = option(
+        "GFLOP/s of a modelled worker's matrix product; goes with --bandwidth", default=None, above=0
+    )
     prompt_token_ms: float | None = option(
         "with --cost: milliseconds of one prompt token at full depth (default: as in a row of the largest batch, an "
         "upper bound)",
         default=None,
+        above=0,
     )
     flat: bool = option("use the constant schedule of the same mean depth", default=False)
     policy: str = option(
@@ -73,26 +79,28 @@ class Config(ScheduleOptions):
         default=None,
     )
     max_rows: int | None = option(
-        "most rows of a worker (default: the largest batch of --cost; 8 with --model)", default=None
+        "most rows of a worker (default: the largest batch of --cost; 8 with --model)", default=None, least=1
     )
-    workers: int = option("modelled workers; a request goes to the least loaded", default=1)
-    requests: int = option("requests of the trace", default=10000)
+    workers: int = option("modelled workers; a request goes to the least loaded", default=1, least=1)
+    requests: int = option("requests of the trace", default=10000, least=1)
     rate: float | None = option(
-        "requests a second over all workers (default, without --load: all requests come at once)", default=None
+        "requests a second over all workers (default, without --load: all requests come at once)", default=None, above=0
     )
-    load: float | None = option("rate as a share of what the workers can finish; see --load-of", default=None)
+    load: float | None = option("rate as a share of what the workers can finish; see --load-of", default=None, above=0)
     load_of: str = option(
         "full: both runs get the share of the full depth's capacity; own: each run gets the share of its own",
         default="full",
         choices=("full", "own"),
     )
-    burst: int = option("requests that come together", default=1)
+    burst: int = option("requests that come together", default=1, least=1)
     prompt_len: str = option(
         "prompt tokens: N, uniform:A:B, lognormal:MEDIAN:SIGMA, file:PATH (JSON list)", default="64"
     )
     new_tokens: str = option("new tokens, in the same words", default="64")
     limit: int | None = option(
-        "most new tokens; all that the scheduler knows of a length (default: it knows each length)", default=None
+        "most new tokens; all that the scheduler knows of a length (default: it knows each length)",
+        default=None,
+        least=1,
     )
     seed: int = option("of the random numbers", default=0)
     json: bool = option("print one JSON document", default=False)
@@ -161,8 +169,6 @@ def _check(config: Config) -> None:
         raise UsageError("--prompt-token-ms goes with --cost: with --model it follows from --flops")
     if config.rate is not None and config.load is not None:
         raise UsageError("--rate and --load both say how many requests come: give one of them")
-    if config.load is not None and not config.load > 0:
-        raise UsageError(f"--load {config.load:g} is not accepted: give a number above 0, such as 0.8")
     if config.burst > 1 and config.rate is None and config.load is None:
         raise UsageError("--burst needs --rate or --load: without one all requests come at once")
 
@@ -266,6 +272,7 @@ def _rates(config: Config, finished: list[float | None]) -> list[float | None]:
 
 def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
     return {
+        **heading("simulation"),
         "policy": config.policy,
         "seed": config.seed,
         "runs": [

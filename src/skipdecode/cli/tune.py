@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options.option import option
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, read_examples
-from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.common.options import option
 from skipdecode.errors import MissingExtraError, OutputError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -31,13 +32,14 @@ from skipdecode.tuning.recipe import (
 )
 
 if TYPE_CHECKING:
-    from skipdecode.data.examples import Example
+    from skipdecode.data.prompts import Example
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.tuning.trainer import TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
+_PICTURE = "loss.png"
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 
 
@@ -56,9 +58,10 @@ class Config(TuneConfig, RecordOptions, ScheduleOptions):
     seq_len: int | None = option(
         "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the responses' lengths)",
         default=None,
+        least=1,
     )
-    train_records: int | None = option("only the first N lines of --train", default=None)
-    dev_records: int | None = option("only the first N lines of --dev", default=256)
+    train_records: int | None = option("only the first N lines of --train", default=None, least=1)
+    dev_records: int | None = option("only the first N lines of --dev", default=256, least=1)
 
 
 def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -84,9 +87,6 @@ def run(config: Config) -> int:
     for name in ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
-    for name in ("train_records", "dev_records"):
-        if (count := getattr(config, name)) is not None and count < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {count} is not accepted: give 1 or more")
     check_schedule_options(config)
     out = Path(config.out)
     _check_out(out, config.resume)
@@ -112,6 +112,7 @@ def run(config: Config) -> int:
         write_recipe(recipe, out)
     result = _tune(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     if state.is_main_process:
+        _draw_curve(out)
         write_recipe(recipe | {"result": result.to_dict()}, out)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
     return 0
@@ -125,6 +126,16 @@ def _tune(
     base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
     tuner = Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
     return tuner.run(resume=config.resume)
+
+
+def _draw_curve(out: Path) -> None:
+    from skipdecode.reporting.plots import loss_figure, png
+    from skipdecode.tuning.run_log import LOG_FILE, read_log
+
+    try:
+        write_whole(out / _PICTURE, png(loss_figure(read_log(out / LOG_FILE))))
+    except MissingExtraError as error:
+        print(f"skipdecode: no picture: {error}", file=sys.stderr)
 
 
 def _check_out(out: Path, resume: bool) -> None:
@@ -152,7 +163,7 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _examples(config: Config, name: str, loaded: LoadedModel) -> tuple[list[Example], int]:
-    from skipdecode.data.examples import reject_summary
+    from skipdecode.data.records import reject_summary
 
     limit = config.train_records if name == "train" else config.dev_records
     examples, rejects = read_examples(config, Path(getattr(config, name)), loaded.model, loaded.tokenizer, limit)

@@ -1,6 +1,6 @@
 """JSON lines: one JSON object in UTF-8 a line. One wording for what can be wrong with a line, for all who read them.
 
-Reading is a generator: memory does not grow with the file. Text only; knows nothing about fields.
+Reading is a generator: memory does not grow with the file. Knows nothing about fields.
 """
 
 from __future__ import annotations
@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from skipdecode.errors import DataError
 
-__all__ = ["BOM", "decoded", "kind_of", "object_of", "read_objects"]
+__all__ = ["BOM", "MAX_LINE_BYTES", "Row", "decoded", "json_line", "kind_of", "object_of", "read_lines", "read_objects"]
 
 BOM = b"\xef\xbb\xbf"
+MAX_LINE_BYTES = 64 * 2**20
+Row = dict[str, Any] | DataError
+"""The object of a line, or what is wrong with the line."""
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+def read_objects(path: Path) -> Iterator[tuple[int, Row]]:
     """1-based line number of every line that is not blank, with its object or with what is wrong with it.
 
     Raises
@@ -30,32 +33,50 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]
     except OSError as e:
         raise DataError(f"{path}: {e.strerror}") from None
     with file:
-        for line, raw in enumerate(file, start=1):
-            if line == 1:
-                raw = raw.removeprefix(BOM)
-            if not raw.strip():
-                continue
-            try:
-                yield line, object_of(raw)
-            except DataError as e:
-                yield line, e
+        for line, raw in read_lines(file):
+            yield line, object_of(raw)
 
 
-def object_of(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a line; raises DataError, without the line's number, if it holds none."""
+def read_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """1-based numbers of the lines that are not blank, with their bytes, line ends taken off.
+
+    None stands for a line above MAX_LINE_BYTES, which is not kept.
+    """
+    number = 0
+    while raw := file.readline(MAX_LINE_BYTES):
+        number += 1
+        if number == 1:
+            raw = raw.removeprefix(BOM)
+        if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            _drop_rest_of_line(file)
+            yield number, None
+        elif raw.strip():
+            yield number, raw.rstrip(b"\r\n")
+
+
+def _drop_rest_of_line(file: IO[bytes]) -> None:
+    while rest := file.readline(MAX_LINE_BYTES):
+        if rest.endswith(b"\n"):
+            return
+
+
+def object_of(raw: bytes | None) -> Row:
+    """The JSON object of a line of `read_lines`, or an error that does not name the line's number."""
     try:
         value = json.loads(decoded(raw))
     except json.JSONDecodeError as e:
-        raise DataError(f"not JSON: {e.msg} at character {e.pos + 1}") from None
+        return DataError(f"not JSON: {e.msg} at character {e.pos + 1}")
     except (ValueError, RecursionError) as e:
-        raise DataError(f"not JSON that can be read: {type(e).__name__}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"not a JSON object: {kind_of(value)}")
-    return value
+        return DataError(f"not JSON that can be read: {type(e).__name__}")
+    except DataError as e:
+        return e
+    return value if isinstance(value, dict) else DataError(f"not a JSON object: {kind_of(value)}")
 
 
-def decoded(raw: bytes) -> str:
-    """The text of a line; raises DataError, without the line's number, if it is not UTF-8."""
+def decoded(raw: bytes | None) -> str:
+    """The text of a line of `read_lines`; raises DataError, without the line's number, if it has none."""
+    if raw is None:
+        raise DataError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -66,3 +87,8 @@ def kind_of(value: Any) -> str:
     """What a JSON value is, in words for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+def json_line(row: Any) -> bytes:
+    """One line of JSON, UTF-8 with its line end."""
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"

@@ -7,12 +7,27 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from skipdecode.errors import UsageError
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "check_name"]
+
+
+def check_name(kind: str, name: object, known: Collection[str]) -> str:
+    """`name` if it is among the known ones.
+
+    Raises
+    ------
+    UsageError
+        With the accepted names, and the nearest one where there is one.
+    """
+    if isinstance(name, str) and name in known:
+        return name
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise UsageError(f"unknown {kind} {name!r}{hint}: accepted are {', '.join(known)}")
 
 
 class Registry:
@@ -37,30 +52,12 @@ class Registry:
         return iter(self._targets)
 
     def names(self) -> tuple[str, ...]:
-        """All names, in the order of registration."""
+        """All names, in the order given."""
         return tuple(self._targets)
 
-    def register(self, name: str, target: str) -> None:
-        """Add a name, for code outside this package; refuses a name that is taken."""
-        if name in self._targets:
-            raise UsageError(f"the {self.kind} {name!r} is registered already; choose another name")
-        if ":" not in target:
-            raise UsageError(f"the target {target!r} of {self.kind} {name!r} must read 'package.module:attribute'")
-        self._targets[name] = target
-
     def check(self, name: object) -> str:
-        """`name` if it is known.
-
-        Raises
-        ------
-        UsageError
-            With the accepted names, and the nearest one where there is one.
-        """
-        if isinstance(name, str) and name in self._targets:
-            return name
-        near = difflib.get_close_matches(str(name), self._targets, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise UsageError(f"unknown {self.kind} {name!r}{hint}: accepted are {', '.join(self._targets)}")
+        """`name` if it is known; see `check_name`."""
+        return check_name(self.kind, name, self._targets)
 
     def get(self, name: str) -> Any:
         """The object that `name` stands for, imported now; raises UsageError as `check` does."""

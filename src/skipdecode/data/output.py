@@ -1,9 +1,10 @@
 """Where generated rows go: a file that is resumable and ends in input order, or a stream in input order.
 
-A file OUT gets its rows in ``OUT.partial`` first (`skipdecode.data.partial`); when all are there they are put in
-input order into a temporary file, which takes the name OUT in one step. Rows come almost in order (batches are sorted
-by length inside a window only), so ordering them needs memory for a window, not for the file. Standard output, a device
-or a pipe gets the rows as soon as those before them are there; such a run cannot be resumed.
+A file OUT gets its rows in ``OUT.partial`` first, a journal with lines of ``index ok|bad<tab>JSON``; when all are there
+they are put in input order into a temporary file, which takes the name OUT in one step. Rows come almost in order
+(batches are sorted by length inside a window only), so what is done is remembered as "all below a mark, and a few above
+it", and ordering the rows needs memory for a window, not for the file. Standard output, a device or a pipe gets the
+rows as soon as those before them are there; such a run cannot be resumed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
-from skipdecode.data.partial import PartialFile, json_line
+from skipdecode.common.journal import Journal
+from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError
 
 __all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "open_writer"]
@@ -83,7 +85,12 @@ def check_output(output: str, *, overwrite: bool = False) -> None:
 def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False) -> FileWriter | StreamWriter:
     """The writer for a file name, or ``-`` for standard output.
 
-    `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run (`PartialFile`).
+    `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run.
+
+    Raises
+    ------
+    OutputError
+        It cannot be written, or what is left there is of a run with other settings.
     """
     if output == "-":
         return StreamWriter(sys.stdout.buffer, "standard output")
@@ -92,57 +99,77 @@ def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False)
             return StreamWriter(Path(output).open("wb"), output)
         except OSError as e:
             raise OutputError(f"cannot write {output}: {e.strerror or e}") from None
-    path = Path(output)
-    return FileWriter(path, PartialFile(_partial_path(path), settings, restart=restart))
+    return FileWriter(Path(output), settings, restart=restart)
+
+
+class _Row(NamedTuple):
+    number: int
+    bad: bool
+    line: bytes
+
+    @classmethod
+    def parse(cls, raw: bytes) -> _Row:
+        """A row of the journal; ValueError if it is not whole."""
+        head, _, line = raw.partition(b"\t")
+        index, _, kind = head.partition(b" ")
+        if kind not in (b"ok", b"bad") or not (line.startswith(b"{") and line.endswith(b"}\n")):
+            raise ValueError("not a whole row")
+        return cls(int(index), kind == b"bad", line)
 
 
 class FileWriter:
-    """Rows for a regular file.
+    """Rows for a regular file: `finish` puts it in place, replacing one that is there. See `open_writer`."""
 
-    Parameters
-    ----------
-    path : Path
-        The file that `finish` puts in place, replacing one that is there.
-    partial : PartialFile
-        Where rows are kept until then.
-    """
-
-    def __init__(self, path: Path, partial: PartialFile) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False) -> None:
         self.path = path
-        self.partial = partial
-        self.rows_before = partial.rows
-        self.bad_before = partial.bad
+        self.rows_before = 0
+        self.bad_before = 0
+        self._done_below = 0
+        self._done_above: set[int] = set()
+        self._journal = Journal(
+            _partial_path(path), "partial", settings, parse=_Row.parse, take=self._take,
+            pieces="finished rows", remedy="drop what is there with --restart", restart=restart,
+        )  # fmt: skip
 
     @property
     def resume_hint(self) -> str:
-        return f"{self.partial.rows} finished rows are kept in {self.partial.path}; the same command goes on from there"
+        return (
+            f"{self._journal.count} finished rows are kept in {self._journal.path}; the same command goes on from there"
+        )
 
     def is_done(self, index: int) -> bool:
-        return index in self.partial
+        return index < self._done_below or index in self._done_above
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        self.partial.append(index, row, bad=bad)
+        self._journal.append(b"%d %s\t" % (index, b"bad" if bad else b"ok") + json_line(row))
 
     def finish(self) -> None:
-        self.partial.sync()
+        self._journal.sync()
         merging = self.path.with_name(self.path.name + ".merging")
         try:
             with merging.open("wb") as out:
                 order = _InOrder()
-                for index, line in self.partial.lines():
-                    out.writelines(order.push(index, line))
+                for row in self._journal.read():
+                    out.writelines(order.push(row.number, row.line))
                 out.flush()
                 os.fsync(out.fileno())
             merging.replace(self.path)
-            self.partial.path.unlink()
+            self._journal.remove()
         except OSError as e:
             with contextlib.suppress(OSError):
                 merging.unlink(missing_ok=True)
             raise OutputError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
-        self.partial.close()
 
     def close(self) -> None:
-        self.partial.close()
+        self._journal.close()
+
+    def _take(self, row: _Row) -> None:
+        self.rows_before += 1
+        self.bad_before += row.bad
+        self._done_above.add(row.number)
+        while self._done_below in self._done_above:
+            self._done_above.remove(self._done_below)
+            self._done_below += 1
 
 
 class StreamWriter:

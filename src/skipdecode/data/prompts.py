@@ -1,15 +1,32 @@
-"""From rows to token ids: chat template, tokenizer, and what the context has room for."""
+"""From records to token ids: prompts exactly as generation sees them, and responses that are learned or scored.
+
+A record that cannot be used is told with its line, never a silent gap: the caller refuses the file or leaves it out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from skipdecode.data.records import Message, Record
-from skipdecode.errors import UsageError
+from skipdecode.common.jsonl import read_objects
+from skipdecode.data.records import Message, Record, Reject, Template, read_records, reject_summary, usable
+from skipdecode.data.source import Records
+from skipdecode.errors import DataError, UsageError
 
-__all__ = ["EncodedPrompt", "PromptEncoder", "context_length"]
+__all__ = [
+    "EncodedPrompt",
+    "Example",
+    "PromptEncoder",
+    "context_length",
+    "encode_prompts",
+    "load_examples",
+    "response_ids",
+]
+
+_TOKENIZE_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +55,19 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """Turns rows into token ids.
+    """Turns records into token ids.
 
     Parameters
     ----------
     tokenizer : transformers tokenizer
     context : int or None
-        Tokens the model can see at once (`context_length`).
+        Tokens the model can see at once (`context_length`): a prompt must leave room for one more.
     chat : bool
         Put plain prompts into the chat template as a user's message. Rows that are chats always go through it.
     system : str, optional
         A system message in front of every chat that has none.
+    template : Template, optional
+        Where the records are from; says whether plain prompts are chats, and which field may be cut.
 
     Raises
     ------
@@ -56,46 +75,57 @@ class PromptEncoder:
         `chat` is asked for and the tokenizer has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, context: int | None, *, chat: bool = False, system: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        context: int | None,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        template: Template | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._context = context
-        self._chat = chat
+        self._template = template
+        self._chat = chat or (template is not None and template.chat)
         self._system = system
-        if chat and tokenizer.chat_template is None:
+        if self._chat and tokenizer.chat_template is None:
             raise UsageError("the model's tokenizer has no chat template: give --no-chat and no --system")
 
-    def encode(self, records: Sequence[Record]) -> list[EncodedPrompt]:
-        """One result for each row, in their order; an error stays with its row."""
+    def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
+        """One result for each row, in their order; an error stays with its row.
+
+        A prompt longer than `most` tokens or its template's limit loses the end of the field that may be cut; it stays
+        as it is where there is none, or the rest alone is too long.
+        """
         results: dict[int, EncodedPrompt] = {}
-        texts: dict[bool, list[tuple[Record, str]]] = {False: [], True: []}
-        for record in records:
-            if record.error is not None:
-                results[record.index] = EncodedPrompt(record, "", [], None, record.error)
-                continue
-            is_chat = self._chat or not isinstance(record.prompt, str)
+        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        for number, record in enumerate(records):
             try:
-                text = self._rendered(record.prompt) if is_chat else str(record.prompt)
-                texts[is_chat].append((record, text))
-            except _TemplateError as e:
-                results[record.index] = EncodedPrompt(record, "", [], None, str(e))
-        for is_chat, pairs in texts.items():
-            if pairs:
+                if record.error is not None:
+                    raise _RowError(record.error)
+                is_chat = self._chat or not isinstance(record.prompt, str)
+                texts[is_chat][number] = self._rendered(record.prompt) if is_chat else str(record.prompt)
+            except _RowError as e:
+                results[number] = EncodedPrompt(record, "", [], None, str(e))
+        for is_chat, rows in texts.items():
+            if rows:
                 # A rendered chat holds its special tokens already.
-                ids = self._tokenizer([t for _, t in pairs], add_special_tokens=not is_chat, verbose=False).input_ids
-                for (record, text), row in zip(pairs, ids, strict=True):
-                    results[record.index] = self._checked(record, text, row)
-        return [results[record.index] for record in records]
+                ids = self._tokenizer(list(rows.values()), add_special_tokens=not is_chat, verbose=False).input_ids
+                for (number, text), row in zip(rows.items(), ids, strict=True):
+                    results[number] = self._checked(records[number], *self._fitting(records[number], text, row, most))
+        return [results[number] for number in range(len(records))]
 
     def _rendered(self, prompt: str | list[Message]) -> str:
         if self._tokenizer.chat_template is None:
-            raise _TemplateError("the row is a chat, but the model's tokenizer has no chat template")
+            raise _RowError("the row is a chat, but the model's tokenizer has no chat template")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
-            raise _TemplateError(f"the chat template refuses the row: {' '.join(str(e).split())}") from e
+            raise _RowError(f"the chat template refuses the row: {' '.join(str(e).split())}") from e
 
     def _checked(self, record: Record, text: str, token_ids: list[int]) -> EncodedPrompt:
         room = None if self._context is None else self._context - len(token_ids)
@@ -108,6 +138,33 @@ class PromptEncoder:
             )
         return EncodedPrompt(record, text, token_ids if error is None else [], room, error)
 
+    def _fitting(self, record: Record, text: str, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
+        """The prompt's text and tokens, with the end of the field gone that may be cut if it is too long."""
+        template = self._template
+        if template is None or template.truncate is None:
+            return text, token_ids
+        most = min(n for n in (template.max_prompt_tokens, most) if n is not None)
+        if len(token_ids) <= most:
+            return text, token_ids
+        value = record.values[template.truncate]
+        encoded = self._tokenizer(value, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ends = encoded["offset_mapping"]
+        keep, shorter, shorter_ids = len(ends), text, token_ids
+        while len(shorter_ids) > most:
+            # Tokens merge over the cut, so one round may not be enough.
+            keep -= len(shorter_ids) - most
+            if keep < 1:
+                return text, token_ids
+            shorter = template.render({**record.values, template.truncate: value[: ends[keep - 1][1]]})
+            if self._chat:
+                shorter = self._rendered(shorter)
+            shorter_ids = self._tokenizer(shorter, add_special_tokens=not self._chat, verbose=False).input_ids
+        return shorter, shorter_ids
+
+
+class _RowError(Exception):
+    pass
+
 
 def context_length(model: Any) -> int | None:
     """Tokens that the model's positions reach; None if its config sets no limit."""
@@ -115,5 +172,140 @@ def context_length(model: Any) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-class _TemplateError(Exception):
-    pass
+def response_ids(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Token ids of responses: tokenised apart from the prompt, with the end token, if the tokenizer has one."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [[*ids, *end] for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+
+
+# ---------------------------------------------------------------------- records to learn from
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One record as token ids; `response` ends with the end token."""
+
+    id: str
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.response)
+
+
+def load_examples(
+    path: Path,
+    template: Template,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> tuple[list[Example], list[Reject]]:
+    """Read and tokenise a file of records.
+
+    Parameters
+    ----------
+    path : Path
+        JSON lines.
+    template : Template
+        Makes prompt and response.
+    tokenizer : PreTrainedTokenizerBase
+        Must have an end token.
+    max_length : int, optional
+        Most tokens of prompt and response together, such as the model's context; where the template may cut a field
+        of the prompt it does, else longer records are rejects.
+    limit : int, optional
+        Only the first `limit` lines.
+    skip_bad : bool
+        Leave rejects out and return them, instead of refusing the file.
+
+    Raises
+    ------
+    DataError
+        If there are rejects and `skip_bad` is false (all are counted, the first ones named), or nothing is left.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end token: a tuned model could not learn where a response ends")
+    encoder = PromptEncoder(tokenizer, None, template=template)
+    examples: list[Example] = []
+    rejects: list[Reject] = []
+    records = usable(read_records(islice(read_objects(path), limit), template), rejects)
+    while chunk := list(islice(records, _TOKENIZE_AT_ONCE)):
+        responses = response_ids([(*record.references, "")[0] for record in chunk], tokenizer)
+        for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
+            try:
+                examples.append(_example(encoder, prompt, response, max_length))
+            except DataError as e:
+                rejects.append(Reject(prompt.record.line, str(e)))
+    rejects.sort()
+    if rejects and not skip_bad:
+        raise DataError(f"{path}: {reject_summary(rejects)}; mend them, or skip them with --bad-records skip")
+    if not examples:
+        raise DataError(f"{path}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
+    return examples, rejects
+
+
+def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int], max_length: int | None) -> Example:
+    record = prompt.record
+    if not record.references:
+        raise DataError("empty response: there is nothing to learn")
+    if len(record.references) > 1:
+        raise DataError("several responses: give one, as text")
+    if max_length is not None and 0 < max_length - len(response) < len(prompt.token_ids):
+        (prompt,) = encoder.encode([record], max_length - len(response))
+    if prompt.error is not None:
+        raise DataError(prompt.error)
+    example = Example(str(record.id), tuple(prompt.token_ids), tuple(response))
+    if max_length is not None and len(example) > max_length:
+        what = "response" if len(response) > max_length else "record"
+        length = f"{len(prompt.token_ids)} + {len(response)} of {max_length} tokens"
+        raise DataError(f"{what} longer than the context: {length}")
+    return example
+
+
+# ---------------------------------------------------------------------- records to score
+
+
+def encode_prompts(
+    template: Template, records: Records, tokenizer: Any, *, room: int | None = None, skip_bad: bool = False
+) -> tuple[Records, list[list[int]]]:
+    """Token ids of the prompts of all records, and the records that have them.
+
+    Parameters
+    ----------
+    room : int, optional
+        Most tokens that the model's context leaves for a prompt.
+    skip_bad : bool
+        Leave out records whose prompt is too long or has no token, instead of refusing them all; the records that are
+        returned name them.
+
+    Raises
+    ------
+    DataError
+        Such prompts and `skip_bad` is false (all are counted, the first ones named), or no record is left.
+    """
+    items: list[Record] = []
+    prompts: list[list[int]] = []
+    rejects: list[Reject] = []
+    most = min((n for n in (template.max_prompt_tokens, room) if n is not None), default=None)
+    for prompt in PromptEncoder(tokenizer, None, template=template).encode(records.items, room):
+        error = prompt.error
+        if most is not None and len(prompt.token_ids) > most:
+            has = f"has {len(prompt.token_ids)} tokens, there is room for {most}"
+            if template.truncate is not None:
+                has = f"has more than {most} tokens without {template.truncate!r} too"
+            error = f"prompt too long: that of record {prompt.record.id} {has}"
+        if error is not None:
+            rejects.append(Reject(prompt.record.line, error))
+        else:
+            items.append(prompt.record)
+            prompts.append(prompt.token_ids)
+    if rejects and not (skip_bad and items):
+        remedy = "shorten what is too long, lower --max-new-tokens" + (
+            "" if template.truncate else ", name a field to cut in the task file (truncate, max_prompt_tokens)"
+        )
+        raise DataError(
+            f"{reject_summary(rejects)}; {remedy}" + (", or leave them out with --bad-records skip" if items else "")
+        )
+    return replace(records, items=tuple(items), skipped=(*records.skipped, *rejects)), prompts

@@ -1,26 +1,39 @@
-"""Rows of an input: id and prompt, or what is wrong with the row.
+"""Records: what the rows of a file say, read in one way for all verbs.
 
-A row is a line that is not blank; rows are numbered without gaps, whatever is wrong with them, so that nothing is lost.
-Reading is a generator: memory does not grow with the file. Only the check for duplicate ids keeps something per row: 8
-bytes.
+A `Template`, or a `PromptField` that is the prompt as it stands, says what of a row is the prompt and what may follow
+it. A row is a line that is not blank; rows are numbered without gaps, whatever is wrong with them, so that nothing is
+lost. Reading is a generator: memory does not grow with the file. Text only; knows nothing about tokens and models.
 """
 
 from __future__ import annotations
 
 import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from skipdecode.common.jsonl import decoded, kind_of, object_of
-from skipdecode.data.source import MAX_LINE_BYTES, PromptSource
-from skipdecode.errors import DataError
+from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.errors import DataError, UsageError
 
-__all__ = ["PROMPT_FIELDS", "Message", "Record", "Survey", "read_records", "survey"]
+__all__ = [
+    "PROMPT_FIELDS",
+    "Message",
+    "PromptField",
+    "Record",
+    "Reject",
+    "SeenIds",
+    "Template",
+    "read_records",
+    "reject_summary",
+    "usable",
+]
 
 Message = dict[str, str]
 PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+_REJECTS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +51,11 @@ class Record:
     prompt : str or list of messages
         Text, or a chat as ``{"role": …, "content": …}`` objects. Empty if there is an error.
     error : str, optional
-        What is wrong with the row.
+        What is wrong with the row; kinds end at the first colon.
+    values : mapping
+        The fields that a template made the prompt of, as text.
+    references : tuple of str
+        Texts that may follow the prompt, none empty; the first is the response that is learned.
     """
 
     index: int
@@ -46,156 +63,227 @@ class Record:
     id: str | int
     prompt: str | list[Message]
     error: str | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
 
 
-@dataclass
-class Survey:
-    """What one pass over the input found.
-
-    Parameters
-    ----------
-    rows : int
-        All rows, bad ones included.
-    bad : int
-        Rows with an error.
-    duplicates : int
-        Rows whose id an earlier row has.
-    duplicate : tuple, optional
-        An id that occurs twice, with its first two lines.
-    """
-
-    rows: int = 0
-    bad: int = 0
-    duplicates: int = 0
-    duplicate: tuple[str | int, int, int] | None = None
+def read_records(rows: Iterable[tuple[int, Row]], form: Template | PromptField) -> Iterator[Record]:
+    """The records of numbered lines: `form` says what their prompt is; one that cannot be used has an `error`."""
+    for index, (line, row) in enumerate(rows):
+        name: str | int = line
+        try:
+            if isinstance(row, DataError):
+                raise row
+            name = _id(row, line)
+            prompt, values, references = form.read(row)
+        except DataError as e:
+            yield Record(index, line, name, "", str(e))
+        else:
+            yield Record(index, line, name, prompt, None, values, references)
 
 
-def read_records(
-    source: PromptSource,
-    prompt_field: str | None = None,
-    *,
-    is_done: Callable[[int], bool] = lambda index: False,
-) -> Iterator[Record]:
-    """Rows of `source`, in order, without those that `is_done` (of the row's index) says are done.
-
-    `prompt_field` names the JSONL field to read; default: the first of `PROMPT_FIELDS` that a row has.
-    """
-    index = 0
-    for line, raw in source.lines():
-        if raw is not None and not raw.strip():
-            continue
-        if not is_done(index):
-            yield _record(index, line, raw, source.format == "jsonl", prompt_field)
-        index += 1
-
-
-def survey(
-    source: PromptSource,
-    prompt_field: str | None = None,
-    *,
-    stop_on_error: bool = False,
-    report: Callable[[Record], None] = lambda record: None,
-) -> Survey:
-    """Read all rows once: count them, `report` the bad ones, find duplicate ids.
-
-    Raises
-    ------
-    DataError
-        There is no row at all, or a bad one and `stop_on_error` is set.
-    """
-    found = Survey()
-    hashes = array.array("q")
-    for record in read_records(source, prompt_field):
-        found.rows += 1
-        if record.error is not None:
-            if stop_on_error:
-                raise DataError(f"{record.error} (in {source.name})", record.line)
-            found.bad += 1
-            report(record)
-        if source.format == "jsonl":
-            hashes.append(_id_hash(record))
-    if not found.rows:
-        raise DataError(f"no prompts in {source.name}: it has no line that is not blank")
-    found.duplicates, example = _repeated(hashes)
-    if example is not None:
-        same = list(islice((r for r in read_records(source, prompt_field) if _id_hash(r) == example), 2))
-        found.duplicate = same[0].id, same[0].line, same[1].line
+def _id(row: Mapping[str, Any], line: int) -> str | int:
+    found = row.get("id", line)
+    if found is None:
+        return line
+    if isinstance(found, bool) or not isinstance(found, str | int):
+        raise DataError(f"field 'id' is {kind_of(found)}: give text or a whole number")
     return found
 
 
-# ---------------------------------------------------------------------- one row
+# ---------------------------------------------------------------------- records that cannot be used
 
 
-def _record(index: int, line: int, raw: bytes | None, is_json: bool, prompt_field: str | None) -> Record:
-    row_id: str | int = line
-    try:
-        if raw is None:
-            raise DataError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
-        if not is_json:
-            return Record(index, line, line, decoded(raw))
-        row = object_of(raw)
-        row_id = _row_id(row, line)
-        return Record(index, line, row_id, _prompt(row, prompt_field))
-    except DataError as e:
-        return Record(index, line, row_id, "", str(e))
+class Reject(NamedTuple):
+    """A record that is left out: its 1-based line and why."""
+
+    line: int
+    reason: str
 
 
-def _row_id(row: dict[str, Any], line: int) -> str | int:
-    row_id = row.get("id", line)
-    if row_id is None:
-        return line
-    if isinstance(row_id, bool) or not isinstance(row_id, str | int):
-        raise DataError(f"field 'id' is {kind_of(row_id)}: give text or a whole number")
-    return row_id
+def usable(records: Iterable[Record], rejects: list[Reject]) -> Iterator[Record]:
+    """The records that can be used; those with an error, or an id that an earlier one has, go to `rejects`."""
+    first_line: dict[str, int] = {}
+    for record in records:
+        first = first_line.setdefault(str(record.id), record.line) if record.error is None else record.line
+        if record.error is not None:
+            rejects.append(Reject(record.line, record.error))
+        elif first != record.line:
+            rejects.append(Reject(record.line, f"duplicate id: '{record.id}' is the id of line {first} too"))
+        else:
+            yield record
 
 
-def _prompt(row: dict[str, Any], prompt_field: str | None) -> str | list[Message]:
-    name = prompt_field or next((f for f in PROMPT_FIELDS if f in row), None)
-    if name is None:
-        raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
-    if name not in row:
-        raise DataError(f"field {name!r} is missing")
-    value = row[name]
-    if isinstance(value, list):
-        return _messages(name, value)
-    if not isinstance(value, str):
-        raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
-    return _checked_text(f"field {name!r}", value)
+def reject_summary(rejects: Sequence[Reject]) -> str:
+    """One line: how many records cannot be used, why, and where the first ones are."""
+    kinds = Counter(reject.reason.split(":")[0] for reject in rejects)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    shown = "; ".join(f"line {line}: {reason}" for line, reason in rejects[:_REJECTS_SHOWN])
+    more = f"; and {len(rejects) - _REJECTS_SHOWN} more" if len(rejects) > _REJECTS_SHOWN else ""
+    noun = "record" if len(rejects) == 1 else "records"
+    return f"{len(rejects)} {noun} cannot be used ({counts}): {shown}{more}"
 
 
-def _messages(name: str, value: list[Any]) -> list[Message]:
-    if not value:
-        raise DataError(f"field {name!r} is empty")
-    messages = []
-    for number, message in enumerate(value, 1):
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"message {number} of field {name!r} is not an object with text in 'role' and 'content'")
-        messages.append({"role": role, "content": _checked_text(f"message {number}", content, may_be_empty=True)})
-    return messages
+class SeenIds:
+    """Notices ids that several records have, at 8 bytes a record."""
 
+    def __init__(self) -> None:
+        self._hashes = array.array("q")
 
-def _checked_text(where: str, text: str, *, may_be_empty: bool = False) -> str:
-    if not may_be_empty and not text.strip():
-        raise DataError(f"{where} is empty")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(f"{where} has half of a surrogate pair, which is no text") from None
-    return text
+    def watch(self, records: Iterable[Record]) -> Iterator[Record]:
+        """The records, as they come."""
+        for record in records:
+            self._hashes.append(_id_hash(record))
+            yield record
 
+    def repeated(self, again: Iterable[Record]) -> str:
+        """How many records have the id of an earlier one, with an example; empty if there are none.
 
-# ---------------------------------------------------------------------- duplicate ids
+        `again` are the records once more, read only for the example.
+        """
+        import numpy as np
+
+        ordered = np.sort(np.frombuffer(self._hashes, dtype=np.int64)) if self._hashes else np.empty(0, np.int64)
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if not len(twice):
+            return ""
+        first, second = islice((record for record in again if _id_hash(record) == twice[0]), 2)
+        example = f"such as {first.id!r} on lines {first.line} and {second.line}"
+        return f"{len(twice)} rows have the id of an earlier row, {example}"
 
 
 def _id_hash(record: Record) -> int:
     return hash((type(record.id).__name__, record.id))
 
 
-def _repeated(hashes: array.array[int]) -> tuple[int, int | None]:
-    """How many hashes an earlier row has, and one of them."""
-    import numpy as np
+# ---------------------------------------------------------------------- from the fields of a row to its prompt
 
-    ordered = np.sort(np.frombuffer(hashes, dtype=np.int64)) if hashes else np.empty(0, np.int64)
-    again = ordered[1:][ordered[1:] == ordered[:-1]]
-    return len(again), int(again[0]) if len(again) else None
+Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
+
+
+class Template:
+    """The prompt as text with fields of the row in it, and the field that holds the response.
+
+    Parameters
+    ----------
+    prompt : str
+        Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces.
+    responses : str or sequence of str
+        Fields that may hold the response, or a list of texts that a response is compared with; the first one that a row
+        has is used.
+    chat : bool
+        The prompt goes through the tokenizer's chat template as one user message.
+    truncate : str, optional
+        The field that loses its end where a prompt is longer than `max_prompt_tokens`.
+    max_prompt_tokens : int, optional
+        Longest prompt in tokens; goes with `truncate`.
+
+    Raises
+    ------
+    UsageError
+        If the prompt names no field or holds more than plain fields, or `truncate` is none of them.
+    """
+
+    def __init__(
+        self,
+        prompt: str,
+        responses: str | Sequence[str],
+        *,
+        chat: bool = False,
+        truncate: str | None = None,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.fields = _fields_of(prompt)
+        self.responses = (responses,) if isinstance(responses, str) else tuple(responses)
+        self.chat = chat
+        self.truncate = truncate
+        self.max_prompt_tokens = max_prompt_tokens
+        if (truncate is None) != (max_prompt_tokens is None) or (truncate and truncate not in self.fields):
+            raise UsageError(
+                f"prompt template: {truncate!r} cannot be cut: name one of its fields and a length in tokens"
+            )
+
+    def render(self, values: Mapping[str, str]) -> str:
+        """The prompt with these values in the braces."""
+        return self.prompt.format_map(values)
+
+    def read(self, row: Mapping[str, Any]) -> Parts:
+        """Prompt, values of its fields, responses that are not empty; DataError for what is missing or no text."""
+        values = {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
+        name = _found(row, self.responses)
+        texts = row[name] if isinstance(row[name], list) else [row[name]]
+        responses = (_as_text(name, text).strip() for text in texts)
+        return self.render(values), values, tuple(text for text in responses if text)
+
+
+class PromptField:
+    """A field that is the whole prompt: text, or a chat.
+
+    Parameters
+    ----------
+    name : str, optional
+        Default: the first of `PROMPT_FIELDS` that a row has.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
+
+    def read(self, row: Mapping[str, Any]) -> Parts:
+        """The prompt alone; raises DataError if it is missing, empty or no text."""
+        name = self._name or next((f for f in PROMPT_FIELDS if f in row), None)
+        if name is None:
+            raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
+        if name not in row:
+            raise DataError(f"field {name!r} is missing")
+        value = row[name]
+        if not isinstance(value, str | list):
+            raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
+        if not (value.strip() if isinstance(value, str) else value):
+            raise DataError(f"field {name!r} is empty")
+        if isinstance(value, str):
+            return _checked(f"field {name!r}", value), {}, ()
+        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)], {}, ()
+
+
+def _message(where: str, message: Any) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    return {"role": role, "content": _checked(where, content)}
+
+
+def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The first of the names that the row has."""
+    name = next((name for name in names if name in row), None)
+    if name is None:
+        present = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"missing field: {' or '.join(map(repr, names))}; the record has {present}")
+    return name
+
+
+def _as_text(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"field is no text: {name!r} is {kind_of(value)}")
+    return _checked(f"field is no text: {name!r}", str(value))
+
+
+def _checked(where: str, text: str) -> str:
+    """Text that can be written as UTF-8."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"{where} has half of a surrogate pair, which is no text")
+    return text
+
+
+def _fields_of(prompt: str) -> tuple[str, ...]:
+    try:
+        parts = list(string.Formatter().parse(prompt))
+    except ValueError as error:
+        raise UsageError(f"prompt template: {error}; write {{{{ and }}}} for braces") from None
+    fields = tuple(name for _, name, _, _ in parts if name is not None)
+    if not fields:
+        raise UsageError("prompt template: it names no field of the record; write one in braces, as in '{text}'")
+    for _, name, spec, conversion in parts:
+        if name is not None and (spec or conversion or not name or name.isdecimal() or set(name) & set(".[]")):
+            raise UsageError(f"prompt template: {{{name}}} is not accepted: only plain field names stand in braces")
+    return tuple(dict.fromkeys(fields))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from tqdm import tqdm
 
 from skipdecode.data.prompts import EncodedPrompt
-from skipdecode.data.records import Record
 from skipdecode.data.summary import RunSummary, SpeedComparison
 from skipdecode.schedule import Schedule
 
@@ -29,19 +28,11 @@ class BadRows:
     def __init__(self) -> None:
         self._count = 0
 
-    def add(self, record: Record) -> None:
-        """A row that the reader could not use."""
-        self._add(record.line, str(record.error))
-
-    def add_encoded(self, prompt: EncodedPrompt) -> None:
-        """A row that cannot be generated; one that the reader had told of is not told again."""
-        if prompt.record.error is None:
-            self._add(prompt.record.line, str(prompt.error))
-
-    def _add(self, line: int, error: str) -> None:
+    def add(self, prompt: EncodedPrompt) -> None:
+        """A row that cannot be generated."""
         self._count += 1
         if self._count <= _BAD_ROWS_SHOWN:
-            note(f"line {line}: {error}; the row is skipped")
+            note(f"line {prompt.record.line}: {prompt.error}; the row is skipped")
         elif self._count == _BAD_ROWS_SHOWN + 1:
             note("more rows are skipped; the output holds the error of each")
 

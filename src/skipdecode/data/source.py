@@ -1,8 +1,4 @@
-"""Where prompts come from, as lines of bytes that can be read more than once in constant memory.
-
-What can be read only once (standard input, a pipe) is copied to a temporary file first. A source has a fingerprint, so
-that an interrupted run is only ever resumed on the same input.
-"""
+"""Where records come from: an input to generate from, a file or a dataset to score against."""
 
 from __future__ import annotations
 
@@ -14,20 +10,24 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
-from skipdecode.common.jsonl import BOM
-from skipdecode.errors import DataError
+from skipdecode.common.jsonl import BOM, Row, decoded, object_of, read_lines, read_objects
+from skipdecode.data.records import PromptField, Record, Reject, read_records, reject_summary, usable
+from skipdecode.data.tasks import HubSource, Task
+from skipdecode.errors import DataError, MissingExtraError, UsageError
 
-__all__ = ["MAX_LINE_BYTES", "PromptSource"]
+__all__ = ["PromptSource", "Records", "load_records"]
 
-MAX_LINE_BYTES = 64 * 2**20
 _JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 class PromptSource:
-    """Numbered lines of one input.
+    """Prompts of one input, which can be read more than once in constant memory.
+
+    What can be read only once (standard input, a pipe) is copied to a temporary file first.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class PromptSource:
     format : {"jsonl", "txt"}
         How a line is read.
     fingerprint : dict
-        JSON-ready; equal for equal input.
+        JSON-ready; equal for equal input, so that an interrupted run is only ever resumed on the same.
     """
 
     def __init__(self, name: str, opened: IO[bytes], format: str, fingerprint: dict[str, Any]) -> None:
@@ -84,23 +84,48 @@ class PromptSource:
         data = "".join(json.dumps({"prompt": p}) + "\n" for p in prompts).encode()
         return cls("arguments", io.BytesIO(data), "jsonl", {"sha256": hashlib.sha256(data).hexdigest()})
 
-    def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """1-based line numbers with their bytes, line ends taken off; None stands for a line above MAX_LINE_BYTES."""
-        self._file.seek(0)
-        number = 0
-        while raw := self._file.readline(MAX_LINE_BYTES):
-            number += 1
-            if number == 1:
-                raw = raw.removeprefix(BOM)
-            if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
-                _drop_rest_of_line(self._file)
-                yield number, None
-            else:
-                yield number, raw.rstrip(b"\r\n")
+    def records(self, field: str | None = None) -> Iterator[Record]:
+        """All records, from the first on; `field` names the JSONL field that is the prompt (default: `PromptField`)."""
+        is_json = self.format == "jsonl"
+        rows = ((line, object_of(raw) if is_json else _text_row(raw)) for line, raw in self._lines())
+        return read_records(rows, PromptField(field if is_json else None))
+
+    def count(self, field: str | None = None, *, all_usable: bool = False) -> int:
+        """How many records there are, those with an error included. Reads them as JSON up to the first usable one only.
+
+        Raises
+        ------
+        DataError
+            There is none, none can be used, or one cannot be and `all_usable` is set, which reads all.
+        """
+        found = False
+        for record in self.records(field):
+            if record.error is not None and all_usable:
+                raise DataError(f"{record.error} (in {self.name})", record.line)
+            found = found or record.error is None
+            if found and not all_usable:
+                break
+        rows = sum(1 for _ in self._lines())
+        if not rows:
+            raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
+        if not found:
+            raise DataError(f"nothing to generate: no row of {self.name} can be used")
+        return rows
 
     def close(self) -> None:
         """Close the file; a temporary copy is deleted."""
         self._file.close()
+
+    def _lines(self) -> Iterator[tuple[int, bytes | None]]:
+        self._file.seek(0)
+        return read_lines(self._file)
+
+
+def _text_row(raw: bytes | None) -> Row:
+    try:
+        return {"prompt": decoded(raw)}
+    except DataError as e:
+        return e
 
 
 def _spooled(stream: IO[bytes]) -> tuple[IO[bytes], dict[str, Any]]:
@@ -117,7 +142,91 @@ def _first_character(file: IO[bytes]) -> bytes:
     return start
 
 
-def _drop_rest_of_line(file: IO[bytes]) -> None:
-    while rest := file.readline(MAX_LINE_BYTES):
-        if rest.endswith(b"\n"):
-            return
+# ---------------------------------------------------------------------- records to score
+
+
+@dataclass(frozen=True)
+class Records:
+    """Records that can be scored, in the order of the file, and what was left out."""
+
+    items: tuple[Record, ...]
+    skipped: tuple[Reject, ...] = ()
+
+    def digest(self) -> str:
+        """SHA-256 over ids, fields and references: two runs are comparable if it is the same."""
+        text = json.dumps([[str(r.id), dict(r.values), r.references] for r in self.items], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def limited(self, count: int | None) -> Records:
+        """The first `count` records."""
+        return self if count is None else replace(self, items=self.items[:count])
+
+
+def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool = False) -> Records:
+    """Records of a task from a JSONL file, or from the task's hub dataset when `data` is None.
+
+    One without text to score (an empty prompt or no reference) is always left out, and named by line.
+
+    Parameters
+    ----------
+    skip_bad : bool
+        Leave out records that cannot be read, instead of refusing the file.
+
+    Raises
+    ------
+    DataError
+        A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice (all unless
+        `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
+    """
+    if data is not None:
+        source, rows = str(data), read_objects(Path(data))
+    elif task.hub is not None:
+        source, rows = task.hub.id, _hub_rows(task.hub)
+    else:
+        raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
+    items: list[Record] = []
+    skipped: list[Reject] = []
+    wrong: list[Reject] = []
+    for record in usable(read_records(rows, task.template()), wrong):
+        if not any(value.strip() for value in record.values.values()):
+            skipped.append(Reject(record.line, "empty prompt"))
+        elif not record.references:
+            skipped.append(Reject(record.line, "no reference text"))
+        else:
+            items.append(record)
+    if wrong and not skip_bad:
+        raise DataError(f"{source}: {reject_summary(wrong)}; mend them, or skip them with --bad-records skip")
+    skipped = sorted(skipped + wrong)
+    if not items:
+        why = f" ({len(skipped)} left out, the first at line {skipped[0].line}: {skipped[0].reason})" if skipped else ""
+        raise DataError(f"no record to score in {source}{why}")
+    return Records(tuple(_merged(items) if task.merge_same_prompt else items), tuple(skipped))
+
+
+def _merged(items: Sequence[Record]) -> list[Record]:
+    """Records with the same prompt as one, with all their references, in order of first appearance."""
+    groups: dict[str, Record] = {}
+    for item in items:
+        known = groups.setdefault(str(item.prompt), item)
+        if known is not item:
+            groups[str(item.prompt)] = replace(known, references=known.references + item.references)
+    return list(groups.values())
+
+
+def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtraError(f"loading {source.id} from a hub (or give a file with --data)", "hub") from None
+    try:
+        rows = datasets.load_dataset(source.id, source.config, split=source.split, revision=source.revision)
+    except (OSError, ValueError, RuntimeError) as e:
+        reason = " ".join(str(e).split())[:200]
+        raise DataError(f"the dataset {source.id} does not load ({reason}); give a JSONL file with --data") from None
+    ours = {theirs: name for name, theirs in source.fields.items()}
+    for number, row in enumerate(rows, 1):
+        named = {ours.get(name, name): value for name, value in row.items()}
+        for name, ending in source.strip.items():
+            if isinstance(named.get(name), str):
+                named[name] = named[name].rstrip().removesuffix(ending).rstrip()
+        yield number, named

@@ -1,4 +1,4 @@
-"""Stop strings: text that ends a row, found while tokens come in and cut off at the end."""
+"""Stop strings: text that ends an output, found while tokens come in and cut off at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from typing import Any
 
 from skipdecode.errors import UsageError
 
-__all__ = ["StopStrings"]
+__all__ = ["StopStrings", "cut_at", "find_stop", "held_back"]
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first of the stop strings begins; None if the text has none of them."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
+
+
+def cut_at(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string."""
+    return text[: find_stop(text, stops)]
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of the text that is the beginning of a stop string."""
+    lengths = (
+        size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
+    )
+    return max(lengths, default=0)
 
 
 class StopStrings:
@@ -30,8 +48,8 @@ class StopStrings:
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         text = self._tokenizer.decode(tokens[-self._tail :], skip_special_tokens=True)
-        return any(s in text for s in self._strings)
+        return find_stop(text, self._strings) is not None
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string."""
-        return text[: min((at for s in self._strings if (at := text.find(s)) >= 0), default=len(text))]
+        return cut_at(text, self._strings)

@@ -59,7 +59,7 @@ class FastEngine(Engine):
     kv_bytes : int, optional
         Most bytes of keys and values; requests wait for room. Default: what `max_rows` of the largest requests need.
         Not on GPUs.
-    kernel : {"auto", "native", "torch", "dense"}
+    kernel : {"auto", "native", "dense"}
         See `open_model`.
     prompt_tokens : int
         Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.

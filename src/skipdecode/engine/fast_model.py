@@ -1,4 +1,4 @@
-"""A decoder's forward over token rows, with nothing between the kernels but two buffers.
+"""A decoder's forward over token rows, with nothing between the kernels but what they pass on.
 
 A step is a list of tokens, each with its slot (sequence) and position; prompts and generated tokens are alike. Rows
 come sorted by falling depth, so that the rows of a layer are the first ones: a layer reads its weights once for exactly
@@ -7,22 +7,22 @@ the rows that need it, and mixed ages cost no gather.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from skipdecode.engine.compaction import compact
-from skipdecode.engine.kernels import KernelChoice, backend_for
-from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
-from skipdecode.engine.kernels.spec import StackInput
+from skipdecode.engine.kernels.native import NativeKernels
+from skipdecode.engine.kernels.quantize import Quantization
+from skipdecode.engine.kernels.spec import ModelSpec, StackInput
 from skipdecode.engine.kv import KV, PagedKV
-from skipdecode.engine.model_spec import ModelSpec, read_model, weights_of
-from skipdecode.engine.quantized import QuantizedWeights
+from skipdecode.engine.model_spec import read_model, weights_of
+from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["FastModel", "TokenRows"]
+__all__ = ["FastModel", "NativeModel", "TokenRows"]
 
 
 class TokenRows(NamedTuple):
@@ -31,7 +31,7 @@ class TokenRows(NamedTuple):
     Parameters
     ----------
     tokens, slots, positions : list of int
-        Token id, row of the KV table, position in its text.
+        A token's id, its row of the KV store, its position in its text.
     counts : list of int
         For each layer: the number of rows, from the first, that run it.
     wanted : list of int
@@ -45,61 +45,60 @@ class TokenRows(NamedTuple):
     wanted: list[int]
 
 
-class FastModel:
-    """The fast path of a transformers model.
+class FastModel(ABC):
+    """The fast path of a transformers model. Made by `open_model`.
 
     Parameters
     ----------
     model : PreTrainedModel
         A causal LM of an architecture in `skipdecode.engine.model_spec.READERS`. Its projection weights are fused
         and moved in place; it stays usable.
-    kernel : {"auto", "native", "torch"}
-        The C++ kernels where possible, only those, or torch.
-    quantization : {"int8", "int4"}, optional
-        Read the projections and the output embedding from quantised copies (see `kernels.quantize`); by default, the
-        model's own weights.
 
     Raises
     ------
     UnfitModelError
         If the fast path does not cover the model.
-    UsageError
-        If `quantization` is not known.
 
     Attributes
     ----------
+    kernel : {"native", "dense"}
+        What computes: the C++ kernels or torch operators.
     hint : str
-        Why the C++ kernels are not used; "" if they are.
+        Why the C++ kernels are not used; "" if they are, or were not wanted.
     quantization : {"int8", "int4"} or None
-        As given.
+        Type of the weights that are read, where these are quantised copies.
     """
 
-    def __init__(self, model: Any, kernel: KernelChoice = "auto", quantization: Quantization | None = None) -> None:
-        if quantization is not None and quantization not in QUANTIZATIONS:
-            raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
+    kernel: ClassVar[str]
+    hint: str = ""
+    quantization: Quantization | None = None
+
+    def __init__(self, model: Any) -> None:
         self._model = model
-        self.quantization = quantization
-        self._quantized = None if quantization is None else QuantizedWeights(quantization)
-        read_model(model, positions=1)  # refuses what does not fit before anything is moved
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self._backend, self.hint = backend_for(self.device, self.dtype, kernel)
-        self.kernel = self._backend.name
-        if self.kernel == "native" and quantization is None:
-            compact(model)
-        self._spec = self._read(2048)
+        self._positions = 2048
+        self._spec = self._read(self._positions)
         self.num_layers = len(self._spec.layers)
         self.vocab_size = self._spec.head.weight.shape[0]
-        self._positions = 2048
-        self._rows = 0
-        self._kind = self._backend.activation_dtype(self.dtype)
-        self._logits = torch.empty(0, self.vocab_size, dtype=self._kind, device=self.device)
         self._bind()
 
+    @abstractmethod
     def new_kv(self) -> KV:
         """An empty KV store of this model's geometry, for its forwards."""
-        attention = self._spec.layers[0].attention
-        return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
+
+    @abstractmethod
+    def forward(self, rows: TokenRows, kv: Any) -> Tensor:
+        """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`."""
+
+    @abstractmethod
+    def _bind(self) -> None:
+        """Take the weights' addresses."""
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether the first run of a step takes longer than those after it."""
+        return False
 
     def suited(self, schedule: Schedule) -> Schedule:
         """The schedule that a job is best run under here: as it is, unless distinct budgets cost something."""
@@ -115,36 +114,14 @@ class FastModel:
             self._spec = self._read(self._positions)
             self._bind()
 
-    def forward(self, rows: TokenRows, kv: Any) -> Tensor:
-        """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`."""
-        count = len(rows.tokens)
-        if count > self._rows:
-            self._allocate(count)
-        hidden = self._embed(rows)
-        slots = torch.tensor(rows.slots, dtype=torch.int32)
-        positions = torch.tensor(rows.positions, dtype=torch.int32)
-        self._stack(StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts))
-        wanted = len(rows.wanted)
-        if wanted != count or rows.wanted[-1] != count - 1:
-            hidden = hidden[torch.tensor(rows.wanted, device=self.device)]
-        if wanted > len(self._logits):
-            self._logits = torch.empty(wanted, self.vocab_size, dtype=self._kind, device=self.device)
-        self._head(hidden, self._logits, wanted, False)
-        return self._logits[:wanted].float()
-
     def wait(self) -> None:
         """Until the device has done its forwards, so that their time can be told."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
     @property
-    def records(self) -> bool:
-        """Whether the first run of a step takes longer than those after it."""
-        return False
-
-    @property
     def name(self) -> str:
-        """Of the engine on these weights: "fast", "fast-int8" or "fast-int4"."""
+        """The engine on these weights: "fast", "fast-int8" or "fast-int4"."""
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
     @property
@@ -153,26 +130,61 @@ class FastModel:
         return sum(weight.nbytes for weight in weights_of(self._spec))
 
     def _read(self, positions: int) -> ModelSpec:
-        spec = read_model(self._model, positions)
+        return read_model(self._model, positions)
+
+
+class NativeModel(FastModel):
+    """The fast path on the C++ kernels.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        See `FastModel`.
+    kernels : NativeKernels
+        For its type of weights.
+    quantization : {"int8", "int4"}, optional
+        Read the projections and the output embedding from quantised copies (see `kernels.quantize`); by default, the
+        model's own weights.
+    """
+
+    kernel = "native"
+
+    def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
+        self.quantization = quantization
+        self._quantized = None if quantization is None else QuantizedWeights(quantization)
+        self._kernels = kernels
+        if quantization is None:
+            move_into_one_block(model)
+        super().__init__(model)
+        self._logits = torch.empty(0, self.vocab_size)
+
+    def new_kv(self) -> PagedKV:
+        """See `FastModel`."""
+        attention = self._spec.layers[0].attention
+        return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
+
+    def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
+        """See `FastModel`."""
+        count = len(rows.tokens)
+        hidden = self._embed(rows)
+        slots = torch.tensor(rows.slots, dtype=torch.int32)
+        positions = torch.tensor(rows.positions, dtype=torch.int32)
+        self._stack(StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts))
+        wanted = len(rows.wanted)
+        if wanted != count or rows.wanted[-1] != count - 1:
+            hidden = hidden[rows.wanted]
+        if wanted > len(self._logits):
+            self._logits = torch.empty(wanted, self.vocab_size)
+        self._head(hidden, self._logits, wanted, False)
+        return self._logits[:wanted]
+
+    def _read(self, positions: int) -> ModelSpec:
+        spec = super()._read(positions)
         return spec if self._quantized is None else self._quantized.apply(spec)
 
     def _embed(self, rows: TokenRows) -> Tensor:
-        spec = self._spec
-        ids = torch.tensor(rows.tokens, device=self.device)
-        hidden = self._hidden[: len(rows.tokens)]
-        hidden.copy_(spec.embedding.index_select(0, ids))
-        if spec.position_embedding is not None:
-            at = torch.tensor(rows.positions, device=self.device) + spec.position_offset
-            hidden += spec.position_embedding.index_select(0, at)
-        return hidden
+        return self._spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
 
     def _bind(self) -> None:
-        """Prepare the calls; the weights' addresses are taken here."""
-        spec: ModelSpec = self._spec
-        self._stack = self._backend.stack(spec.layers)
-        self._head = self._backend.linear(spec.head)
-
-    def _allocate(self, rows: int) -> None:
-        width = self._spec.embedding.shape[1]
-        self._hidden = torch.empty(rows, width, dtype=self._kind, device=self.device)
-        self._rows = rows
+        self._stack = self._kernels.stack(self._spec.layers)
+        self._head = self._kernels.linear(self._spec.head)

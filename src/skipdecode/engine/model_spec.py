@@ -7,45 +7,16 @@ nothing is held twice. A model that a reader does not fit in every detail is ref
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, Prologue
+from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
 from skipdecode.errors import UnfitModelError
 
-__all__ = ["READERS", "ModelSpec", "read_model", "weights_of"]
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A decoder.
-
-    Parameters
-    ----------
-    layers : list of LayerSpec
-        First to last.
-    head : LinearSpec
-        Final norm and output embedding.
-    embedding : torch.Tensor
-        (vocabulary, hidden).
-    position_embedding : torch.Tensor, optional
-        (positions + offset, hidden): learned positions.
-    position_offset : int
-        Row of position 0.
-    max_positions : int, optional
-        Most positions, where learned.
-    """
-
-    layers: list[LayerSpec]
-    head: LinearSpec
-    embedding: Tensor
-    position_embedding: Tensor | None = None
-    position_offset: int = 0
-    max_positions: int | None = None
+__all__ = ["READERS", "read_model", "weights_of"]
 
 
 def read_model(model: Any, positions: int) -> ModelSpec:

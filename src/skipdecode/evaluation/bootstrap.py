@@ -7,15 +7,14 @@ cancels. Percentile intervals. A seed fixes the draws.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.errors import DataError, UsageError
 
-__all__ = ["Comparison", "Interval", "compare", "interval"]
+__all__ = ["Interval", "Paired", "Table", "compare", "interval", "ratio_of_sums"]
 
 Table = NDArray[np.float64]
 Scorer = Callable[[Table], float]
@@ -31,17 +30,9 @@ class Interval:
     high: float
     level: float = 0.95
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-    def contains(self, value: float) -> bool:
-        """Whether `value` lies within the bounds."""
-        return self.low <= value <= self.high
-
 
 @dataclass(frozen=True)
-class Comparison:
+class Paired:
     """Run B against run A on the same records.
 
     Parameters
@@ -59,9 +50,10 @@ class Comparison:
     difference: Interval
     ratio: Interval | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+
+def ratio_of_sums(total: Table) -> float:
+    """The score of rows (numerator, denominator) that sum to `total`, shape (2,); 0 over nothing."""
+    return float(total[0] / total[1]) if total[1] else 0.0
 
 
 def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95) -> Interval:
@@ -81,9 +73,7 @@ def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 
     return _interval(score(table.sum(axis=0)), values, level)
 
 
-def compare(
-    a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95
-) -> Comparison:
+def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: int = 0, level: float = 0.95) -> Paired:
     """Difference and ratio of two runs' scores with paired intervals; arguments as `interval`.
 
     Raises
@@ -97,7 +87,7 @@ def compare(
     ratio = None
     if first != 0 and np.all(pairs[:, 0] != 0):
         ratio = _interval(second / first, pairs[:, 1] / pairs[:, 0], level)
-    return Comparison(first, second, _interval(second - first, pairs[:, 1] - pairs[:, 0], level), ratio)
+    return Paired(first, second, _interval(second - first, pairs[:, 1] - pairs[:, 0], level), ratio)
 
 
 def _check(a: Table, b: Table, resamples: int, level: float) -> None:

@@ -1,41 +1,31 @@
-"""Two or more runs on the same records: paired intervals of each against the first."""
+"""Finished runs side by side: their figures, and paired intervals of each against the first, as Markdown tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from skipdecode.errors import DataError
-from skipdecode.evaluation.bootstrap import Comparison, compare
+from skipdecode.evaluation.bootstrap import Interval, Paired, compare
 from skipdecode.evaluation.results import Run
-from skipdecode.evaluation.scored import scorer_of
+from skipdecode.evaluation.scores import scorer_of
 
-__all__ = ["Pair", "compare_runs"]
+__all__ = ["Pair", "compare_runs", "pairs_cells", "pairs_table", "runs_table"]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One metric of two runs.
-
-    Parameters
-    ----------
-    a, b : str
-        Names of the runs.
-    metric : str
-        What is compared.
-    comparison : Comparison
-        B against A.
-    """
+    """One metric of two runs, named `a` and `b`; `comparison` is B against A."""
 
     a: str
     b: str
     metric: str
-    comparison: Comparison
+    comparison: Paired
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"a": self.a, "b": self.b, "metric": self.metric, **self.comparison.to_dict()}
+        """JSON-ready: the runs' names, the metric, and what `Paired` has: `a` and `b` are the two scores."""
+        return {"runs": [self.a, self.b], "metric": self.metric, **asdict(self.comparison)}
 
 
 def compare_runs(
@@ -80,3 +70,58 @@ def _check_signatures(first: Run, other: Run, metric: str) -> None:
     one, two = (run.data["metrics"][metric]["signature"] for run in (first, other))
     if one != two:
         raise DataError(f"{metric} of {first.path} and {other.path} was scored differently: {one} and {two}")
+
+
+def runs_table(runs: Sequence[Run]) -> str:
+    """A row a run: speed, depth, every score with half the width of its interval."""
+    names = list(dict.fromkeys(name for run in runs for name in run.data["metrics"]))
+    head = ["run", "n", "nominal speed-up", "measured speed-up", "layers/token", "engine", "tokens/s", "seconds"]
+    rows = [[*head, *names]]
+    for run in runs:
+        data, speed = run.data, run.data.get("speed") or {}
+        speedups = (_number(data.get("nominal_speedup")), _number(run.measured_speedup))
+        cells = [run.name, str(data["n"]), *speedups, _number(speed.get("layers_per_token"))]
+        cells += [str(data.get("engine", "-")), _number(speed.get("tokens_per_s")), _number(speed.get("seconds"))]
+        rows.append([*cells, *(_score(run, name) for name in names)])
+    return _markdown(rows)
+
+
+def pairs_table(pairs: Sequence[Pair]) -> str:
+    """`pairs_cells` in Markdown."""
+    return _markdown(pairs_cells(pairs))
+
+
+def pairs_cells(pairs: Sequence[Pair]) -> list[list[str]]:
+    """Heading and a row a comparison."""
+    rows = [["metric", "run A", "run B", "A", "B", "B - A", "B / A"]]
+    for pair in pairs:
+        c = pair.comparison
+        scores = f"{c.a:.2f}", f"{c.b:.2f}"
+        rows.append([pair.metric, pair.a, pair.b, *scores, _bounds(c.difference, "+"), _bounds(c.ratio)])
+    return rows
+
+
+def _bounds(interval: Interval | None, sign: str = "") -> str:
+    if interval is None:
+        return "-"
+    return f"{interval.estimate:{sign}.2f} [{interval.low:{sign}.2f}, {interval.high:{sign}.2f}]"
+
+
+def _score(run: Run, name: str) -> str:
+    entry = run.data["metrics"].get(name)
+    if entry is None:
+        return "-"
+    half = (entry["interval"]["high"] - entry["interval"]["low"]) / 2
+    return f"{entry['score']:.2f} ± {half:.2f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)

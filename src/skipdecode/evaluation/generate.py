@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipdecode.evaluation.bootstrap import Interval, compare
-from skipdecode.evaluation.kept import Kept
 from skipdecode.evaluation.methods.base import Generation, Method
+from skipdecode.evaluation.unfinished import Unfinished
 
 __all__ = ["Outputs", "Side", "Timing", "batches", "generate_all"]
 
@@ -125,7 +125,7 @@ def generate_all(
     model: Any,
     sides: Sequence[Method],
     prompts: Sequence[Sequence[int]],
-    kept: Kept,
+    kept: Unfinished,
     *,
     batch_size: int,
     max_new_tokens: int,
@@ -138,7 +138,7 @@ def generate_all(
     ----------
     sides : sequence of Method
         Full depth among them, unless that is left out.
-    kept : Kept
+    kept : Unfinished
         Batches that an earlier, interrupted run finished; takes those that this one finishes.
     batch_size : int
         Rows of a batch, for all.

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skipdecode.common.registry import Registry
 from skipdecode.errors import DataError, UsageError
+from skipdecode.evaluation.bootstrap import Table, ratio_of_sums
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "MetricOptions", "make_metrics"]
-
-Table = NDArray[np.float64]
 
 METRICS = Registry(
     "metric",
@@ -128,7 +126,7 @@ class MeanMetric(Metric):
     @classmethod
     def score(cls, total: Table) -> float:
         """The mean; see `Metric.score`."""
-        return float(total[0] / total[1]) if total[1] else 0.0
+        return ratio_of_sums(total)
 
 
 def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> list[Metric]:

@@ -1,6 +1,7 @@
 """A run as data: ``run.json`` (what was run, scores, speed, buckets, samples) and ``outputs.jsonl`` (a line a record).
 
-Tables, comparisons and reports are made from these two files alone.
+Tables, comparisons and reports are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
+what is done, so that a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -8,36 +9,36 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import read_objects
+from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
+from skipdecode.evaluation.bootstrap import Table
 
-__all__ = ["FORMAT", "OUTPUTS_FILE", "RUN_FILE", "Run", "check_directory", "load_run", "save_run"]
+if TYPE_CHECKING:
+    from skipdecode.evaluation.generate import Outputs
+    from skipdecode.evaluation.methods.base import Method
+    from skipdecode.evaluation.scores import Scored
+    from skipdecode.evaluation.settings import Settings
 
-FORMAT = 1
+__all__ = ["OUTPUTS_FILE", "RUN_FILE", "Run", "buckets_of", "check_directory", "load_run", "run_document", "save_run"]
+
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
-_NEEDED = ("format", "name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
+_NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, read back.
-
-    Parameters
-    ----------
-    path : Path
-        Its ``run.json``.
-    data : mapping
-        The document.
-    """
+    """A finished run, read back: its ``run.json`` and the document in it."""
 
     path: Path
     data: Mapping[str, Any]
@@ -62,21 +63,18 @@ class Run:
     def outputs(self) -> list[dict[str, Any]]:
         """Rows of the outputs file, in the order of the data; raises DataError if it is missing or broken."""
         path = self.path.parent / str(self.data["outputs"])
+        if not path.is_file():
+            raise DataError(f"{self.path} names the outputs {path}, which cannot be read")
         rows = []
-        try:
-            with path.open(encoding="utf-8") as file:
-                for line, text in enumerate(file, 1):
-                    try:
-                        rows.append(json.loads(text))
-                    except json.JSONDecodeError as e:
-                        raise DataError(f"{path} is broken: {e.msg}; run the evaluation again", line) from None
-        except OSError as e:
-            raise DataError(f"{self.path} names the outputs {path}, which cannot be read: {e.strerror}") from None
+        for line, row in read_objects(path):
+            if isinstance(row, DataError):
+                raise DataError(f"{path} is broken: {row}; run the evaluation again", line)
+            rows.append(row)
         if len(rows) != self.data["n"]:
             raise DataError(f"{path} has {len(rows)} of {self.data['n']} records: run the evaluation again")
         return rows
 
-    def table(self, metric: str) -> NDArray[np.float64]:
+    def table(self, metric: str) -> Table:
         """Statistics of each record, shape (records, k)."""
         try:
             return np.asarray([row["statistics"][metric] for row in self.outputs], dtype=np.float64)
@@ -96,18 +94,10 @@ def load_run(path: str | Path) -> Run:
     """
     file = Path(path)
     file = file / RUN_FILE if file.is_dir() else file
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise DataError(f"cannot read the run {file}: {e.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
-        raise DataError(f"{file} is not a run: it must be JSON that `skipdecode eval` wrote ({e})") from None
-    missing = [name for name in _NEEDED if name not in data] if isinstance(data, dict) else ["format"]
-    if missing or data["format"] != FORMAT:
-        what = (
-            f"it lacks {missing[0]!r}" if missing else f"its format is {data['format']!r}, this version reads {FORMAT}"
-        )
-        raise DataError(f"{file} is not a run of `skipdecode eval`: {what}")
+    data = read_result(file, "evaluation")
+    missing = [name for name in _NEEDED if name not in data]
+    if missing:
+        raise DataError(f"{file} is not a run of `skipdecode eval`: it lacks {missing[0]!r}")
     return Run(file, data)
 
 
@@ -129,3 +119,96 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
     write_whole(directory / OUTPUTS_FILE, lines)
     write_whole(directory / RUN_FILE, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
     return Run(directory / RUN_FILE, data)
+
+
+# ---------------------------------------------------------------------- what a run says
+
+
+def run_document(
+    rows: Sequence[Mapping[str, Any]],
+    about: Mapping[str, Any],
+    method: Method,
+    scored: Scored,
+    outputs: Outputs,
+    settings: Settings,
+) -> dict[str, Any]:
+    """The document of a method's results, JSON-ready.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        What ``outputs.jsonl`` says of each record.
+    about : mapping
+        The run's ``config``.
+    scored, outputs
+        The same method's scores, and its outputs next to full depth's.
+    """
+    lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
+    count = min(len(rows), settings.samples)
+    return {
+        **heading("evaluation"),
+        "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
+        "n": len(rows),
+        **_speed(method, outputs, settings),
+        "metrics": scored.summary(resamples=settings.resamples, seed=settings.seed),
+        "buckets": {
+            axis: [_bucket(b, scored, outputs) for b in buckets_of(values)] for axis, values in lengths.items()
+        },
+        # Evenly over the data, the same for every run on it.
+        "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
+        "outputs": OUTPUTS_FILE,
+        "config": about,
+        "environment": environment(),
+    }
+
+
+def _speed(method: Method, outputs: Outputs, settings: Settings) -> dict[str, Any]:
+    yardstick = method.full_depth
+    measured = outputs.speedup(seed=settings.seed, resamples=settings.resamples)
+    nominal = 1.0 if yardstick else None if method.schedule is None else method.schedule.nominal_speedup
+    return {
+        "nominal_speedup": nominal,
+        "measured_speedup": 1.0 if yardstick else None if measured is None else measured.estimate,
+        "measured_speedup_interval": None if measured is None else asdict(measured),
+        "measured_speedup_with_prompt": 1.0 if yardstick else outputs.speedup_with_prompt(),
+        "engine": method.engine,
+        "speed": outputs.timing.to_dict(),
+        "full_depth_speed": outputs.full_timing.to_dict() if outputs.full_timing.rows else None,
+    }
+
+
+class _Bucket(NamedTuple):
+    """Records whose length, in tokens, is from `low` to `high`."""
+
+    low: int
+    high: int
+    indices: tuple[int, ...]
+
+
+def buckets_of(lengths: Sequence[int], count: int = 4) -> list[_Bucket]:
+    """Quarters of the records by length: about equally many in each, cut between different lengths; none is empty."""
+    if not lengths:
+        return []
+    values = np.asarray(lengths)
+    limits = sorted({int(v) for v in np.quantile(values, np.arange(1, count + 1) / count, method="higher")})
+    buckets = []
+    for lower, upper in zip([-1, *limits], limits, strict=False):
+        inside = np.flatnonzero((values > lower) & (values <= upper))
+        if len(inside):
+            buckets.append(_Bucket(int(values[inside].min()), int(values[inside].max()), tuple(inside.tolist())))
+    return buckets
+
+
+def _bucket(bucket: _Bucket, scored: Scored, outputs: Outputs) -> dict[str, Any]:
+    return {
+        "low": bucket.low,
+        "high": bucket.high,
+        "n": len(bucket.indices),
+        "mean_output_tokens": sum(len(outputs.tokens[i]) for i in bucket.indices) / len(bucket.indices),
+        "metrics": scored.scores(bucket.indices),
+    }
+
+
+def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: row[name] for name in ("id", "prompt", "output")} | {"reference": row["references"][0]}
+    return kept | ({"full_output": row["full_output"]} if "full_output" in row else {})

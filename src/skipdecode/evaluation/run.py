@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.source import Records
+from skipdecode.data.tasks import Task
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.document import document
-from skipdecode.evaluation.fidelity import FREE_RUNNING, LIKELIHOOD, TEACHER_FORCED, free_running
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
-from skipdecode.evaluation.kept import Kept
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
-from skipdecode.evaluation.prompts import encode_prompts, reference_ids, reference_tokens
-from skipdecode.evaluation.records import Records
-from skipdecode.evaluation.results import RUN_FILE, Run, check_directory, load_run, save_run
-from skipdecode.evaluation.scored import Scored
+from skipdecode.evaluation.results import RUN_FILE, Run, check_directory, load_run, run_document, save_run
+from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import Progress, Settings, Subject
-from skipdecode.evaluation.tasks import Task
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
+from skipdecode.evaluation.unfinished import Unfinished
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
@@ -79,21 +79,21 @@ def evaluate(
     settings = _settled(subject, list(methods.values()), task, settings)
     records, prompts = _encoded(subject, task, records, settings, skip_bad, told)
     about = _about(config, task, records, settings)
-    kept = _begun(out, about, methods, prompts, overwrite)
-    found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
-    # Before anything is scored: a signature may be complete only afterwards.
-    scored_with = [[metric.name, metric.signature] for metric in metrics]
     runs = []
-    for (directory, method), outputs in zip(methods.items(), found, strict=True):
-        if kept.saved(str(directory)) == scored_with and (directory / RUN_FILE).exists():
-            runs.append(load_run(directory))
-            continue
-        scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
-        rows = _rows(subject, task, records, prompts, outputs, scored)
-        data = document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
-        runs.append(save_run(directory, data, rows))
-        kept.put_saved(str(directory), scored_with)
-    kept.remove()
+    with closing(_begun(out, about, methods, prompts, overwrite)) as kept:
+        found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
+        # Before anything is scored: a signature may be complete only afterwards.
+        scored_with = [[metric.name, metric.signature] for metric in metrics]
+        for (directory, method), outputs in zip(methods.items(), found, strict=True):
+            if kept.saved(str(directory)) == scored_with and (directory / RUN_FILE).exists():
+                runs.append(load_run(directory))
+                continue
+            scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
+            rows = _rows(subject, task, records, prompts, outputs, scored)
+            data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
+            runs.append(save_run(directory, data, rows))
+            kept.put_saved(str(directory), scored_with)
+        kept.remove()
     return runs
 
 
@@ -122,7 +122,7 @@ def _encoded(
             f"--max-new-tokens {settings.max_new_tokens} leaves no room for a prompt: the model's context is "
             f"{subject.context} tokens; give fewer"
         )
-    fitting, prompts = encode_prompts(task, records, subject.tokenizer, room=room, skip_bad=skip_bad)
+    fitting, prompts = encode_prompts(task.template(), records, subject.tokenizer, room=room, skip_bad=skip_bad)
     progress.left_out(fitting.skipped[len(records.skipped) :])
     return fitting, prompts
 
@@ -139,22 +139,22 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Se
 
 def _begun(
     out: Path, about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]], overwrite: bool
-) -> Kept:
+) -> Unfinished:
     """What is kept of this very run, begun here or earlier; raises OutputError if a finished run would be replaced."""
     sides = [[method.settings(), method.engine] for method in methods.values()]
-    kept = Kept(out, {**about, "methods": sides, "prompts": prompts})
+    about = {**about, "methods": sides, "prompts": prompts}
+    goes_on = Unfinished.goes_on(out, about)
     for directory in methods:
         # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
-        check_directory(directory, overwrite=overwrite or kept.goes_on)
-    kept.begin()
-    return kept
+        check_directory(directory, overwrite=overwrite or goes_on)
+    return Unfinished(out, about)
 
 
 def _generate(
     subject: Subject,
     methods: Sequence[Method],
     prompts: list[list[int]],
-    kept: Kept,
+    kept: Unfinished,
     settings: Settings,
     progress: Progress,
 ) -> list[Outputs]:
@@ -190,13 +190,13 @@ def _rows(
     rows = []
     for i, record in enumerate(records.items):
         row = {
-            "id": record.id,
-            "prompt": task.render(record.values),
+            "id": str(record.id),
+            "prompt": record.prompt,
             "references": list(record.references),
             "output": texts[i],
             "tokens": outputs.tokens[i],
             "prompt_tokens": len(prompts[i]),
-            "reference_tokens": reference_tokens(record, subject.tokenizer),
+            "reference_tokens": round(mean(map(len, response_ids(record.references, subject.tokenizer)))),
         }
         if full_texts:
             row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
@@ -232,7 +232,7 @@ def _score(
         tables |= free_running(outputs.tokens, outputs.full)
     if settings.teacher_forced:
         tables |= _teacher_forced(subject, method, records, prompts, outputs, settings.batch_size, progress)
-    return Scored(tables, FREE_RUNNING | TEACHER_FORCED | LIKELIHOOD | signatures)
+    return Scored(tables, signatures)
 
 
 def _teacher_forced(
@@ -266,7 +266,7 @@ def _teacher_forced(
 
 def _first_references(subject: Subject, records: Records, prompts: list[list[int]]) -> list[list[int]]:
     """As far as the model's context reaches; the last token is not fed."""
-    first = [reference_ids(record, subject.tokenizer)[0] for record in records.items]
+    first = response_ids([record.references[0] for record in records.items], subject.tokenizer)
     if subject.context is None:
         return first
     return [ids[: subject.context - len(prompt) + 1] for ids, prompt in zip(first, prompts, strict=True)]

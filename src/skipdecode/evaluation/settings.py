@@ -5,48 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skipdecode.errors import UsageError
-from skipdecode.evaluation.methods.base import Method, Untouched
-from skipdecode.evaluation.methods.scheduled import Full
+from skipdecode.common.options import Options, option
+
+if TYPE_CHECKING:
+    from skipdecode.evaluation.methods.base import Method
 
 __all__ = ["Progress", "Settings", "Subject"]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a run is done.
+class Settings(Options):
+    """How a run is done; each field's help text is its documentation. Raises UsageError if a value is out of range."""
 
-    Parameters
-    ----------
-    batch_size : int
-        Rows of a batch, also of full depth beside the method.
-    max_new_tokens : int, optional
-        In place of the task's.
-    full_depth : bool
-        Run full depth on the same batches, for fidelity and measured speed.
-    teacher_forced : bool
-        Score a schedule along full depth's outputs too, which takes about as long as generating them.
-    resamples, seed : int
-        Of the bootstrap intervals.
-    samples : int
-        Outputs copied into the result for readers.
-    """
+    batch_size: int = option("rows decoded together, also at full depth", default=16, least=1)
+    max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None, least=1)
+    full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
+    teacher_forced: bool = option(
+        "also the loss on references, and top-1 agreement and KL along full depth's outputs; takes about as long as "
+        "generating them",
+        default=True,
+    )
+    resamples: int = option("draws of the bootstrap", default=1000, least=1)
+    seed: int = option("of the bootstrap; decoding is greedy", default=0)
+    samples: int = option("outputs kept in run.json for readers", default=8, least=1)
 
-    batch_size: int = 16
-    max_new_tokens: int | None = None
-    full_depth: bool = True
-    teacher_forced: bool = True
-    resamples: int = 1000
-    seed: int = 0
-    samples: int = 8
 
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_new_tokens", "resamples", "samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not accepted: give 1 or more")
+def _full_depth() -> tuple[Method, ...]:
+    # Settings are read for --help, without torch.
+    from skipdecode.evaluation.methods.base import Untouched
+    from skipdecode.evaluation.methods.scheduled import Full
+
+    return (Full(), Untouched())
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,7 @@ class Subject:
     tokenizer: Any
     eos: set[int]
     context: int | None = None
-    full: Sequence[Method] = field(default_factory=lambda: (Full(), Untouched()))
+    full: Sequence[Method] = field(default_factory=_full_depth)
 
 
 class Progress:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skipdecode.evaluation.fidelity import table_of
+from skipdecode.evaluation.scores import table_of
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
 
@@ -40,7 +40,7 @@ def teacher_forced(
     Returns
     -------
     dict of str to ndarray, shape (rows, 2)
-        Tables of `skipdecode.evaluation.fidelity.TEACHER_FORCED`.
+        Tables of top1_agreement and kl.
     """
     batch = _Batch(prompts, full, model.device)
     with torch.inference_mode(), attach(model, schedule) as attachment:
@@ -71,7 +71,7 @@ def reference_loss(
     Returns
     -------
     dict of str to ndarray, shape (rows, 2)
-        The table of `skipdecode.evaluation.fidelity.LIKELIHOOD`.
+        The table of loss.
     """
     batch = _Batch(prompts, references, model.device)
     with torch.inference_mode(), attach(model, schedule):

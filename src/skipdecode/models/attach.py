@@ -12,9 +12,8 @@ from torch import Tensor
 from skipdecode.errors import AlreadyAttachedError, AttachError, ScheduleError, UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
-from skipdecode.models.forward import CallArguments, ForwardSlot
+from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats
 from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
-from skipdecode.models.generation import GenerationOptions, GenerationStats
 from skipdecode.models.plan import StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
 

@@ -117,10 +117,6 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         mean = sum(per_token) / len(per_token)
         return round(sum(self._full_tokens(layer) for layer in range(len(self.layers))) * mean)
 
-    def kv_bytes_saved(self) -> int:
-        """Bytes that full depth would hold on top of `kv_bytes`."""
-        return self.kv_bytes_full() - self.kv_bytes()
-
     def _layer_bytes(self, layer: int) -> int:
         held = self.layers[layer]
         if not self.tokens_held(layer):

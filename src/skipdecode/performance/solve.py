@@ -42,25 +42,17 @@ def solve(
     cost : CostModel
         What a step costs, at the batch size to plan for.
     target_speedup : float
-        Wall-clock speed-up over full depth, 1 or more.
+        Wall-clock speed-up over full depth, 1 or more. Prompts are not part of the decode phase.
     seq_len : int
         Generation positions over which the budgets fall.
     use : {"lockstep", "continuous"}
         Rows start together, or have ages of their own.
-    warmup_layers : int
-        First layers that always run.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
         Default: bottom up. Layers that it does not list always run.
-    prompt : {"full", "max_exit"}
-        Depth of prompt tokens; they are not part of the decode phase.
-    prompt_len : int
-        Prompt tokens of a row.
     new_tokens : int, optional
         Generated tokens of a row. Default: `seq_len` + 1, whose `seq_len` steps run each position once.
-    name : str, optional
-        The schedule's name.
 
     Raises
     ------
@@ -71,11 +63,15 @@ def solve(
     order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
     least = max(1, cost.num_layers - len(order))
     tokens = seq_len + 1 if new_tokens is None else new_tokens
+    decay, positions = (0.0, 1) if use == "continuous" else (spread, seq_len)
     label = name or f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
 
     def schedule_of(mean: float) -> Schedule:
-        decay = 0.0 if use == "continuous" else spread
-        budgets = _linear(mean, decay, least, cost.num_layers, 1 if use == "continuous" else seq_len)
+        first = max(least, min(cost.num_layers, mean * (1 + decay)))
+        last = max(least, min(first, 2 * mean - first))
+        if positions == 1:
+            first = last = (first + last) / 2
+        budgets = layer_order.linear(first, last, positions)
         return Schedule(cost.num_layers, order, budgets, warmup_layers, prompt, label)
 
     def reaches(schedule: Schedule) -> bool:
@@ -119,15 +115,6 @@ def _check(target_speedup: float, spread: float, seq_len: int) -> None:
         raise TargetError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
     if seq_len < 1:
         raise TargetError(f"seq_len={seq_len} is not accepted: give 1 or more positions")
-
-
-def _linear(mean: float, spread: float, least: int, most: int, seq_len: int) -> tuple[int, ...]:
-    """Linear decay around `mean` over `seq_len` positions, clipped to `least` … `most`."""
-    first = max(least, min(most, mean * (1 + spread)))
-    last = max(least, min(first, 2 * mean - first))
-    if seq_len == 1:
-        return (_rounded((first + last) / 2),)
-    return tuple(_rounded(first - (first - last) * i / (seq_len - 1)) for i in range(seq_len))
 
 
 def _rounded(value: float) -> int:

@@ -5,15 +5,23 @@ Knows nothing about results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.reporting.plots import svg
+from skipdecode.reporting.plots.output import svg
 
-__all__ = ["Details", "Output", "Picture", "Sample", "Section", "Table", "Tile", "render"]
+__all__ = ["Picture", "Pieces", "Sample", "Section", "Table", "Tile", "render", "table"]
+
+Pieces = Sequence[tuple[str, bool]]
+"""A text in pieces, each with whether it is to be marked."""
+Sample = tuple[str, Sequence[tuple[str, Pieces]]]
+"""A prompt and what came of it, side by side: each output's name and its pieces."""
+Tile = tuple[str, str]
+"""A figure that stands out, with what it is."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,6 @@ class Picture:
 
     Parameters
     ----------
-    figure : Figure
     caption : str
         Under it.
     label : str
@@ -50,65 +57,41 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Output:
-    """One text of a sample: pieces, each with whether it is to be marked."""
-
-    name: str
-    pieces: Sequence[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and what came of it, side by side."""
-
-    prompt: str
-    outputs: Sequence[Output]
-
-
-@dataclass(frozen=True)
-class Details:
-    """Preformatted text behind a line that opens it."""
-
-    summary: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Section:
-    """A part of the page with its heading; `more` are pictures behind a line that opens them."""
+    """A part of the page with its heading.
+
+    Pictures after the first `shown` are behind a line that opens them, and so is each of `details`, preformatted texts.
+    """
 
     heading: str
     intro: str = ""
     pictures: Sequence[Picture] = ()
-    more: Sequence[Picture] = ()
+    shown: int | None = None
     tables: Sequence[Table] = ()
     samples: Sequence[Sample] = ()
-    details: Sequence[Details] = ()
+    details: Sequence[tuple[str, str]] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.pictures or self.more or self.tables or self.samples or self.details)
+        return bool(self.pictures or self.tables or self.samples or self.details)
 
 
-@dataclass(frozen=True)
-class Tile:
-    """A figure that stands out, with what it is."""
+def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+    """Records as a table.
 
-    value: str
-    text: str
+    Parameters
+    ----------
+    columns : mapping of str to str
+        By heading, the pattern of `str.format` that makes a cell from a record; where a field is missing, None or of
+        another type, the cell is a dash.
+    """
+    return Table(caption, list(columns), [[_cell(pattern, row) for pattern in columns.values()] for row in rows])
 
 
-@dataclass
-class _Drawn:
-    """Pictures of the page as SVG, each under an id of its own."""
-
-    count: int = field(default=0)
-
-    def __call__(self, picture: Picture) -> Any:
-        from markupsafe import Markup
-
-        self.count += 1
-        # Made by `plots`, which escapes its texts.
-        return Markup(svg(picture.figure, f"p{self.count}", picture.label))
+def _cell(pattern: str, row: Mapping[str, Any]) -> str:
+    try:
+        return pattern.format_map({name: value for name, value in row.items() if value is not None})
+    except (KeyError, TypeError, ValueError):
+        return "–"
 
 
 def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section]) -> str:
@@ -121,6 +104,7 @@ def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[
     """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
     except ImportError:
         raise MissingExtraError("an HTML report", "report") from None
     environment = Environment(
@@ -130,15 +114,13 @@ def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style = (resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8")
-    from markupsafe import Markup
+    numbers = itertools.count(1)
 
+    def draw(picture: Picture) -> Markup:
+        # Under an id of its own; made by `plots`, which escapes its texts.
+        return Markup(svg(picture.figure, f"p{next(numbers)}", picture.label))
+
+    style = (resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8")
+    shown = [section for section in sections if section]
     page = environment.get_template("page.html")
-    return page.render(
-        title=title,
-        subtitle=subtitle,
-        tiles=tiles,
-        sections=[section for section in sections if section],
-        style=Markup(style),
-        draw=_Drawn(),
-    )
+    return page.render(title=title, subtitle=subtitle, tiles=tiles, sections=shown, style=Markup(style), draw=draw)

@@ -1,4 +1,4 @@
-"""Sections on speed: measured against nominal, the share of the memory's bandwidth, rows in numbers."""
+"""Sections on speed: decoding against nominal, engines against the memory's bandwidth, the server under load."""
 
 from __future__ import annotations
 
@@ -6,110 +6,70 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from skipdecode.reporting.outcomes import Outcome, by_data, outcomes_of
-from skipdecode.reporting.page import Picture, Section, Table, Tile
-from skipdecode.reporting.plots import Point, Series, line_figure, share_figure, speed_figure
+from skipdecode.reporting.page import Picture, Section, Tile, table
+from skipdecode.reporting.plots.lines import Chart, Point, Series, bar_figure, line_figure
+from skipdecode.reporting.plots.standard import share_chart, speed_chart
 from skipdecode.reporting.sources import Source, of_kind
 
-__all__ = ["speed_sections", "speed_tiles"]
+__all__ = ["bench_section", "decode_section", "load_section", "speed_tiles"]
+
+_DECODE = {
+    "nominal": "{nominal_speedup:g}x",
+    "layers": "{mean_layers:.1f}",
+    "tokens/s": "{decode_tokens_per_s:.1f}",
+    "measured": "{decode_speedup:.2f}x",
+    "cost model": "{predicted_speedup:.2f}x",
+}
+_BENCH = {
+    "engine": "{engine}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "nominal": "{nominal_speedup:g}x",
+    "layers": "{mean_layers:.1f}",
+    "tokens/s": "{decode_tokens_per_s:.1f}",
+    "speed-up": "{decode_speedup:.2f}x",
+    "byte bound": "{amdahl_bound:.2f}x",
+    "x transformers": "{speedup_over_transformers:.2f}x",
+    "of bandwidth": "{roofline_share:.0%}",
+}
+_LATENCIES = {"first_token_s": "first token", "between_chunks_s": "between chunks"}
+_QUANTILES = ("p50", "p95", "p99")
 
 
-def speed_sections(sources: Sequence[Source]) -> list[Section]:
-    """Measured runs of a task, then each benchmark."""
-    sections = [_outcomes(group) for group in by_data(outcomes_of(sources))]
-    sections += [_decode(source) for source in of_kind(sources, "decode")]
-    return sections + [_bench(source) for source in of_kind(sources, "bench")]
-
-
-def _outcomes(group: Sequence[Outcome]) -> Section:
-    curves: dict[str, list[Point]] = {}
-    for o in group:
-        if not o.full and o.nominal is not None and o.speed is not None:
-            tip = f"{o.name}: {o.speed.text('{:.2f}')}x measured at {o.nominal:.2f}x nominal"
-            curves.setdefault(o.curve, []).append(Point(o.nominal, o.speed.value, y_bounds=o.speed.bounds, tip=tip))
-    if not curves:
-        return Section("Speed-up")
-    series = [Series(name, tuple(points)) for name, points in curves.items()]
-    figure = line_figure(series, "nominal speed-up", "measured speed-up", diagonal="nominal")
-    words = "; ".join(f"{n}: " + ", ".join(f"{p.y:.2f}x at {p.x:.1f}x" for p in ps) for n, ps in curves.items())
-    picture = Picture(figure, "What a nominal speed-up is worth in decoding time", f"Measured against nominal. {words}")
-    note = "Embeddings, the output head and attention do not shrink with the layers, so less than nominal is gained."
-    return Section(f"Speed-up against nominal: {group[0].task}", note, pictures=[picture])
-
-
-def _decode(source: Source) -> Section:
+def decode_section(source: Source) -> Section:
+    """A result of benchmarks/decode_speed.py."""
     rows = source.data["rows"]
-    measured = Series("measured", tuple(_decode_point(r) for r in rows))
-    predicted = tuple(Point(r["nominal_speedup"], r["predicted_speedup"]) for r in rows)
-    series = [measured, Series("cost model", predicted, "--")]
-    figure = line_figure(series, "nominal speed-up", "decode speed-up", diagonal="nominal")
-    words = ", ".join(f"{r['decode_speedup']:.2f}x at {r['nominal_speedup']:g}x" for r in rows)
-    label = f"Decode speed-up against nominal: {words}."
-    table = Table(
-        _made_by(source),
-        ["nominal", "layers", "tokens/s", "measured", "cost model"],
-        [
-            [
-                f"{r['nominal_speedup']:g}x",
-                f"{r['mean_layers']:.1f}",
-                f"{r['decode_tokens_per_s']:.1f}",
-                f"{r['decode_speedup']:.2f}x",
-                f"{r['predicted_speedup']:.2f}x",
-            ]
-            for r in rows
-        ],
-    )
+    tip = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.1f} tokens/s"
+    points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=tip.format_map(r)) for r in rows]
+    predicted = [Point(r["nominal_speedup"], r["predicted_speedup"]) for r in rows]
+    series = [Series("measured", tuple(points)), Series("cost model", tuple(predicted), "--")]
+    figure = line_figure(Chart(series, "nominal speed-up", "decode speed-up", diagonal="nominal"))
+    words = ", ".join(f"{p.y:.2f}x at {p.x:g}x" for p in points)
+    picture = Picture(figure, "Measured, and what the cost model says", f"Decode speed-up against nominal: {words}.")
     heading = f"Decoding through transformers: {_subject(source)}"
-    return Section(heading, pictures=[Picture(figure, "Measured, and what the cost model says", label)], tables=[table])
+    return Section(heading, pictures=[picture], tables=[table(_made_by(source), rows, _DECODE)])
 
 
-def _decode_point(row: Mapping[str, Any]) -> Point:
-    return Point(
-        row["nominal_speedup"],
-        row["decode_speedup"],
-        tip=f"{row['decode_speedup']:.2f}x at nominal {row['nominal_speedup']:g}x, {row['decode_tokens_per_s']:.1f} "
-        "tokens/s",
-    )
-
-
-def _bench(source: Source) -> Section:
+def bench_section(source: Source) -> Section:
+    """A result of `skipdecode bench`."""
     rows = source.data["rows"]
-    best = max(rows, key=lambda r: float(r["roofline_share"]))
+    row_words = "{engine}, batch {batch}, nominal {nominal_speedup:g}x: "
+    words = "; ".join((row_words + "{decode_speedup:.2f}x").format_map(r) for r in rows)
+    best = (row_words + "{roofline_share:.0%}").format_map(max(rows, key=lambda r: float(r["roofline_share"])))
     pictures = [
         Picture(
-            speed_figure(rows),
+            line_figure(speed_chart(rows)),
             "Decode speed-up of each engine over itself at full depth; faint: what the bytes of the layers left allow",
-            "Decode speed-up against nominal: " + "; ".join(_words(r, f"{r['decode_speedup']:.2f}x") for r in rows),
+            f"Decode speed-up against nominal: {words}",
         ),
         Picture(
-            share_figure(rows),
+            line_figure(share_chart(rows)),
             f"Bytes that a step must read over its time; 100%: a large read, {source.data['bandwidth_gb_s']:.1f} GB/s",
-            f"Share of the read bandwidth; the most is {_words(best, format(best['roofline_share'], '.0%'))}.",
+            f"Share of the read bandwidth; the most is {best}.",
         ),
     ]
-    head = ["engine", "batch", "prompt", "nominal", "layers", "tokens/s", "speed-up", "byte bound", "x transformers"]
-    table = Table(_made_by(source), [*head, "of bandwidth"], [_bench_cells(r) for r in rows])
-    return Section(f"Engines: {_subject(source)}", pictures=pictures, tables=[table])
-
-
-def _words(row: Mapping[str, Any], value: str) -> str:
-    return f"{row['engine']}, batch {row['batch']}, nominal {row['nominal_speedup']:g}x: {value}"
-
-
-def _bench_cells(row: Mapping[str, Any]) -> list[str]:
-    bound, over = row.get("amdahl_bound"), row.get("speedup_over_transformers")
-    return [
-        row["engine"],
-        str(row["batch"]),
-        str(row.get("prompt", "–")),
-        f"{row['nominal_speedup']:g}x",
-        f"{row['mean_layers']:.1f}",
-        f"{row['decode_tokens_per_s']:.1f}",
-        f"{row['decode_speedup']:.2f}x",
-        "–" if bound is None else f"{bound:.2f}x",
-        "–" if over is None else f"{over:.2f}x",
-        f"{row['roofline_share']:.0%}",
-    ]
+    heading = f"Engines: {_subject(source)}"
+    return Section(heading, pictures=pictures, tables=[table(_made_by(source), rows, _BENCH)])
 
 
 def _subject(source: Source) -> str:
@@ -125,20 +85,52 @@ def _made_by(source: Source) -> str:
 def speed_tiles(sources: Sequence[Source]) -> list[Tile]:
     """The best of each kind of benchmark."""
     tiles = []
-    rows = [(s, r) for s in of_kind(sources, "bench") for r in s.data["rows"] if r.get("speedup_over_transformers")]
-    rows = [(s, r) for s, r in rows if r["nominal_speedup"] == 1 and r["speedup_over_transformers"] > 1]
-    if rows:
-        source, best = max(rows, key=lambda entry: float(entry[1]["speedup_over_transformers"]))
-        where = f"batch {best['batch']}, {_subject(source)}"
-        tiles.append(
-            Tile(
-                f"{best['speedup_over_transformers']:.1f}x",
-                f"transformers' decode speed at full depth with the {best['engine']} engine ({where})",
-            )
-        )
-    decoded = [(s, r) for s in of_kind(sources, "decode") for r in s.data["rows"]]
-    if decoded:
-        source, best = max(decoded, key=lambda entry: float(entry[1]["decode_speedup"]))
-        text = f"measured in decoding at nominal {best['nominal_speedup']:g}x ({_subject(source)}, transformers)"
-        tiles.append(Tile(f"{best['decode_speedup']:.2f}x", text))
+    over = [r for r in _rows(sources, "bench") if r["nominal_speedup"] == 1 and r.get("speedup_over_transformers")]
+    best = max(over, key=lambda r: float(r["speedup_over_transformers"]), default={"speedup_over_transformers": 0})
+    if best["speedup_over_transformers"] > 1:
+        text = "transformers' decode speed at full depth with the {engine} engine (batch {batch}, {subject})"
+        tiles.append((f"{best['speedup_over_transformers']:.1f}x", text.format_map(best)))
+    if decoded := _rows(sources, "decode-speed"):
+        best = max(decoded, key=lambda r: float(r["decode_speedup"]))
+        text = "measured in decoding at nominal {nominal_speedup:g}x ({subject}, transformers)"
+        tiles.append((f"{best['decode_speedup']:.2f}x", text.format_map(best)))
     return tiles
+
+
+def _rows(sources: Sequence[Source], kind: str) -> list[Mapping[str, Any]]:
+    return [row | {"subject": _subject(s)} for s in of_kind(sources, kind) for row in s.data["rows"]]
+
+
+def load_section(source: Source) -> Section:
+    """A result of benchmarks/serve_load.py: throughput and latency by schedule, memory over time."""
+    data, config = source.data, source.data.get("config", {})
+    rates = {name: found["tokens_per_s"] for name, found in data["schedules"].items()}
+    words = "; ".join(f"{name}: {rate:.0f} tokens/s" for name, rate in rates.items())
+    pictures = [
+        Picture(
+            bar_figure(list(rates), list(rates.values()), "tokens/s, all streams together"),
+            f"Throughput; the schedule's is {data['speedup']:.2f} times full depth's",
+            f"Throughput by schedule. {words}.",
+        )
+    ]
+    if memory := data.get("memory_mib"):
+        series = Series("", tuple(Point(at, mib) for at, mib in memory), markers=False)
+        figure = line_figure(Chart([series], "seconds", "memory, MiB", from_zero=True))
+        first, last = memory[0][1], memory[-1][1]
+        label = f"Memory of the server over the run: {first:.0f} MiB at first, {last:.0f} MiB at the end."
+        pictures.append(Picture(figure, label, label))
+    intro = (
+        f"{config.get('streams', '?')} clients at a time for {config.get('seconds', '?')} s, the schedules in turn: "
+        f"{data['streams']} streams, {len(data['errors'])} errors, {data['streams_unlike_offline']} texts unlike the "
+        "offline ones."
+    )
+    columns = {"schedule": "{name}", "tokens/s": "{tokens_per_s:.1f}", "streams": "{streams}"}
+    columns |= {f"{text} {q}": f"{{{part}_{q}:.0f}} ms" for part, text in _LATENCIES.items() for q in _QUANTILES}
+    rows = [{"name": name, **found, **_milliseconds(found)} for name, found in data["schedules"].items()]
+    caption = f"{source.name}: medians over the phases; latency of every stream"
+    heading = f"The server under load: {config.get('model', source.name)}"
+    return Section(heading, intro, pictures=pictures, tables=[table(caption, rows, columns)])
+
+
+def _milliseconds(found: Mapping[str, Any]) -> dict[str, float]:
+    return {f"{part}_{q}": 1000 * found[part][q] for part in _LATENCIES for q in _QUANTILES if q in found[part]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from skipdecode.schedule.schedule import PromptDepth, Schedule
+from skipdecode.schedule.build import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
+from skipdecode.schedule.schedule import PromptDepth, curve_name
 
-__all__ = ["PromptDepth", "Schedule"]
+__all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule", "curve_name"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.checks import require_positive
+from skipdecode.schedule.order import require_positive
 
 __all__ = ["Levelled", "fewest_levels", "with_levels"]
 

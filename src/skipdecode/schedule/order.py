@@ -1,16 +1,70 @@
-"""Orders in which layers are dropped, and what makes one valid. Pure Python.
+"""What schedules are made of: drop orders and budget curves, and what makes each of them valid. Pure Python.
 
 Each order keeps the warm-up layers, and all but `top_down` the last layer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule.checks import int_tuple, require_int
 
-__all__ = ["bottom_up", "check_order", "evenly_spaced", "from_sets", "top_down"]
+__all__ = [
+    "Order",
+    "bottom_up",
+    "check_budgets",
+    "check_order",
+    "evenly_spaced",
+    "from_sets",
+    "int_tuple",
+    "least_budget",
+    "linear",
+    "make_order",
+    "one_or_more",
+    "require_int",
+    "require_positive",
+    "top_down",
+]
+
+Order = Literal["bottom-up", "even", "top-down"]
+
+
+# ---------------------------------------------------------------------- plain values
+
+
+def require_int(field: str, value: Any) -> None:
+    """Raise ScheduleError unless `value` is a whole number."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ScheduleError(f"{field}={value!r} is not accepted: give a whole number")
+
+
+def require_positive(field: str, value: Any) -> None:
+    """Raise ScheduleError unless `value` is a whole number of 1 or more."""
+    require_int(field, value)
+    if value < 1:
+        raise ScheduleError(f"{field}={value} is not accepted: give 1 or more")
+
+
+def int_tuple(field: str, values: Any) -> tuple[int, ...]:
+    """The whole numbers of an iterable; raises ScheduleError on anything else."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ScheduleError(f"{field}={values!r} is not accepted: give a list of whole numbers")
+    result = tuple(values)
+    for value in result:
+        require_int(field, value)
+    return result
+
+
+# ---------------------------------------------------------------------- orders
+
+
+def make_order(order: Order, num_layers: int, warmup_layers: int, least_budget: int) -> tuple[int, ...]:
+    """An order by its name; `least_budget`, the fewest layers that are to run, is what "even" aims at."""
+    if order == "even":
+        return evenly_spaced(num_layers, least_budget, warmup_layers)
+    return (top_down if order == "top-down" else bottom_up)(num_layers, warmup_layers)
 
 
 def bottom_up(num_layers: int, warmup_layers: int) -> tuple[int, ...]:
@@ -97,3 +151,45 @@ def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int
             f"drop_order drops the last layer {last}: it must always run (only a pure top-down order, early "
             "termination, may drop it)"
         )
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+def linear(most: float, least: float, seq_len: int) -> tuple[int, ...]:
+    """Whole numbers from `most` at position 0 to `least` at position seq_len - 1, halves up; `least` holds after it."""
+    if seq_len == 1:
+        return tuple(math.floor(value + 0.5) for value in dict.fromkeys((most, least)))
+    return tuple(math.floor(most - (most - least) * i / (seq_len - 1) + 0.5) for i in range(seq_len))
+
+
+def least_budget(num_layers: int, warmup_layers: int) -> int:
+    """The fewest layers that keep the warm-up layers and the last one."""
+    require_int("warmup_layers", warmup_layers)
+    return min(num_layers, warmup_layers + 1)
+
+
+def one_or_more(budgets: int | Sequence[int]) -> tuple[int, ...]:
+    """A list of budgets from one number or several."""
+    values = (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets)
+    if not values:
+        raise ScheduleError("budgets is empty: give the number of layers of at least one position")
+    return values
+
+
+def check_budgets(budgets: tuple[int, ...], num_layers: int, droppable: int) -> None:
+    """Raise ScheduleError unless budgets never rise and leave out at most `droppable` of `num_layers` layers."""
+    if not budgets:
+        raise ScheduleError("budgets is empty: give the number of layers of at least one position")
+    floor = max(1, num_layers - droppable)
+    for position, value in enumerate(budgets):
+        if not floor <= value <= num_layers:
+            raise ScheduleError(
+                f"budget {value} at position {position} is not accepted: give {floor} to {num_layers} "
+                f"({num_layers} layers, of which drop_order lists {droppable})"
+            )
+        if position and value > budgets[position - 1]:
+            raise ScheduleError(
+                f"budgets are not nested: {value} at position {position} is above {budgets[position - 1]} at position "
+                f"{position - 1}; budgets may only fall"
+            )

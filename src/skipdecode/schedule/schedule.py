@@ -8,25 +8,38 @@ the layer sets are nested by construction, which is what makes KV caching free (
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule import checks
-from skipdecode.schedule import order as layer_order
-from skipdecode.schedule.budgets import check_budgets, least_budget, linear, one_or_more
+from skipdecode.schedule.order import (
+    Order,
+    check_budgets,
+    check_order,
+    int_tuple,
+    make_order,
+    require_int,
+    require_positive,
+)
 
-__all__ = ["PromptDepth", "Schedule"]
+__all__ = ["NestedLayers", "PromptDepth", "curve_name"]
+
 PromptDepth = Literal["full", "max_exit"]
-REQUIRED = ("num_layers", "drop_order", "budgets")
-FIELDS = (*REQUIRED, "warmup_layers", "prompt", "name")
+_REQUIRED = ("num_layers", "drop_order", "budgets")
+_FIELDS = (*_REQUIRED, "warmup_layers", "prompt", "name")
+_SPEED_ENDING = re.compile(r"[-_@ ]\d+(\.\d+)?x$")
+
+
+def curve_name(name: str) -> str:
+    """A schedule's or run's name without a speed-up such as "-2x" at its end: what differs in it only is one curve."""
+    return _SPEED_ENDING.sub("", name)
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Which layers run at each generation position.
+class NestedLayers:
+    """Which layers run at each generation position: the data of a `Schedule`, and what can be asked of it.
 
     Position 0 is the first generated token that is fed back; the prompt is not a position.
 
@@ -65,181 +78,18 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "warmup_layers"):
-            checks.require_int(field, getattr(self, field))
+            require_int(field, getattr(self, field))
         for field in ("drop_order", "budgets"):
-            object.__setattr__(self, field, checks.int_tuple(field, getattr(self, field)))
-        checks.require_positive("num_layers", self.num_layers)
+            object.__setattr__(self, field, int_tuple(field, getattr(self, field)))
+        require_positive("num_layers", self.num_layers)
         if not 0 <= self.warmup_layers <= self.num_layers:
             raise ScheduleError(f"warmup_layers={self.warmup_layers} is not accepted: give 0 to {self.num_layers}")
         if self.prompt not in ("full", "max_exit"):
             raise ScheduleError(f"prompt={self.prompt!r} is not accepted: give 'full' or 'max_exit'")
         if not isinstance(self.name, str):
             raise ScheduleError(f"name={self.name!r} is not accepted: give text")
-        layer_order.check_order(self.drop_order, self.num_layers, self.warmup_layers)
+        check_order(self.drop_order, self.num_layers, self.warmup_layers)
         check_budgets(self.budgets, self.num_layers, len(self.drop_order))
-
-    @classmethod
-    def full(cls, num_layers: int) -> Self:
-        """Every layer at every position."""
-        return cls(num_layers, (), (num_layers,), warmup_layers=min(1, num_layers), name="full")
-
-    @classmethod
-    def paper(
-        cls,
-        num_layers: int,
-        *,
-        min_exit_layer: int,
-        max_exit_layer: int,
-        seq_len: int,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        drop_order: Sequence[int] | None = None,
-        name: str = "skipdecode",
-    ) -> Self:
-        """Linear decay from `max_exit_layer` to `min_exit_layer` layers over `seq_len` positions, bottom up.
-
-        `drop_order` replaces the bottom-up order and keeps the linear budgets. Source: SkipDecode, section 3.
-        """
-        checks.require_int("min_exit_layer", min_exit_layer)
-        checks.require_int("max_exit_layer", max_exit_layer)
-        if min_exit_layer > max_exit_layer:
-            raise ScheduleError(
-                f"min_exit_layer={min_exit_layer} is above max_exit_layer={max_exit_layer}: "
-                "depth may only fall along the text; swap them"
-            )
-        checks.require_positive("seq_len", seq_len)
-        budgets = linear(max_exit_layer, min_exit_layer, seq_len)
-        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
-        return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
-
-    @classmethod
-    def from_speedup(
-        cls,
-        num_layers: int,
-        nominal_speedup: float,
-        seq_len: int,
-        *,
-        warmup_layers: int = 1,
-        spread: float = 1 / 3,
-        prompt: PromptDepth = "full",
-        drop_order: Sequence[int] | None = None,
-        name: str | None = None,
-    ) -> Self:
-        """The paper's schedule for a *nominal* speed-up: mean exit layer = `num_layers` / `nominal_speedup`.
-
-        `spread` sets the decay, from mean·(1 + spread) to mean·(1 - spread). `skipdecode plan` solves for wall-clock.
-        """
-        if not isinstance(nominal_speedup, int | float) or not nominal_speedup >= 1:
-            raise ScheduleError(f"nominal_speedup={nominal_speedup!r} is not accepted: give a number of 1 or more")
-        checks.require_int("num_layers", num_layers)
-        if not 0 <= spread < 1:
-            raise ScheduleError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
-        mean = num_layers / nominal_speedup
-        floor = least_budget(num_layers, warmup_layers)
-        if mean < floor:
-            raise ScheduleError(
-                f"nominal_speedup={nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} "
-                f"must run with warmup_layers={warmup_layers}: at most {num_layers / floor:.2f} is possible"
-            )
-        most = min(num_layers, round(mean * (1 + spread)))
-        least = max(floor, min(most, round(2 * mean) - most))
-        return cls.paper(
-            num_layers,
-            min_exit_layer=least,
-            max_exit_layer=max(most, least),
-            seq_len=seq_len,
-            warmup_layers=warmup_layers,
-            prompt=prompt,
-            drop_order=drop_order,
-            name=name or f"skipdecode-{nominal_speedup:g}x",
-        )
-
-    @classmethod
-    def constant(
-        cls,
-        num_layers: int,
-        budget: int,
-        *,
-        drop_order: Sequence[int] | None = None,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        name: str = "constant",
-    ) -> Self:
-        """`budget` layers at every generation position; bottom up unless `drop_order` is given.
-
-        By block influence this is static depth pruning of the generated part (ShortGPT).
-        """
-        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
-        return cls(num_layers, tuple(order), (budget,), warmup_layers, prompt, name)
-
-    @classmethod
-    def even(
-        cls,
-        num_layers: int,
-        budgets: int | Sequence[int],
-        *,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        name: str = "even",
-    ) -> Self:
-        """Evenly spaced layers are left out (Unified Layer Skipping, arXiv 2404.06954); one budget or a list."""
-        values = one_or_more(budgets)
-        order = layer_order.evenly_spaced(num_layers, values[-1], warmup_layers)
-        return cls(num_layers, order, values, warmup_layers, prompt, name)
-
-    @classmethod
-    def power_law(
-        cls,
-        num_layers: int,
-        alpha: float,
-        seq_len: int,
-        *,
-        min_exit_layer: int | None = None,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        drop_order: Sequence[int] | None = None,
-        name: str = "power-law",
-    ) -> Self:
-        """`num_layers`·`alpha`ⁱ layers at position i (D3), never below `min_exit_layer`, bottom up.
-
-        `seq_len` positions are listed; the last budget holds from there on.
-        """
-        if not isinstance(alpha, int | float) or not 0 < alpha <= 1:
-            raise ScheduleError(f"alpha={alpha!r} is not accepted: give a number in (0, 1]")
-        checks.require_positive("seq_len", seq_len)
-        floor = least_budget(num_layers, warmup_layers) if min_exit_layer is None else min_exit_layer
-        checks.require_int("min_exit_layer", floor)
-        budgets = tuple(max(floor, round(num_layers * alpha**i)) for i in range(seq_len))
-        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
-        return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
-
-    @classmethod
-    def top_down(
-        cls,
-        num_layers: int,
-        budgets: int | Sequence[int],
-        *,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        name: str = "early-termination",
-    ) -> Self:
-        """Early termination: the first budget layers run, the rest are left out. One budget or a list of them."""
-        order = layer_order.top_down(num_layers, warmup_layers)
-        return cls(num_layers, order, one_or_more(budgets), warmup_layers, prompt, name)
-
-    @classmethod
-    def from_layer_sets(
-        cls,
-        num_layers: int,
-        layer_sets: Sequence[Iterable[int]],
-        *,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        name: str = "custom",
-    ) -> Self:
-        """A schedule from explicit layer sets of position 0, 1, …; refuses sets that are not nested."""
-        order, budgets = layer_order.from_sets(num_layers, layer_sets)
-        return cls(num_layers, order, budgets, warmup_layers, prompt, name)
 
     @property
     def seq_len(self) -> int:
@@ -248,7 +98,7 @@ class Schedule:
 
     def budget(self, position: int) -> int:
         """Number of layers that run at a generation position (0, 1, …, any size)."""
-        checks.require_int("position", position)
+        require_int("position", position)
         if position < 0:
             raise ScheduleError(f"position={position} is not accepted: positions count from 0")
         return self.budgets[min(position, len(self.budgets) - 1)]
@@ -285,7 +135,7 @@ class Schedule:
     def mean_budget(self, num_tokens: int | None = None) -> float:
         """Mean number of layers over the first `num_tokens` generation positions (default: `seq_len`)."""
         count = self.seq_len if num_tokens is None else num_tokens
-        checks.require_positive("num_tokens", count)
+        require_positive("num_tokens", count)
         listed = sum(self.budgets[:count])
         return (listed + max(0, count - self.seq_len) * self.budgets[-1]) / count
 
@@ -308,6 +158,11 @@ class Schedule:
         """The constant schedule of the same mean budget (rounded) and drop order."""
         return replace(self, budgets=(max(self.budgets[-1], round(self.mean_budget())),), name=f"{self.name}-flat")
 
+    def reordered(self, order: Order, *, name: str | None = None) -> Self:
+        """The same budgets, and so the same cost, with layers dropped in another order."""
+        drop_order = make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1])
+        return replace(self, drop_order=drop_order, name=self.name if name is None else name)
+
     def check_fits(self, num_layers: int) -> None:
         """Raise ScheduleError unless the schedule is for a model of `num_layers` layers."""
         if self.num_layers != num_layers:
@@ -318,7 +173,7 @@ class Schedule:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""
-        values = ((f, getattr(self, f)) for f in FIELDS)
+        values = ((f, getattr(self, f)) for f in _FIELDS)
         return {f: list(v) if isinstance(v, tuple) else v for f, v in values}
 
     def to_json(self, indent: int | None = None) -> str:
@@ -328,9 +183,18 @@ class Schedule:
     @classmethod
     def from_dict(cls, data: Any) -> Self:
         """A schedule from `to_dict`'s dictionary; refuses unknown, missing and wrongly typed fields by name."""
-        return cls(**checks.fields("schedule", data, FIELDS, REQUIRED))
+        if not isinstance(data, dict):
+            raise ScheduleError(f"a schedule is a JSON object, not {type(data).__name__}")
+        if unknown := sorted(set(data) - set(_FIELDS)):
+            raise ScheduleError(f"unknown schedule field {unknown[0]!r}: accepted are {', '.join(_FIELDS)}")
+        if missing := [name for name in _REQUIRED if name not in data]:
+            raise ScheduleError(f"schedule field {missing[0]!r} is missing: needed are {', '.join(_REQUIRED)}")
+        return cls(**data)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """A schedule from JSON text."""
-        return cls.from_dict(checks.json_value("a schedule", text))
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ScheduleError(f"a schedule must be JSON: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, NamedTuple
 
+from skipdecode.data.stopping import find_stop, held_back
 from skipdecode.engine.requests import StepOutput
 
 __all__ = ["Detokenizer", "Piece"]
@@ -49,21 +50,11 @@ class Detokenizer:
             text += self._decoder.rest()
         self._pending.append(Piece(output, text))
         self._tail += text
-        found = [at for stop in self._stops if (at := self._tail.find(stop)) >= 0]
-        if found:
+        found = find_stop(self._tail, self._stops)
+        if found is not None:
             self.stopped = True
-            return self._cut(min(found))
-        return self._release(0 if last else self._held())
-
-    def _held(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
-        lengths = (
-            size
-            for stop in self._stops
-            for size in range(min(len(stop) - 1, len(self._tail)), 0, -1)
-            if self._tail.endswith(stop[:size])
-        )
-        return max(lengths, default=0)
+            return self._cut(found)
+        return self._release(0 if last else held_back(self._tail, self._stops))
 
     def _release(self, held: int) -> list[Piece]:
         free = len(self._tail) - held

@@ -1,22 +1,47 @@
-"""What one request, and all of them together, may take. Pure Python."""
+"""What one request, and all of them together, may take, and where the server listens. Pure Python.
+
+The help texts are also the command line's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["ServerLimits"]
+from skipdecode.common.options import Options, option
+
+__all__ = ["Binding", "ServerLimits"]
 
 
-@dataclass(frozen=True)
-class ServerLimits:
-    """Bounds of the server; together they bound its memory."""
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits(Options):
+    """Bounds of the server; together they bound its memory.
 
-    max_rows: int = 32  # choices that run at a time
-    max_waiting: int = 128  # choices that wait at a time; beyond that requests are answered with 429
-    max_choices: int = 16  # choices (prompts times `n`) of a request
-    max_prompt_tokens: int = 4096  # of a prompt
-    max_new_tokens: int = 1024  # of a choice
-    max_seconds: float = 300.0  # from a request's arrival to its end
-    max_body_bytes: int = 2**20  # of a request
-    max_unread_tokens: int = 2048  # that a stream's reader has not taken; beyond that the request is dropped
-    stall_seconds: float = 30.0  # a reader that takes nothing for this time is dropped
+    `max_unread_tokens` counts tokens of a stream that its reader has not taken; beyond that the request is dropped.
+    """
+
+    max_rows: int = option("choices decoded together", default=32, least=1)
+    max_waiting: int = option("choices that may wait; beyond that requests get 429", default=128, least=0)
+    max_choices: int = option("choices (prompts times n) of a request", default=16, least=1)
+    max_prompt_tokens: int = option("tokens of a prompt", default=4096, least=1)
+    max_new_tokens: int = option("new tokens of a choice", default=1024, least=1)
+    max_seconds: float = option("from a request's arrival to its end", default=300.0, above=0)
+    max_body_kib: int = option("size of a request, in KiB", default=1024, least=1)
+    max_unread_tokens: int = 2048
+    stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0, above=0)
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Size of a request in bytes."""
+        return self.max_body_kib * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding(Options):
+    """Where and how the server listens. Port 0 takes a free one."""
+
+    host: str = option("address to listen on; 0.0.0.0 is every network of the machine", default="127.0.0.1")
+    port: int = option("to listen on", default=8000, least=0, most=65535)
+    drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0, above=0)
+    max_connections: int = option("open connections; beyond that new ones get 503", default=1024, least=1)
+    log_level: Literal["warning", "info", "debug"] = option("of the logs on standard error", default="info")

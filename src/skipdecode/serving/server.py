@@ -11,35 +11,24 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 
 from skipdecode.errors import UsageError
 from skipdecode.serving.app import create_app
+from skipdecode.serving.limits import Binding
 from skipdecode.serving.middleware import ApiKeys
 from skipdecode.serving.service import Service
 from skipdecode.serving.worker import ModelWorker
 
-__all__ = ["Binding", "is_loopback", "make_server", "open_socket", "run_server"]
+__all__ = ["is_loopback", "make_server", "open_socket", "run_server"]
 
 _UNREAD_SECONDS = 60
 _LAST_WORDS_SECONDS = 2  # for errors to go out to those who are cut off
 # Between its kernels the model's thread needs the interpreter's lock. While the event loop writes to its streams, the
 # thread would wait for up to 5 ms, Python's default.
 _SWITCH_SECONDS = 0.00005
-
-
-@dataclass(frozen=True)
-class Binding:
-    """Where and how the server listens."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0 takes a free one
-    drain_seconds: float = 30.0  # how long running requests may go on after a signal
-    max_connections: int = 1024  # open ones; beyond that new ones are answered with 503
-    log_level: str = "info"
 
 
 def is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from skipdecode.data.examples import Example
+from skipdecode.data.prompts import Example
 
 __all__ = ["IGNORE", "Batch", "GroupedBatches", "collate"]
 

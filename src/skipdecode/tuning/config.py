@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
 __all__ = ["DEFAULT_LORA_RANK", "TuneConfig"]
@@ -18,12 +18,8 @@ __all__ = ["DEFAULT_LORA_RANK", "TuneConfig"]
 DEFAULT_LORA_RANK = 16
 
 
-def _field(help: str, default: Any, choices: Sequence[str] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices, "parse": str if choices else None})
-
-
 @dataclass(frozen=True, kw_only=True)
-class TuneConfig:
+class TuneConfig(Options):
     """Options of a tuning run; each field's help text is its documentation.
 
     Raises
@@ -32,88 +28,77 @@ class TuneConfig:
         If a value is out of range or two options exclude each other.
     """
 
-    steps: int = _field("optimizer steps of the whole run", 200)
-    batch_size: int = _field("records in one forward pass, on each process", 16)
-    accumulation: int = _field("forward passes whose gradients make one optimizer step", 1)
-    learning_rate: float = _field("peak learning rate of AdamW, reached after the warm-up", 3e-4)
-    warmup_fraction: float = _field(
-        "part of the run over which the learning rate rises; then it falls as a cosine", 0.05
+    steps: int = option("optimizer steps of the whole run", default=200, least=1)
+    batch_size: int = option("records in one forward pass, on each process", default=16, least=1)
+    accumulation: int = option("forward passes whose gradients make one optimizer step", default=1, least=1)
+    learning_rate: float = option("peak learning rate of AdamW, reached after the warm-up", default=3e-4, above=0)
+    warmup_fraction: float = option(
+        "part of the run over which the learning rate rises; then it falls as a cosine", default=0.05, least=0, most=1
     )
-    weight_decay: float = _field("weight decay of matrices; vectors (norms, biases) have none", 0.01)
-    clip: float = _field("largest norm of the gradient; 0 does not clip", 1.0)
-    seed: int = _field("seed of batches, adapters, dropout and sampled budgets", 0)
+    weight_decay: float = option("weight decay of matrices; vectors (norms, biases) have none", default=0.01, least=0)
+    clip: float = option("largest norm of the gradient; 0 does not clip", default=1.0, least=0)
+    seed: int = option("seed of batches, adapters, dropout and sampled budgets", default=0, least=0)
 
-    full: bool = _field("tune all weights instead of a LoRA adapter", False)
-    lora_rank: int | None = _field(f"rank of the LoRA adapter (default: {DEFAULT_LORA_RANK}; not with --full)", None)
-    lora_alpha: float | None = _field("LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)", None)
-    lora_dropout: float = _field("dropout in front of the LoRA adapter", 0.0)
-    lora_targets: tuple[str, ...] = _field(
-        "names of the modules that get an adapter; all-linear takes every linear layer but the head", ("all-linear",)
+    full: bool = option("tune all weights instead of a LoRA adapter", default=False)
+    lora_rank: int | None = option(
+        f"rank of the LoRA adapter (default: {DEFAULT_LORA_RANK}; not with --full)", default=None, least=1
     )
-    adapter_dtype: Literal["float32", "float16"] = _field(
-        "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16",
-        "float32",
-        ("float32", "float16"),
+    lora_alpha: float | None = option(
+        "LoRA scale: updates are multiplied by alpha / rank (default: 2 x rank)", default=None, above=0
     )
-    merge: bool = _field("save the model with the adapter merged in, instead of the adapter alone", False)
+    lora_dropout: float = option("dropout in front of the LoRA adapter", default=0.0, least=0, below=1)
+    lora_targets: tuple[str, ...] = option(
+        "names of the modules that get an adapter; all-linear takes every linear layer but the head",
+        default=("all-linear",),
+    )
+    adapter_dtype: Literal["float32", "float16"] = option(
+        "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16", default="float32"
+    )
+    merge: bool = option("save the model with the adapter merged in, instead of the adapter alone", default=False)
 
-    distill_weight: float = _field(
-        "weight w of self-distillation: loss = (1 - w) * cross-entropy + w * KL to the same model at full depth", 0.0
+    distill_weight: float = option(
+        "weight w of self-distillation: loss = (1 - w) * cross-entropy + w * KL to the same model at full depth",
+        default=0.0,
+        least=0,
+        most=1,
     )
-    temperature: float = _field("temperature of both distributions in the distillation term", 1.0)
-    teacher: Literal["initial", "current"] = _field(
+    temperature: float = option("temperature of both distributions in the distillation term", default=1.0, above=0)
+    teacher: Literal["initial", "current"] = option(
         "who teaches at full depth: the weights before tuning (with LoRA: adapter off; with --full: a frozen copy) "
         "or the weights of the moment",
-        "initial",
-        ("initial", "current"),
+        default="initial",
     )
 
-    curriculum: Literal["none", "lower", "sampled", "random"] = _field(
+    curriculum: Literal["none", "lower", "sampled", "random"] = option(
         "none: the schedule from the first step; lower: from full depth down to it; sampled: each step one of the "
         "schedules of --sampled-speedups, so that one checkpoint serves all of them; random: each step other layers "
         "left out, down to the schedule's last depth, for weights on which calibrate can compare orders",
-        "none",
-        ("none", "lower", "sampled", "random"),
+        default="none",
     )
-    curriculum_fraction: float = _field("lower: the part of the run after which the schedule is reached", 0.5)
-    sampled_speedups: tuple[float, ...] = _field(
-        "sampled: nominal speed-ups next to the schedule's own, with its drop order and positions", (1.0, 2.0, 3.0)
+    curriculum_fraction: float = option(
+        "lower: the part of the run after which the schedule is reached", default=0.5, least=0, most=1
+    )
+    sampled_speedups: tuple[float, ...] = option(
+        "sampled: nominal speed-ups next to the schedule's own, with its drop order and positions",
+        default=(1.0, 2.0, 3.0),
+        least=1,
     )
 
-    precision: Literal["auto", "fp32", "bf16"] = _field(
-        "arithmetic of the forward pass; auto takes bf16 only where the device computes it in hardware",
-        "auto",
-        ("auto", "fp32", "bf16"),
+    precision: Literal["auto", "fp32", "bf16"] = option(
+        "arithmetic of the forward pass; auto takes bf16 only where the device computes it in hardware", default="auto"
     )
-    gradient_checkpointing: bool = _field("compute activations twice to store fewer of them", False)
-    eval_every: int = _field("steps between two evaluations on the dev records", 50)
-    checkpoint_every: int = _field("steps between two checkpoints from which --resume goes on", 50)
-    tensorboard: bool = _field("write TensorBoard events to OUT/tensorboard too", False)
-    compare_batches: int = _field(
+    gradient_checkpointing: bool = option("compute activations twice to store fewer of them", default=False)
+    eval_every: int = option("steps between two evaluations on the dev records", default=50, least=1)
+    checkpoint_every: int = option("steps between two checkpoints from which --resume goes on", default=50, least=1)
+    tensorboard: bool = option("write TensorBoard events to OUT/tensorboard too", default=False)
+    compare_batches: int = option(
         "batches on which training speed is measured at the end, under the schedule and at full depth in turn; 0: none",
-        3,
+        default=3,
+        least=0,
     )
 
     def __post_init__(self) -> None:
-        for option in fields(TuneConfig):
-            _check_kind(option, getattr(self, option.name))
-        for name in ("steps", "batch_size", "accumulation", "eval_every", "checkpoint_every"):
-            _check(name, getattr(self, name), lambda v: isinstance(v, int) and v >= 1, "a whole number of 1 or more")
-        for name in ("compare_batches", "seed"):
-            _check(name, getattr(self, name), lambda v: isinstance(v, int) and v >= 0, "a whole number of 0 or more")
-        if self.lora_rank is not None:
-            _check("lora_rank", self.lora_rank, lambda v: isinstance(v, int) and v >= 1, "a whole number of 1 or more")
-        for name in ("learning_rate", "temperature"):
-            _check(name, getattr(self, name), lambda v: v > 0, "a finite number above 0")
-        if self.lora_alpha is not None:
-            _check("lora_alpha", self.lora_alpha, lambda v: v > 0, "a finite number above 0")
-        for name in ("weight_decay", "clip"):
-            _check(name, getattr(self, name), lambda v: v >= 0, "a finite number of 0 or more")
-        for name in ("warmup_fraction", "curriculum_fraction", "distill_weight"):
-            _check(name, getattr(self, name), lambda v: 0 <= v <= 1, "a number from 0 to 1")
-        _check("lora_dropout", self.lora_dropout, lambda v: 0 <= v < 1, "a number in [0, 1)")
-        for value in self.sampled_speedups:
-            _check("sampled_speedups", value, lambda v: v >= 1, "finite numbers of 1 or more")
+        super().__post_init__()
         if self.full and (self.lora_rank is not None or self.merge):
             raise UsageError("--full tunes all weights: it takes no --lora-rank and no --merge")
 
@@ -129,22 +114,3 @@ class TuneConfig:
             return self.learning_rate * (step + 1) / warmup
         done = (step - warmup) / max(1, self.steps - warmup)
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _check_kind(option: Field[Any], value: Any) -> None:
-    """Choices and switches: a command line's are checked when it is read, a recipe's or a caller's are not."""
-    choices = option.metadata["choices"]
-    if choices is not None and value not in choices:
-        raise UsageError(f"{_flag(option.name)} {value!r} is not accepted: give one of {', '.join(choices)}")
-    if isinstance(option.default, bool) and not isinstance(value, bool):
-        raise UsageError(f"{_flag(option.name)} {value!r} is not accepted: give true or false")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _check(name: str, value: Any, good: Callable[[Any], bool], accepted: str) -> None:
-    # The type is checked too: values may come from a recipe file.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not good(value):
-        raise UsageError(f"{_flag(name)} {value} is not accepted: give {accepted}")

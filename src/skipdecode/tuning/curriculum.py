@@ -8,10 +8,9 @@ from typing import Protocol
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.names import curve_name
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["Curriculum", "Fixed", "Lower", "Random", "Sampled", "make_curriculum", "with_speedup"]
+__all__ = ["Curriculum", "Fixed", "Lower", "Random", "Sampled", "make_curriculum"]
 
 
 class Curriculum(Protocol):
@@ -119,37 +118,6 @@ class Random:
         )
 
 
-def with_speedup(target: Schedule, nominal_speedup: float) -> Schedule:
-    """The schedule of another nominal speed-up with the target's order, positions, warm-up and prompt depth.
-
-    A flat target gives a flat one, any other the paper's linear one.
-
-    Raises
-    ------
-    ScheduleError
-        If the target's drop order cannot give this speed-up.
-    """
-    layers, name = target.num_layers, f"{curve_name(target.name)}-{nominal_speedup:g}x"
-    if nominal_speedup == 1:
-        return Schedule.full(layers)
-    if not target.drop_order:
-        raise ScheduleError(
-            f"a full-depth schedule has no drop order to sample {nominal_speedup:g}x from: give --nominal-speedup "
-            "above 1 or a --schedule"
-        )
-    if target.is_flat:
-        return replace(target, budgets=(max(1, round(layers / nominal_speedup)),), name=name)
-    schedule = Schedule.from_speedup(
-        layers,
-        nominal_speedup,
-        target.seq_len,
-        warmup_layers=target.warmup_layers,
-        prompt=target.prompt,
-        drop_order=target.drop_order,
-    )
-    return replace(schedule, name=name)
-
-
 def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
     """The curriculum that `config` asks for."""
     if config.curriculum == "lower":
@@ -160,7 +128,7 @@ def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
         return Random(target, config.seed)
     schedules = [target]
     for speedup in config.sampled_speedups:
-        schedule = with_speedup(target, speedup)
+        schedule = target.with_speedup(speedup)
         if schedule.budgets != target.budgets:
             schedules.append(schedule)
     if len(schedules) == 1:

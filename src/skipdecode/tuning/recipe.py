@@ -19,7 +19,7 @@ from skipdecode.schedule import Schedule
 __all__ = ["RECIPE_FILE", "check_same_run", "data_entry", "make_recipe", "read_recipe", "write_recipe"]
 
 RECIPE_FILE = "recipe.json"
-_FORMAT = 1
+_KIND, _FORMAT = "recipe", 1
 _MUST_AGREE = ("options", "schedule", "data")
 
 
@@ -33,6 +33,7 @@ def make_recipe(
 ) -> dict[str, Any]:
     """A recipe without result; JSON-ready."""
     recipe = {
+        "kind": _KIND,
         "format": _FORMAT,
         "options": dict(options),
         "schedule": schedule.to_dict(),
@@ -74,6 +75,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise DataError(f"recipe {path}: not JSON: {error}") from None
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
         raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
+    if recipe.get("kind", _KIND) != _KIND:
+        raise DataError(f"recipe {path}: its kind is {recipe['kind']!r}")
     if recipe.get("format", _FORMAT) != _FORMAT:
         raise DataError(f"recipe {path}: format {recipe['format']!r} is not known, this version reads {_FORMAT}")
     return recipe

@@ -1,4 +1,4 @@
-"""A run's log: JSON lines as it goes, TensorBoard on request, and the loss curve as a picture at the end."""
+"""A run's log: JSON lines as it goes, and TensorBoard on request."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
 from skipdecode.errors import MissingExtraError
-from skipdecode.reporting.plots import loss_figure, png
 
-__all__ = ["LOG_FILE", "PICTURE_FILE", "RunLog", "draw_curve", "read_log"]
+__all__ = ["LOG_FILE", "RunLog", "read_log"]
 
 LOG_FILE = "log.jsonl"
-PICTURE_FILE = "loss.png"
 
 
 class RunLog:
-    """Writes rows of kind "train" and "dev".
+    """Writes a line that says what the file is, then rows of kind "train" and "dev".
 
     Parameters
     ----------
@@ -37,7 +35,7 @@ class RunLog:
     def __init__(self, directory: Path, *, keep_steps: int, tensorboard: bool) -> None:
         path = directory / LOG_FILE
         rows = [row for row in read_log(path) if row["step"] <= keep_steps] if keep_steps else []
-        path.write_text("".join(map(_line, rows)), encoding="utf-8")
+        path.write_text("".join(map(_line, [heading("tuning"), *rows])), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
         self._events = _event_writer(directory / "tensorboard", keep_steps) if tensorboard else None
 
@@ -62,20 +60,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def draw_curve(directory: Path) -> Path:
-    """Draw the log's losses to `directory`/loss.png.
-
-    Raises
-    ------
-    MissingExtraError
-        matplotlib is not installed.
-    """
-    path = directory / PICTURE_FILE
-    write_whole(path, png(loss_figure(read_log(directory / LOG_FILE))))
-    return path
+    # A log that an older version began has no such first line.
+    return [row for row in map(json.loads, lines[:-1]) if "step" in row]
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.files import copy_files
-from skipdecode.data.examples import Example
-from skipdecode.errors import DivergedError, MissingExtraError
+from skipdecode.data.prompts import Example
+from skipdecode.errors import DivergedError
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.adapters import add_lora, make_optimizer
@@ -36,7 +36,7 @@ from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.evaluate import dev_loss
 from skipdecode.tuning.objective import Objective, Teacher
-from skipdecode.tuning.run_log import RunLog, draw_curve
+from skipdecode.tuning.run_log import RunLog
 from skipdecode.tuning.save import merge_adapter, save_tuned
 from skipdecode.tuning.speed import SpeedReport, compare_speed
 from skipdecode.tuning.step import StepReport, TrainStep
@@ -290,10 +290,6 @@ class Tuner:
                 best = self._checkpoint_dir / "merged"
                 save_tuned(merged, self._tokenizer, self._schedule, best)
             copy_files(best, self._out)
-            try:
-                draw_curve(self._out)
-            except MissingExtraError as error:
-                print(f"skipdecode: {error}", file=sys.stderr)
         self._accelerator.wait_for_everyone()
         self._checkpoints.remove()
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from skipdecode.errors import SkipDecodeError, UnsupportedFeatureError
-from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.settings import PluginSettings
 
 
 def check_requests() -> None:
@@ -21,10 +21,9 @@ def check_requests() -> None:
     @functools.wraps(process)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process(self, *args, **kwargs)
-        extra = self.vllm_config.additional_config
-        if isinstance(extra, dict) and KEY in extra:
+        if (settings := _settings(self)) is not None:
             try:
-                _admit(request, _settings(self))
+                _admit(request, settings)
             except SkipDecodeError as e:
                 # The error that vLLM's server answers with HTTP 400.
                 raise VLLMValidationError(str(e)) from e
@@ -34,14 +33,14 @@ def check_requests() -> None:
     InputProcessor.process_inputs = checked
 
 
-def _settings(processor: Any) -> Settings:
+def _settings(processor: Any) -> PluginSettings | None:
     if "skipdecode_settings" not in processor.__dict__:
-        processor.skipdecode_settings = Settings.from_dict(processor.vllm_config.additional_config[KEY])
-    found: Settings = processor.skipdecode_settings
+        processor.skipdecode_settings = PluginSettings.of_engine(processor.vllm_config)
+    found: PluginSettings | None = processor.skipdecode_settings
     return found
 
 
-def _admit(request: Any, settings: Settings) -> None:
+def _admit(request: Any, settings: PluginSettings) -> None:
     """Refuse what cannot be right; keep prompts of different depth apart in the prefix cache.
 
     Raises
@@ -55,8 +54,7 @@ def _admit(request: Any, settings: Settings) -> None:
         raise UnsupportedFeatureError(
             "streaming input does not work with skipped layers: send the whole text as a new prompt"
         )
-    extra = (request.sampling_params and request.sampling_params.extra_args) or {}
-    schedule = settings.schedules[settings.index(extra.get(KEY))]
+    schedule = settings.schedules[settings.index_of(request)]
     depth = schedule.prompt_layers()
     if len(depth) < schedule.num_layers:
         request.cache_salt = f"{request.cache_salt or ''}|skipdecode prompt layers {depth}"

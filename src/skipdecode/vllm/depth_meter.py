@@ -7,45 +7,33 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode.vllm.settings import KEY, Settings
-from skipdecode.vllm.step_rows import Batch, Limits
+from skipdecode.vllm.settings import PluginSettings
+from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 
 __all__ = ["DEPTH_PREFIX", "PREFIX", "DepthMeter"]
 
 PREFIX = "skipdecode:"
-"""Of every count's name on its way to the front end."""
+"""Stands before every count's name on its way to the front end."""
 DEPTH_PREFIX = f"{PREFIX}depth:"
 """Followed by a number of layers: finished requests whose tokens ran about that many on average."""
 
 
 class DepthMeter:
-    """Adds up between two reports.
+    """Adds up between two reports."""
 
-    Parameters
-    ----------
-    settings : Settings
-    limits : Limits
-        Of the settings' schedules.
-    """
-
-    def __init__(self, settings: Settings, limits: Limits) -> None:
+    def __init__(self, settings: PluginSettings, limits: LayerLimits) -> None:
         self._settings, self._limits = settings, limits
         self._counts: Counter[str] = Counter()
 
-    def schedule_of(self, request: Any) -> int:
-        """The number of a request's schedule."""
-        parameters = request.sampling_params
-        return self._settings.index(((parameters and parameters.extra_args) or {}).get(KEY))
-
-    def batch(self, requests: list[Any], rows: list[int], already_counted: bool) -> Batch:
-        """Requests as a `Batch`; `already_counted`: their computed tokens include `rows`."""
+    def batch(self, requests: list[Any], rows: list[int], already_counted: bool) -> StepBatch:
+        """Requests as a `StepBatch`; `already_counted`: their computed tokens include `rows`."""
         width = np.array(rows, np.int64)
         start = np.array([r.num_computed_tokens for r in requests], np.int64)
-        return Batch(
+        return StepBatch(
             start=start - width if already_counted else start,
             rows=width,
             prompt=np.array([r.num_prompt_tokens for r in requests], np.int64),
-            schedule=np.array([self.schedule_of(r) for r in requests], np.int64),
+            schedule=np.array([self._settings.index_of(r) for r in requests], np.int64),
         )
 
     def count_step(self, requests: dict[str, Any], scheduled: dict[str, int]) -> None:
@@ -64,7 +52,7 @@ class DepthMeter:
         """A request has come to its end."""
         fed = request.num_tokens - request.num_prompt_tokens - 1
         if fed > 0:
-            schedule = self._settings.schedules[self.schedule_of(request)]
+            schedule = self._settings.schedules[self._settings.index_of(request)]
             self._counts[f"depth:{round(schedule.mean_budget(fed))}"] += 1
 
     def report(self) -> dict[str, int]:

@@ -13,17 +13,60 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedModelError
-from skipdecode.vllm.step_rows import ALL, NONE, Part, StepRows
+from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
-__all__ = ["LayerGates"]
+__all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers", "with_mixin"]
+
+# vLLM's architectures whose layers can be skipped, and where their decoder layers are. A new one is a row here, and is
+# tested against the transformers path (tests/vllm_plugin/test_families.py) before it is listed.
+ARCHITECTURES = {
+    "Gemma2ForCausalLM": "model.layers",
+    "Gemma3ForCausalLM": "model.layers",
+    "GemmaForCausalLM": "model.layers",
+    "GraniteForCausalLM": "model.layers",
+    "LlamaForCausalLM": "model.layers",
+    "MistralForCausalLM": "model.layers",
+    "MixtralForCausalLM": "model.layers",
+    "OPTForCausalLM": "model.decoder.layers",
+    "Olmo2ForCausalLM": "model.layers",
+    "Phi3ForCausalLM": "model.layers",
+    "Qwen2ForCausalLM": "model.layers",
+    "Qwen3ForCausalLM": "model.layers",
+    "Qwen3MoeForCausalLM": "model.layers",
+}
 
 _STATES = ("hidden_states", "residual")
+
+
+def check_architecture(architecture: str) -> None:
+    """Raise UnsupportedModelError unless an architecture is in the table; lists what is."""
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"skipdecode has not been tested with vLLM's {architecture}: supported are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int]:
+    """The decoder layers that this process holds, by number, and the axis of their inputs that counts rows."""
+    check_architecture(architecture)
+    try:
+        layers = attrgetter(ARCHITECTURES[architecture])(model)
+    except AttributeError:
+        raise UnsupportedModelError(
+            f"vLLM's {type(model).__name__} keeps its decoder layers elsewhere than in {ARCHITECTURES[architecture]}: "
+            "this version of vLLM is not supported"
+        ) from None
+    # With pipeline parallelism the layers of other stages are there as placeholders without weights.
+    held = {i: layer for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None}
+    through_transformers = type(model).__module__.startswith("vllm.model_executor.models.transformers")
+    return held, 1 if through_transformers else 0
 
 
 class LayerGates:
@@ -56,7 +99,7 @@ class LayerGates:
             _check(layer)
             layer.__dict__["_skipdecode"] = (index, self)
             base: Any = type(layer)
-            layer.__class__ = _gated_class(base)
+            layer.__class__ = with_mixin(_Gated, base)
 
     def begin(self, step: StepRows, put_back: bool, device: torch.device) -> None:
         """Start a step; `end` must follow."""
@@ -98,7 +141,7 @@ class LayerGates:
         return _listed(forward(**others | given))
 
     def _run_all(
-        self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any], part: Part
+        self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any], part: RowSubset
     ) -> list[Any]:
         """The layer on all rows; those that sit it out are put back."""
         states = self._change_rows(states, ALL)
@@ -174,8 +217,9 @@ class _Gated:
 
 
 @functools.cache
-def _gated_class(base: Any) -> Any:
-    return type(base.__name__, (_Gated, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+def with_mixin(mixin: Any, base: Any) -> Any:
+    """A subclass of `base` under its name, with the methods of `mixin` in front."""
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 def _names_of(layer: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.vllm.step_rows import Part, StepRows
+from skipdecode.vllm.step_rows import RowSubset, StepRows
 
 __all__ = ["StepMetadata", "cut_metadata"]
 
@@ -85,7 +85,7 @@ class StepMetadata:
         builder.build = watched
 
 
-def cut_metadata(given: Any, part: Part) -> Any:
+def cut_metadata(given: Any, part: RowSubset) -> Any:
     """vLLM's metadata common to all backends, for a part of the rows.
 
     Raises
@@ -133,7 +133,7 @@ def _take(value: Any, chosen: Any) -> Any:
     return value[torch.from_numpy(chosen).to(value.device)]
 
 
-def _shortened(lengths: Tensor, part: Part) -> Tensor:
+def _shortened(lengths: Tensor, part: RowSubset) -> Tensor:
     """Text lengths without the rows that do not run."""
     if not part.cut.any():
         return lengths

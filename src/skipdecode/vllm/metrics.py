@@ -9,7 +9,7 @@ from prometheus_client import Counter, Histogram
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from skipdecode.vllm.depth_meter import DEPTH_PREFIX, PREFIX
-from skipdecode.vllm.settings import KEY, Settings
+from skipdecode.vllm.settings import PluginSettings
 
 _COUNTERS = {
     "steps": "Steps of the engine.",
@@ -23,12 +23,11 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
     """Turns the counts that the scheduler sends along into metrics; does nothing for engines that do not skip."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        extra = vllm_config.additional_config
-        self._on = isinstance(extra, dict) and KEY in extra
-        if self._on:
-            layers = Settings.from_dict(extra[KEY]).num_layers
+        settings = PluginSettings.of_engine(vllm_config)
+        self._on = settings is not None
+        if settings is not None:
             self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-            self._counters, self._depth = _metrics(layers)
+            self._counters, self._depth = _metrics(settings.num_layers)
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM after every step."""

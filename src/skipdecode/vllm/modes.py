@@ -14,7 +14,7 @@ import torch
 from skipdecode.performance.cost import Machine
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_machine
-from skipdecode.vllm.settings import Mode, Settings
+from skipdecode.vllm.settings import Mode, PluginSettings
 from skipdecode.vllm.step_rows import NONE, StepRows
 
 __all__ = ["ModeChoice"]
@@ -26,12 +26,6 @@ _BUILD_SECONDS = 6e-5
 class ModeChoice:
     """Chooses for every step.
 
-    Parameters
-    ----------
-    settings : Settings
-    vllm_config : VllmConfig
-    device : torch.device
-
     Attributes
     ----------
     mode : {"auto", "nested", "where"}
@@ -40,7 +34,7 @@ class ModeChoice:
         Metadata builders that each selection of rows takes.
     """
 
-    def __init__(self, settings: Settings, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self.mode: Mode = settings.mode
         self.builders = 1
         model = vllm_config.model_config

@@ -1,13 +1,40 @@
 """vLLM's entry point (`vllm.general_plugins`): from here on, vLLM asks us about every model config it meets.
 
 vLLM lets each architecture bring a class that checks and changes the engine's config. `register` puts such a class in
-front of every architecture's; for a model without a schedule it does nothing more than look for one.
+front of every architecture's. For a model that carries a schedule it turns the plugin on, or refuses the engine in one
+line; others it leaves alone.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
+
+from packaging.version import Version
+
+from skipdecode.errors import RefusedEngineError, SkipDecodeError
+from skipdecode.schedule import Schedule
+from skipdecode.vllm.gates import check_architecture
+from skipdecode.vllm.settings import KEY, PluginSettings
+
+__all__ = ["layers_of_stages", "register"]
+
+_OLDEST, _UP_TO = Version("0.27"), Version("0.34")
+"""vLLM versions whose interfaces the plugin was written against: from the first up to before the second."""
+
+_WORKER = "skipdecode.vllm.runner.SkipWorker"
+_SCHEDULERS = {
+    False: "skipdecode.vllm.scheduler.SkipScheduler",
+    True: "skipdecode.vllm.scheduler.SkipAsyncScheduler",
+}
+_PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
+"""Where vLLM reads the number of layers of each pipeline stage."""
+
+_PROMPT_SHARE = 0.05
+"""Work of a layer on a prompt token, next to that on a generated one: prompts are computed many at a time."""
+
+_set_by_us: dict[str, str] = {}
 
 
 def register() -> None:
@@ -26,10 +53,151 @@ def _looking_for_schedule(base: Any) -> Any:
         return base
 
     def verify_and_update_config(vllm_config: Any) -> None:
-        from skipdecode.vllm.activation import activate
-
         base.verify_and_update_config(vllm_config)
-        activate(vllm_config)
+        _activate_or_refuse(vllm_config)
 
     body = {"verify_and_update_config": staticmethod(verify_and_update_config), "looks_for_schedule": True}
     return type(base.__name__, (base,), body)
+
+
+def _activate_or_refuse(vllm_config: Any) -> None:
+    """Change an engine's config so that layers are skipped; leaves it alone where there is no schedule.
+
+    Raises
+    ------
+    RefusedEngineError
+        If the schedule does not fit, or the engine is asked for something that would give wrong text.
+    """
+    _undo_environment()
+    try:
+        _activate(vllm_config)
+    except SkipDecodeError as e:
+        # vLLM's config classes turn a ValueError into pages; this one reaches the user as it is.
+        raise RefusedEngineError(f"skipdecode: {e}") from None
+
+
+def _activate(vllm_config: Any) -> None:
+    model, extra = vllm_config.model_config, vllm_config.additional_config
+    options = extra.get(KEY) if isinstance(extra, dict) else None
+    settings = PluginSettings.from_config(getattr(model.hf_config, KEY, None), options)
+    if settings is None or not settings.skips:
+        return
+    import vllm
+
+    if not _OLDEST <= Version(vllm.__version__) < _UP_TO:
+        raise SkipDecodeError(
+            f"vLLM {vllm.__version__} is not supported: install one from {_OLDEST} up to before {_UP_TO}"
+        )
+    check_architecture(model.architecture)
+    layers = model.hf_text_config.num_hidden_layers
+    settings.schedules[0].check_fits(layers)
+    if (refusal := _refusal(vllm_config)) is not None:
+        raise SkipDecodeError(refusal)
+    _change(vllm_config, settings)
+
+
+def _refusal(config: Any) -> str | None:
+    """The first thing that the engine is asked for and that cannot be right with skipped layers."""
+    parallel, cache, scheduling = config.parallel_config, config.cache_config, config.scheduler_config
+    speculation = config.speculative_config
+    refused = {
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
+        "KV offloading (--kv-offloading-size)": getattr(cache, "kv_offloading_size", None) is not None,
+        "--kv-sharing-fast-prefill": cache.kv_sharing_fast_prefill,
+        "LoRA (--enable-lora; merge the adapter into the checkpoint)": config.lora_config is not None,
+        "microbatches (--enable-dbo)": parallel.enable_dbo,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "a mixture of experts over several data-parallel ranks": parallel.data_parallel_size > 1
+        and config.model_config.is_moe,
+        "a pooling model": config.model_config.runner_type != "generate",
+        "speculative decoding other than ngram": speculation is not None and speculation.method != "ngram",
+        "asynchronous scheduling with speculative decoding": speculation is not None
+        and bool(scheduling.async_scheduling),
+        "a worker class of your own (--worker-cls)": parallel.worker_cls not in ("auto", _WORKER),
+        "a scheduler class of your own (--scheduler-cls)": scheduling.scheduler_cls
+        not in (None, *_SCHEDULERS.values()),
+        "model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1",
+    }
+    for what, asked in refused.items():
+        if asked:
+            return f"{what} does not work with skipped layers: start vLLM without it"
+    return None
+
+
+def _change(config: Any, settings: PluginSettings) -> None:
+    parallel, scheduling = config.parallel_config, config.scheduler_config
+    config.additional_config = dict(config.additional_config or {}) | {KEY: settings.to_dict()}
+    # A captured graph would replay the layers of the step it was captured in: docs/vllm.md.
+    config.model_config.enforce_eager = True
+    _set_environment("VLLM_USE_V2_MODEL_RUNNER", "0")
+    parallel.worker_cls = _WORKER
+    if config.speculative_config is not None:
+        scheduling.async_scheduling = False
+    synchronous = scheduling.async_scheduling is False or _on_cpu() or parallel.pipeline_parallel_size > 1
+    if synchronous:
+        scheduling.async_scheduling = False
+    scheduling.scheduler_cls = _SCHEDULERS[not synchronous]
+    stages = parallel.pipeline_parallel_size
+    if stages > 1:
+        _set_environment(_PARTITION_VARIABLE, ",".join(map(str, layers_of_stages(settings.schedules[0], stages))))
+    from skipdecode.vllm.admission import check_requests
+
+    check_requests()
+
+
+def _set_environment(name: str, value: str) -> None:
+    """Set a variable that vLLM's processes read, unless the user has."""
+    if name not in os.environ:
+        os.environ[name] = _set_by_us[name] = value
+
+
+def _undo_environment() -> None:
+    """The next engine of this process may be another model's."""
+    for name, value in _set_by_us.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _set_by_us.clear()
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:
+    """Layers of each of `stages` pipeline stages, so that the busiest stage has as little decode work as possible.
+
+    A layer's work: the share of the listed generation positions that run it. Each stage gets a layer or more.
+    """
+    run = [0] * schedule.num_layers
+    for position in range(schedule.seq_len):
+        for layer in schedule.layers(position):
+            run[layer] += 1
+    # A layer that is hardly run still takes the prompts.
+    work = [r / schedule.seq_len + _PROMPT_SHARE for r in run]
+    return _fewest(work, stages)
+
+
+def _fewest(work: list[float], stages: int) -> list[int]:
+    """Cut `work` into parts so that the largest sum is least; of equals the one with the earliest cuts."""
+    layers = len(work)
+    sums = [0.0]
+    for w in work:
+        sums.append(sums[-1] + w)
+    # least[s][i]: the largest part's sum when the first i layers make s stages; came[s][i]: the last cut.
+    least = [[float("inf")] * (layers + 1) for _ in range(stages + 1)]
+    came = [[0] * (layers + 1) for _ in range(stages + 1)]
+    least[0][0] = 0
+    for s in range(1, stages + 1):
+        for i in range(s, layers + 1):
+            for j in range(s - 1, i):
+                value = max(least[s - 1][j], sums[i] - sums[j])
+                if value < least[s][i]:
+                    least[s][i], came[s][i] = value, j
+    parts, end = [], layers
+    for s in range(stages, 0, -1):
+        parts.append(end - came[s][end])
+        end = came[s][end]
+    return parts[::-1]

@@ -1,25 +1,43 @@
-"""vLLM's model runner (V1), with layers that are skipped: rows in order of depth, a plan for every step.
+"""vLLM's workers and their model runner (V1), with layers that are skipped: rows in order of depth, a plan a step.
 
-`SkipRunner` is mixed into the runner's class once vLLM has made the runner. It overrides only steps that vLLM names as
-methods of their own: the order of the batch, and the call of the model.
+vLLM makes the worker by the name that the plugin gives it. `SkipRunner` is mixed into the runner's class once vLLM has
+made the runner. It overrides only steps that vLLM names as methods of their own: the order of the batch, and the call
+of the model.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 
 from skipdecode.errors import UnsupportedModelError
-from skipdecode.vllm.families import find_layers
-from skipdecode.vllm.gates import LayerGates
+from skipdecode.vllm.gates import LayerGates, find_layers, with_mixin
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.modes import ModeChoice
-from skipdecode.vllm.settings import KEY, Mode, Settings
-from skipdecode.vllm.step_rows import Batch, Limits, StepRows
+from skipdecode.vllm.settings import Mode, PluginSettings
+from skipdecode.vllm.step_rows import LayerLimits, StepBatch, StepRows
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+
+class SkipWorker(Worker):  # type: ignore[misc]
+    """The worker of this platform."""
+
+    def init_device(self, *args: Any, **kwargs: Any) -> None:
+        super().init_device(*args, **kwargs)
+        settings = PluginSettings.of_engine(self.vllm_config)
+        if settings is not None:
+            runner = self.model_runner
+            base: Any = type(runner)
+            runner.skipping = Skipping(settings, self.vllm_config, runner.device)
+            runner.__class__ = with_mixin(SkipRunner, base)
 
 
 class SkipRunner:
@@ -60,31 +78,12 @@ def _make_stage_input(runner: Any) -> None:
         )
 
 
-def adopt(runner: Any, settings: Settings, vllm_config: Any) -> None:
-    """Make a runner skip; call it before the model is loaded."""
-    runner.skipping = Skipping(settings, vllm_config, runner.device)
-    base: Any = type(runner)
-    runner.__class__ = _skipping_class(base)
-
-
-@functools.cache
-def _skipping_class(base: Any) -> Any:
-    return type(base.__name__, (SkipRunner, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-
-
 class Skipping:
-    """What a runner needs to skip layers: the rows of the step to come, the gates, the metadata.
+    """What a runner needs to skip layers: the rows of the step to come, the gates, the metadata."""
 
-    Parameters
-    ----------
-    settings : Settings
-    vllm_config : VllmConfig
-    device : torch.device
-    """
-
-    def __init__(self, settings: Settings, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
-        self._limits = Limits(settings.schedules)
+        self._limits = LayerLimits(settings.schedules)
         self._several = len(settings.schedules) > 1
         self._schedule_of: dict[str, int] = {}
         self._step: StepRows | None = None
@@ -123,7 +122,7 @@ class Skipping:
         order = np.lexsort((self._limits.depth(batch), batch.start < batch.prompt))
         if (np.diff(order) < 0).any():
             _permute(input_batch, order)
-            batch = Batch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
+            batch = StepBatch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
         self._step = self._limits.step(batch)
 
     def begin(self, context: Any) -> bool:
@@ -142,10 +141,10 @@ class Skipping:
         """The forward is over."""
         self._gates.end()
 
-    def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> Batch:
+    def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
         ids = input_batch.req_ids
         count = len(ids)
-        return Batch(
+        return StepBatch(
             start=input_batch.num_computed_tokens_cpu[:count].astype(np.int64),
             rows=np.fromiter((scheduled[i] for i in ids), np.int64, count),
             prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
@@ -156,14 +155,9 @@ class Skipping:
         if not self._several:
             return np.zeros(len(ids), np.int64)
         known = self._schedule_of
-        found = [known[i] if i in known else self._settings.index(_asked(requests[i])) for i in ids]
+        found = [known[i] if i in known else self._settings.index_of(requests[i]) for i in ids]
         self._schedule_of = dict(zip(ids, found, strict=True))
         return np.array(found, np.int64)
-
-
-def _asked(request: Any) -> Any:
-    """The schedule's name that a request asks for."""
-    return ((request.sampling_params and request.sampling_params.extra_args) or {}).get(KEY)
 
 
 def _permute(input_batch: Any, order: Any) -> None:

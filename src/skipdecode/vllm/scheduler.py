@@ -11,9 +11,10 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from skipdecode.errors import ScheduleError
 from skipdecode.vllm.depth_meter import DepthMeter
-from skipdecode.vllm.settings import KEY, Settings
-from skipdecode.vllm.step_rows import Limits
+from skipdecode.vllm.settings import PluginSettings
+from skipdecode.vllm.step_rows import LayerLimits
 
 # How many requests may run; the first name is newer.
 _SLOTS = ("max_num_active_reqs", "max_num_running_reqs")
@@ -24,8 +25,11 @@ class _Skipping:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._settings = Settings.from_dict(self.vllm_config.additional_config[KEY])  # type: ignore[attr-defined]
-        self._limits = Limits(self._settings.schedules)
+        settings = PluginSettings.of_engine(self.vllm_config)  # type: ignore[attr-defined]
+        if settings is None:
+            raise ScheduleError("skipdecode's scheduler needs a schedule: leave out --scheduler-cls")
+        self._settings = settings
+        self._limits = LayerLimits(self._settings.schedules)
         self._meter = DepthMeter(self._settings, self._limits)
         self._slots = next(name for name in _SLOTS if hasattr(self, name))
         _cache_prompts_only(self.kv_cache_manager)  # type: ignore[attr-defined]

@@ -11,12 +11,11 @@ from typing import Any, Literal, Self, get_args
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["FULL", "KEY", "Mode", "Settings"]
+__all__ = ["KEY", "Mode", "PluginSettings"]
 
 KEY = "skipdecode"
-"""Of config.json, of `additional_config`, and of a request's extra arguments."""
-FULL = "full"
-"""The schedule that is always there."""
+"""Names our part of config.json, of `additional_config`, and of a request's extra arguments."""
+_FULL = "full"  # the schedule that is always there
 
 Mode = Literal["auto", "nested", "where"]
 Policy = Literal["continuous", "waves"]
@@ -24,7 +23,7 @@ _FIELDS = ("schedules", "mode", "policy", "join_below", "machine")
 
 
 @dataclass(frozen=True)
-class Settings:
+class PluginSettings:
     """The plugin's settings.
 
     Parameters
@@ -96,6 +95,17 @@ class Settings:
             f"unknown schedule {name!r}: this server has {', '.join(repr(s.name) for s in self.schedules)}"
         )
 
+    def index_of(self, request: Any) -> int:
+        """The number of the schedule that one of vLLM's requests asks for; raises as `index` does."""
+        parameters = request.sampling_params
+        return self.index(((parameters and parameters.extra_args) or {}).get(KEY))
+
+    @classmethod
+    def of_engine(cls, vllm_config: Any) -> Self | None:
+        """The settings that an engine was started with; None for one that does not skip."""
+        extra = vllm_config.additional_config
+        return cls.from_config(None, extra[KEY]) if isinstance(extra, dict) and KEY in extra else None
+
     @classmethod
     def from_config(cls, carried: Any, options: Any) -> Self | None:
         """Settings from the checkpoint's schedule and the user's options, either of which may be missing.
@@ -122,24 +132,16 @@ class Settings:
                     "key 'skipdecode', or pass it with --hf-overrides"
                 )
             return None
-        if all(s.name != FULL for s in schedules):
+        if all(s.name != _FULL for s in schedules):
             schedules.append(Schedule.full(schedules[0].num_layers))
         if options.get("machine") is not None:
             options["machine"] = tuple(options["machine"])
         return cls(tuple(schedules), **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary, for `from_dict`."""
+        """A JSON-ready dictionary: options for `from_config`."""
         values = {name: getattr(self, name) for name in _FIELDS[1:]}
         return {"schedules": [s.to_dict() for s in self.schedules]} | values
-
-    @classmethod
-    def from_dict(cls, data: Any) -> Self:
-        """Settings from `to_dict`'s dictionary."""
-        made = cls.from_config(None, data)
-        if made is None:
-            raise ScheduleError("no schedule was given: put one into config.json, key 'skipdecode'")
-        return made
 
 
 def _known(options: Any) -> dict[str, Any]:

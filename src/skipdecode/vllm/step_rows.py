@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from skipdecode.schedule import Schedule
 
-__all__ = ["ALL", "NONE", "Batch", "Limits", "Part", "StepRows"]
+__all__ = ["ALL", "NONE", "LayerLimits", "RowSubset", "StepBatch", "StepRows"]
 
 ALL = -1
 """In `StepRows.layers`: every row runs the layer."""
@@ -27,7 +27,7 @@ Selection = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """The requests of a step, in the order of their rows; arrays of one value a request.
 
     Parameters
@@ -54,7 +54,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSubset:
     """The rows that a layer runs, where these are some and not all.
 
     Parameters
@@ -91,14 +91,14 @@ class StepRows:
     ----------
     layers : tuple of int
         For each layer an index into `parts`, `ALL` or `NONE`.
-    parts : tuple of Part
+    parts : tuple of RowSubset
         Different selections; layers with the same one share it.
     num_rows : int
         Rows of the step.
     """
 
     layers: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[RowSubset, ...]
     num_rows: int
 
     def rows_of(self, layer: int) -> int:
@@ -107,7 +107,7 @@ class StepRows:
         return self.num_rows if kind == ALL else 0 if kind == NONE else self.parts[kind].num_rows
 
 
-class Limits:
+class LayerLimits:
     """How far past its prompt's end a text runs each layer: all that a step needs to know of the schedules.
 
     Parameters
@@ -121,18 +121,18 @@ class Limits:
         self._table = np.array([_limits(s) for s in schedules], dtype=np.int64)
         self._full = np.array([s.is_full for s in schedules])
 
-    def counts(self, batch: Batch) -> NDArray[np.int64]:
+    def counts(self, batch: StepBatch) -> NDArray[np.int64]:
         """Rows of each request (first axis) that run each layer (second axis)."""
         left = self._table[batch.schedule] + (batch.prompt - batch.start)[:, None]
         return np.clip(left, 0, batch.rows[:, None])
 
-    def depth(self, batch: Batch) -> NDArray[np.int64]:
+    def depth(self, batch: StepBatch) -> NDArray[np.int64]:
         """Layers that the first row of each request runs."""
         first = self._table[batch.schedule] + (batch.prompt - batch.start)[:, None]
         depth: NDArray[np.int64] = np.count_nonzero(first > 0, axis=1)
         return depth
 
-    def step(self, batch: Batch) -> StepRows | None:
+    def step(self, batch: StepBatch) -> StepRows | None:
         """The rows of every layer; None if all rows run all layers."""
         if self._full[batch.schedule].all():
             return None
@@ -141,7 +141,7 @@ class Limits:
             return None
         offsets = np.concatenate(([0], np.cumsum(batch.rows)))
         known: dict[bytes, int] = {}
-        parts: list[Part] = []
+        parts: list[RowSubset] = []
         layers = []
         for column in np.ascontiguousarray(counts.T):
             key = column.tobytes()
@@ -169,7 +169,7 @@ def _limits(schedule: Schedule) -> list[Any]:
     return limits
 
 
-def _part(counts: NDArray[np.int64], rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> Part:
+def _part(counts: NDArray[np.int64], rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> RowSubset:
     chosen = np.flatnonzero(counts)
     some = counts[chosen]
     cut = rows[chosen] - some
@@ -179,7 +179,7 @@ def _part(counts: NDArray[np.int64], rows: NDArray[np.int64], offsets: NDArray[n
     if side_by_side and not cut[:-1].any():
         begin, end, total = int(offsets[first]), int(offsets[last + 1] - cut[-1]), int(offsets[-1])
         rest = tuple(s for s in (slice(0, begin), slice(end, total)) if s.stop > s.start)
-        return Part(requests, slice(begin, end), rest, some, cut)
+        return RowSubset(requests, slice(begin, end), rest, some, cut)
     index = np.concatenate([np.arange(offsets[r], offsets[r] + n) for r, n in zip(chosen, some, strict=True)])
     others = np.setdiff1d(np.arange(offsets[-1]), index, assume_unique=True)
-    return Part(requests, index, others, some, cut)
+    return RowSubset(requests, index, others, some, cut)

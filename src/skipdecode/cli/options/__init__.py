@@ -1,1 +1,159 @@
 """Options that several verbs share: each group is a dataclass that a verb's config inherits from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from skipdecode.common.options import Options, option
+from skipdecode.engine.base import ENGINES, WEIGHTS
+from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.schedule import Schedule
+
+__all__ = [
+    "EngineOptions",
+    "ModelOptions",
+    "ScheduleChoice",
+    "ScheduleOptions",
+    "ThreadOptions",
+    "check_schedule_options",
+    "choose_schedule",
+    "read_schedule",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """What runs the model."""
+
+    engine: str = option(
+        "what runs the model; fast: the package's own engine (CPUs, CUDA GPUs; Llama, Mistral, OPT, Qwen2, Qwen3); "
+        "auto: fast where it covers the model, else transformers",
+        default="auto",
+        choices=ENGINES,
+    )
+    weights: str = option(
+        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster "
+        "(CPUs only)",
+        default="model",
+        choices=WEIGHTS,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """How a model is loaded."""
+
+    dtype: str = option(
+        "of the weights; auto is the checkpoint's own",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThreadOptions(Options):
+    """CPU threads."""
+
+    threads: int | None = option("CPU threads (default: torch's choice)", default=None, least=1)
+
+    def use_threads(self) -> None:
+        """Tell torch."""
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options):
+    """Which schedule: a file, a nominal speed-up, or the model's own."""
+
+    schedule: str | None = option(
+        "schedule file (JSON; skipdecode plan writes one); without it and --nominal-speedup: the one that the model's "
+        "checkpoint carries, else full depth",
+        default=None,
+    )
+    nominal_speedup: float | None = option(
+        "the paper's schedule for this ratio of all layers to the mean layers run; the gain in time is lower (see "
+        "skipdecode plan); 1 is full depth",
+        default=None,
+        least=1,
+    )
+    seq_len: int | None = option(
+        "positions over which --nominal-speedup lowers the depth; best near the real length of the output (default: as "
+        "many as are generated at most)",
+        default=None,
+        least=1,
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """The schedule to use, and where it is from in words."""
+
+    schedule: Schedule
+    origin: str
+
+
+def check_schedule_options(options: ScheduleOptions) -> None:
+    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule.
+
+    Raises
+    ------
+    UsageError, ScheduleError
+    """
+    if options.schedule is not None and options.nominal_speedup is not None:
+        raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
+    if options.seq_len is not None and options.nominal_speedup is None:
+        raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
+    if options.schedule is not None:
+        read_schedule(options.schedule)
+
+
+def choose_schedule(
+    options: ScheduleOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
+) -> ScheduleChoice:
+    """The schedule that the options name for a model of `num_layers` layers.
+
+    Parameters
+    ----------
+    carried : Schedule or None
+        The one that the model's checkpoint carries.
+    default_seq_len : int
+        Positions for `--nominal-speedup` without `--seq-len`.
+
+    Raises
+    ------
+    UsageError, ScheduleError
+        The options contradict each other, or the schedule does not fit the model.
+    """
+    check_schedule_options(options)
+    if options.schedule is not None:
+        chosen = ScheduleChoice(read_schedule(options.schedule), f"from {options.schedule}")
+    elif options.nominal_speedup is not None:
+        seq_len = default_seq_len if options.seq_len is None else options.seq_len
+        schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
+        chosen = ScheduleChoice(schedule, f"the paper's, over {seq_len} positions")
+    elif carried is not None:
+        chosen = ScheduleChoice(carried, "the checkpoint's own")
+    else:
+        chosen = ScheduleChoice(
+            Schedule.full(num_layers),
+            "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup",
+        )
+    chosen.schedule.check_fits(num_layers)
+    return chosen
+
+
+def read_schedule(path: str) -> Schedule:
+    """The schedule of a JSON file; raises ScheduleError naming the file."""
+    try:
+        return Schedule.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ScheduleError(f"cannot read the schedule {path}: {e.strerror or e}") from None
+    except UnicodeDecodeError:
+        raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
+    except ScheduleError as e:
+        raise ScheduleError(f"{path}: {e}") from None

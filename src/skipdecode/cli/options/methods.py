@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from skipdecode.cli.options.option import option
-from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
+from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.methods import METHODS
-from skipdecode.schedule import Schedule
-from skipdecode.schedule.published import ORDER_OF_ITS_OWN, SCHEDULES, Budget, build_schedule
+from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,18 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["MethodOptions", "check_method_options", "choose_method", "each_method"]
 
 _OTHERS = tuple(name for name in METHODS if name != "schedule")
-_SCHEDULES = tuple(name for name in SCHEDULES if name not in _OTHERS)
+_SCHEDULES = tuple(name for name in PUBLISHED if name not in _OTHERS)
 _TAKE_ORDER = tuple(name for name in _SCHEDULES if name not in ORDER_OF_ITS_OWN)
 _ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions(ScheduleOptions):
-    """Base of a verb's `Config`."""
+    """How to decode."""
 
     seq_len: int | None = option(
         "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the task's responses)",
         default=None,
+        least=1,
     )
     method: str | None = option(
         "how to decode; schedules by name need --nominal-speedup (default: what --schedule, --nominal-speedup or the "
@@ -39,21 +39,21 @@ class MethodOptions(ScheduleOptions):
         default=None,
         choices=(*_OTHERS, *_SCHEDULES),
     )
-    warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1)
+    warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1, least=0)
     drop_order: str | None = option(
         f"schedule file whose order of layers --nominal-speedup takes, for {', '.join(_TAKE_ORDER)}; static_pruning "
         "needs one",
         default=None,
     )
-    threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9)
+    threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9, least=0)
     confidence: str = option(
         "of calm; softmax: difference of the two likeliest tokens' probabilities; state: similarity of a layer's "
         "output to its input",
         default="softmax",
         choices=("softmax", "state"),
     )
-    exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None)
-    draft_tokens: int = option("longest draft of prompt_lookup", default=10)
+    exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None, least=1)
+    draft_tokens: int = option("longest draft of prompt_lookup", default=10, least=1)
 
 
 OptionsT = TypeVar("OptionsT", bound=MethodOptions)
@@ -168,7 +168,8 @@ def choose_method(
 def _built(options: MethodOptions, num_layers: int, default_seq_len: int) -> tuple[Schedule, int]:
     seq_len = default_seq_len if options.seq_len is None else options.seq_len
     order = None if options.drop_order is None else read_schedule(options.drop_order).drop_order
-    budget = Budget(
-        num_layers, options.nominal_speedup or 1.0, seq_len, warmup_layers=options.warmup_layers, drop_order=order
+    method, speedup = options.method or "skipdecode", options.nominal_speedup or 1.0
+    schedule = Schedule.published(
+        method, num_layers, speedup, seq_len, warmup_layers=options.warmup_layers, drop_order=order
     )
-    return build_schedule(options.method or "skipdecode", budget), seq_len
+    return schedule, seq_len

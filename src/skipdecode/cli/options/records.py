@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options.option import option
+from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.data.examples import Example, Reject
-    from skipdecode.data.template import Template
+    from skipdecode.data.prompts import Example
+    from skipdecode.data.records import Reject, Template
 
 __all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
 
@@ -23,8 +23,8 @@ def _with_breaks(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """Base of a verb's `Config`."""
+class RecordOptions(Options):
+    """What prompt and response of a record are."""
 
     task: str | None = option(
         "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it", default=None
@@ -42,7 +42,9 @@ class RecordOptions:
         default="refuse",
         choices=("refuse", "skip"),
     )
-    max_length: int | None = option("most tokens of prompt and response (default: the model's context)", default=None)
+    max_length: int | None = option(
+        "most tokens of prompt and response (default: the model's context)", default=None, least=1
+    )
 
 
 def make_template(options: RecordOptions) -> Template:
@@ -53,8 +55,8 @@ def make_template(options: RecordOptions) -> Template:
     UsageError
         They name none or contradict each other.
     """
-    from skipdecode.data.template import Template
-    from skipdecode.evaluation.tasks import load_task
+    from skipdecode.data.records import Template
+    from skipdecode.data.tasks import load_task
 
     given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
     if len(given) != 1:
@@ -79,7 +81,7 @@ def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:
     SkipDecodeError, OSError
         They name a task that is not known here, or a task file that cannot be read.
     """
-    from skipdecode.evaluation.tasks import load_task
+    from skipdecode.data.tasks import load_task
 
     if options.get("task") is not None:
         task = load_task(options["task"])
@@ -98,11 +100,10 @@ def _field_alone(name: str | None) -> str:
 def read_examples(
     options: RecordOptions, path: Path, model: Any, tokenizer: Any, limit: int | None = None
 ) -> tuple[list[Example], list[Reject]]:
-    """The records of a file as token ids, within the model's context; see `skipdecode.data.examples.load_examples`."""
-    from skipdecode.data.examples import load_examples
+    """The records of a file as token ids, within the model's context; see `skipdecode.data.prompts.load_examples`."""
+    from skipdecode.data.prompts import context_length, load_examples
 
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    limits = [most for most in (options.max_length, context) if most is not None]
+    limits = [most for most in (options.max_length, context_length(model)) if most is not None]
     return load_examples(
         path,
         make_template(options),

@@ -1,50 +1,34 @@
-"""CPU kernels that decode at memory speed, built on first use, and their torch counterparts; CUDA graphs for GPUs.
+"""Kernels that decode: C++ at memory speed on CPUs, built on first use; torch operators in CUDA graphs on GPUs.
 
-`backend_for(device, dtype)` picks: the C++ kernels on CPUs with a compiler, torch elsewhere (with the reason). Decoding
-on a GPU takes neither: steps of fixed shape over slabs (dense.py, slabs.py), recorded as graphs (graphs.py).
+`native_kernels` gives the C++ ones where they can serve, else says why not. The torch operators work on a static KV
+cache (dense.py, static_cache.py) in steps of fixed shape, which GPUs capture as graphs (graphs.py).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from skipdecode.errors import UsageError
-
 if TYPE_CHECKING:
     import torch
 
-    from skipdecode.engine.kernels.spec import Backend
+    from skipdecode.engine.kernels.native import NativeKernels
 
-__all__ = ["KernelChoice", "backend_for"]
+__all__ = ["KernelChoice", "native_kernels"]
 
-KernelChoice = Literal["auto", "native", "torch", "dense"]
+KernelChoice = Literal["auto", "native", "dense"]
 
 
-def backend_for(device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> tuple[Backend, str]:
-    """The kernels for a device and a weight type, and why they are not the C++ ones ("": they are, or were not wanted).
-
-    Raises
-    ------
-    UsageError
-        If `choice` is "native" and the C++ kernels cannot serve here.
-    """
+def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKernels | None, str]:
+    """The C++ kernels for weights of a type on a device, or None and why they cannot serve there."""
     from skipdecode.engine.kernels.build import KernelBuildError
-    from skipdecode.engine.kernels.native import WEIGHT_DTYPES, NativeBackend
-    from skipdecode.engine.kernels.reference import TorchBackend
+    from skipdecode.engine.kernels.native import WEIGHT_DTYPES, NativeKernels
 
-    if choice not in ("auto", "native", "torch"):
-        raise UsageError(f"kernel {choice!r} is not known: accepted are auto, native, torch")
-    if choice == "torch":
-        return TorchBackend(dtype), ""
     if device.type != "cpu":
-        reason = f"the C++ kernels run on CPUs, the model is on {device.type}"
-    elif dtype not in WEIGHT_DTYPES:
-        reason = f"the C++ kernels read bfloat16 and float32 weights, the model has {str(dtype).removeprefix('torch.')}"
-    else:
-        try:
-            return NativeBackend(dtype), ""
-        except KernelBuildError as error:
-            reason = str(error)
-    if choice == "native":
-        raise UsageError(reason)
-    return TorchBackend(dtype), reason
+        return None, f"the C++ kernels run on CPUs, the model is on {device.type}"
+    if dtype not in WEIGHT_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        return None, f"the C++ kernels read bfloat16 and float32 weights, the model has {name}"
+    try:
+        return NativeKernels(dtype), ""
+    except KernelBuildError as error:
+        return None, str(error)

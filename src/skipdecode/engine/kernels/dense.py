@@ -1,24 +1,23 @@
-"""Forwards over slabs of keys and values in torch operators: decode steps of fixed shape, and prompts.
+"""Forwards over a static KV cache in torch operators: decode steps of fixed shape, and prompts.
 
 A decode step runs a set of layers on the first `rows` places. Rows that are not to run one of them pass it by: its
 output is added to theirs times 0, and what it stored for them is never read, since a row does not run a layer again
 that it has skipped. So rows of different depth share a step of one shape. Nothing in it depends on data on the host,
-and all it reads and leaves lies in tensors that stay: it can be recorded as a CUDA graph.
+and all it reads and leaves lies in tensors that stay: it can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skipdecode.engine.kernels.slabs import Slabs
-from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec
-from skipdecode.engine.kernels.torch_ops import Rotation, apply_linear, heads_of, plain_weight, rotation_at
+from skipdecode.engine.kernels.quantize import QuantizedWeight
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec
+from skipdecode.engine.kernels.static_cache import StaticCache
 
 __all__ = ["DenseDecoder", "Segment"]
 
@@ -32,7 +31,7 @@ class Segment(NamedTuple):
     Parameters
     ----------
     place : int
-        Of its row in the slabs.
+        Of its row in the cache.
     begin, end : int
         Rows.
     start : int
@@ -45,48 +44,41 @@ class Segment(NamedTuple):
     start: int
 
 
-@dataclass(frozen=True)
 class DenseDecoder:
-    """A decoder's layers and head.
+    """A decoder's forwards."""
 
-    Parameters
-    ----------
-    layers : list of LayerSpec
-    head : LinearSpec
-    embed : callable
-        Hidden states (rows, hidden), new ones, of tokens and positions (rows,).
-    """
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._dtype = spec.embedding.dtype
 
-    layers: list[LayerSpec]
-    head: LinearSpec
-    embed: Callable[[Tensor, Tensor], Tensor]
-
-    def step(self, slabs: Slabs, rows: int, length: int, ran: Sequence[int]) -> None:
-        """One token on each of the first `rows` places, through the layers `ran`; leaves `slabs.logits`.
+    def step(self, cache: StaticCache, rows: int, length: int, ran: Sequence[int]) -> None:
+        """One token on each of the first `rows` places, through the layers `ran`; leaves `cache.logits`.
 
         Parameters
         ----------
-        slabs : Slabs
+        cache : StaticCache
             With its inputs loaded.
         rows : int
+            Places of the step.
         length : int
             Columns that attention reads: above every position.
         ran : sequence of int
-            Ascending.
+            Layers, ascending.
         """
-        tokens, positions, columns = slabs.inputs[:rows].unbind(1)
-        x = self.embed(tokens, positions)
-        rotation = rotation_at(self.layers[0].attention, positions, x.dtype)
+        tokens, positions, columns = cache.inputs[:rows].unbind(1)
+        layers = self._spec.layers
+        x = self._spec.embed(tokens, positions, self._dtype)
+        rotation = _rotation_at(layers[0].attention, positions, x.dtype)
         masks = {
             window: _additive_mask(positions, length, window, x.dtype)
-            for window in {self.layers[index].attention.window for index in ran}
+            for window in {layers[index].attention.window for index in ran}
         }
 
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
-            spec, (keys, values) = layer.attention, slabs.kv[index]
-            q, k, v = heads_of(spec, qkv, rotation)
-            keys[slabs.index[:rows], :, columns] = k
-            values[slabs.index[:rows], :, columns] = v
+            spec, (keys, values) = layer.attention, cache.kv[index]
+            q, k, v = _heads_of(spec, qkv, rotation)
+            keys[cache.index[:rows], :, columns] = k
+            values[cache.index[:rows], :, columns] = v
             # The query heads that share a key head stand where a text's queries would: no key is copied for them.
             shared = q.reshape(rows, spec.kv_heads, -1, spec.head_dim)
             y = functional.scaled_dot_product_attention(
@@ -99,12 +91,12 @@ class DenseDecoder:
             return y.reshape(rows, -1)
 
         for index in ran:
-            _run_layer(self.layers[index], index, x, attend, slabs.active[index, :rows])
-        slabs.logits[:rows].copy_(apply_linear(self.head, x, plain_weight(self.head, x.dtype)))
+            _run_layer(layers[index], index, x, attend, cache.active[index, :rows])
+        cache.logits[:rows].copy_(_linear(self._spec.head, x))
 
     def prompts(
         self,
-        slabs: Slabs,
+        cache: StaticCache,
         tokens: Tensor,
         positions: Tensor,
         segments: list[Segment],
@@ -115,45 +107,46 @@ class DenseDecoder:
 
         Parameters
         ----------
-        slabs : Slabs
-        tokens, positions, wanted : torch.Tensor
-            Of all rows, and the rows whose logits are wanted; int64 on the device.
+        cache : StaticCache
+            Takes the keys and values.
+        tokens, positions : torch.Tensor
+            (rows,), int64 on the device.
+        wanted : torch.Tensor
+            Rows whose logits are wanted; int64 on the device.
         segments : list of Segment
             The rows' texts, in order.
         counts : list of int
             For each layer: the number of rows, from the first, that run it; whole segments.
         """
-        x = self.embed(tokens, positions)
-        rotation = rotation_at(self.layers[0].attention, positions, x.dtype)
+        layers = self._spec.layers
+        x = self._spec.embed(tokens, positions, self._dtype)
+        rotation = _rotation_at(layers[0].attention, positions, x.dtype)
 
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
             n = qkv.shape[0]
-            turn = None if rotation is None else Rotation(rotation.cos[:n], rotation.sin[:n])
-            q, k, v = heads_of(layer.attention, qkv, turn)
+            turn = None if rotation is None else _Rotation(rotation.cos[:n], rotation.sin[:n])
+            q, k, v = _heads_of(layer.attention, qkv, turn)
             parts = []
             for segment in (s for s in segments if s.end <= n):
                 mine = (t[segment.begin : segment.end] for t in (q, k, v))
-                parts.append(_attend_segment(layer.attention, slabs.kv[index, :, segment.place], segment.start, *mine))
+                parts.append(_attend_segment(layer.attention, cache.kv[index, :, segment.place], segment.start, *mine))
             return torch.cat(parts)
 
-        for index, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
+        for index, (layer, count) in enumerate(zip(layers, counts, strict=True)):
             if count:
                 _run_layer(layer, index, x[:count], attend)
         x = x.index_select(0, wanted)
-        return apply_linear(self.head, x, plain_weight(self.head, x.dtype))
+        return _linear(self._spec.head, x)
 
 
 def _run_layer(layer: LayerSpec, index: int, x: Tensor, attend: _Attend, active: Tensor | None = None) -> None:
     """Change x (rows, hidden) in place, or only the rows where active (rows, 1) is 1."""
 
-    def linear(spec: LinearSpec, given: Tensor) -> Tensor:
-        return apply_linear(spec, given, plain_weight(spec, x.dtype))
-
     def add(y: Tensor) -> None:
         x.add_(y) if active is None else x.addcmul_(y, active)
 
-    add(linear(layer.out, attend(layer, index, linear(layer.qkv, x))))
-    add(linear(layer.mlp_out, linear(layer.mlp_in, x)))
+    add(_linear(layer.out, attend(layer, index, _linear(layer.qkv, x))))
+    add(_linear(layer.mlp_out, _linear(layer.mlp_in, x)))
 
 
 def _additive_mask(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -184,3 +177,63 @@ def _attend_segment(spec: AttentionSpec, kv: Tensor, start: int, q: Tensor, k: T
         q.transpose(0, 1).unsqueeze(0), seen_keys, seen_values, attn_mask=mask, is_causal=plain, scale=spec.scale
     )
     return y[0].transpose(0, 1).reshape(len(q), -1)
+
+
+# A layer's arithmetic: no shape depends on data, nothing waits for the device.
+
+
+class _Rotation(NamedTuple):
+    """Cosines (rows, 1, head_dim) of token rows, and sines likewise, negative for the first half of a head."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def _linear(spec: LinearSpec, x: Tensor) -> Tensor:
+    """What `spec` describes, of x (rows, columns)."""
+    weight = spec.weight.dequantize(x.dtype) if isinstance(spec.weight, QuantizedWeight) else spec.weight
+    y = functional.linear(_prologue(spec, x), weight, spec.bias)
+    if spec.activation == "none":
+        return y
+    return functional.relu(y) if spec.activation == "relu" else functional.gelu(y, approximate="tanh")
+
+
+def _rotation_at(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> _Rotation | None:
+    """The rotation at positions (rows,), the same for all layers of a model; None without rotary positions."""
+    if spec.cos is None or spec.sin is None:
+        return None
+    cos, sin = (t.index_select(0, positions).unsqueeze(1).to(dtype) for t in (spec.cos, spec.sin))
+    return _Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def _heads_of(spec: AttentionSpec, qkv: Tensor, rotation: _Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values (rows, heads, head_dim), normed and rotated."""
+    heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
+    mixed, values = torch.split(heads, [spec.heads + spec.kv_heads, spec.kv_heads], dim=1)
+    if spec.q_gamma is not None and spec.k_gamma is not None:
+        parts = torch.split(mixed, [spec.heads, spec.kv_heads], dim=1)
+        gammas = spec.q_gamma, spec.k_gamma
+        normed = [_rms_norm(part, gamma, spec.eps) for part, gamma in zip(parts, gammas, strict=True)]
+        mixed = torch.cat(normed, dim=1)
+    if rotation is not None:
+        # A head's halves change places; the signs are in sin.
+        mixed = torch.addcmul(mixed * rotation.cos, mixed.roll(spec.head_dim // 2, -1), rotation.sin)
+    queries, keys = torch.split(mixed, [spec.heads, spec.kv_heads], dim=1)
+    return queries, keys, values
+
+
+def _prologue(spec: LinearSpec, x: Tensor) -> Tensor:
+    width = spec.weight.shape[1]
+    if spec.prologue == "rms_norm":
+        return _rms_norm(x, spec.gamma, spec.eps)
+    if spec.prologue == "layer_norm":
+        return functional.layer_norm(x, (width,), spec.gamma, spec.beta, spec.eps)
+    if spec.prologue == "swiglu":
+        return functional.silu(x[:, :width]) * x[:, width:]
+    if spec.prologue == "geglu_tanh":
+        return functional.gelu(x[:, :width], approximate="tanh") * x[:, width:]
+    return x
+
+
+def _rms_norm(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    return functional.rms_norm(x, (x.shape[-1],), gamma, eps)

@@ -6,7 +6,7 @@
 #include "vectors.h"
 
 extern "C" {
-// Mirrored field by field in native_args.py.
+// Mirrored field by field in native.py.
 struct GreedyArgs {
   const float* logits;  // [rows, vocabulary]
   int64_t* tokens;      // [rows]: the first of equals

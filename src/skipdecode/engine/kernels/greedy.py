@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.engine.kernels.build import load_library
-from skipdecode.engine.kernels.native_args import GreedyArgs
+from skipdecode.engine.kernels.native import GreedyArgs
 
 __all__ = ["greedy"]
 

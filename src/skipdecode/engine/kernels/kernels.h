@@ -1,4 +1,4 @@
-// What the kernels are told, mirrored field by field in native_args.py, and their parts that one thread of a team runs.
+// What the kernels are told, mirrored field by field in native.py, and their parts that one thread of a team runs.
 #pragma once
 
 #include <cstdint>

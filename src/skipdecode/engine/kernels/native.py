@@ -1,4 +1,4 @@
-"""The C++ kernels behind the `Backend` interface. One call costs about a microsecond on top of its work.
+"""The C++ kernels. One call costs about a microsecond on top of its work.
 
 Activations between operations are fp32. Weights are bf16, fp32, int8 or int4; cached keys and values are bf16 or fp32.
 With a bf16 model on a CPU that multiplies bf16, activations are rounded to bf16 where they meet weights, as in torch. A
@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from skipdecode.engine.kernels.build import load_library
-from skipdecode.engine.kernels.native_args import AttentionArgs, LayerArgs, LinearArgs, StackArgs
 from skipdecode.engine.kernels.quantize import QuantizedWeight
-from skipdecode.engine.kernels.spec import (
-    AttentionCall,
-    AttentionSpec,
-    LayerSpec,
-    LinearCall,
-    LinearSpec,
-    StackCall,
-    StackInput,
-)
+from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
 
-__all__ = ["WEIGHT_DTYPES", "NativeBackend"]
+__all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack"]
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "int4": 3}
@@ -34,7 +26,63 @@ _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tan
 _ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2}
 
 
-class NativeBackend:
+# Activations, results, rows, and whether to add to the results that are there.
+LinearCall = Callable[[torch.Tensor, torch.Tensor, int, bool], None]
+
+# The structures of kernels.h, field by field.
+_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+def _fields(*groups: tuple[Any, str]) -> list[tuple[str, Any]]:
+    return [(name, kind) for kind, names in groups for name in names.split()]
+
+
+class LinearArgs(ctypes.Structure):
+    """One linear operation; see kernels.h for its fields."""
+
+    _fields_ = _fields(
+        (_POINTER, "x w scales bias gamma beta y"),
+        (_INT64, "m n k ldw ldx ldy"),
+        (_INT32, "dtype prologue activation accumulate"),
+        (_FLOAT, "eps"),
+        (_INT32, "round"),
+    )
+
+
+class AttentionArgs(ctypes.Structure):
+    """Attention."""
+
+    _fields_ = _fields(
+        (_POINTER, "qkv out pages table slots positions cos sin q_gamma k_gamma"),
+        (_INT64, "n heads kv_heads dim page_tokens table_width window"),
+        (_FLOAT, "scale eps"),
+        (_INT32, "dtype padding"),
+    )
+
+
+class LayerArgs(ctypes.Structure):
+    """A decoder layer."""
+
+    _fields_ = _fields((LinearArgs, "qkv out mlp_in mlp_out"), (AttentionArgs, "attention"))
+
+
+class StackArgs(ctypes.Structure):
+    """A stack of them."""
+
+    _fields_ = _fields(
+        (_POINTER, "layers counts hidden qkv attended wide pages table slots positions seconds"),
+        (_INT64, "count page_tokens table_width table_layer"),
+        (_INT32, "page_dtype padding"),
+    )
+
+
+class GreedyArgs(ctypes.Structure):
+    """The choice of the likeliest tokens; see greedy.cpp."""
+
+    _fields_ = _fields((_POINTER, "logits tokens logprobs"), (_INT64, "rows vocabulary"))
+
+
+class NativeKernels:
     """Kernels built on first use for this CPU; raises KernelBuildError where that fails.
 
     Parameters
@@ -43,22 +91,15 @@ class NativeBackend:
         Of the model: fp32 activations meet quantised weights unrounded, others as bf16.
     """
 
-    name = "native"
-
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         library = load_library()
         self._round = dtype != torch.float32
-        self._linear, self._attention = library.skipdecode_linear, library.skipdecode_attention
-        self._stack = library.skipdecode_stack
-        for function in (self._linear, self._attention, self._stack):
+        self._linear, self._stack = library.skipdecode_linear, library.skipdecode_stack
+        for function in (self._linear, self._stack):
             function.argtypes, function.restype = [ctypes.c_void_p], None
 
-    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        """Always fp32."""
-        return torch.float32
-
     def linear(self, spec: LinearSpec) -> LinearCall:
-        """See `Backend`; x and out are fp32 with contiguous rows."""
+        """The call that computes `spec`; activations and results are fp32 with contiguous rows."""
         keep: list[Any] = []
         args = self._linear_args(spec, keep)
         function, address = self._linear, ctypes.addressof(args)
@@ -71,32 +112,8 @@ class NativeBackend:
         call.keep = (keep, args)  # type: ignore[attr-defined]  # the C++ side holds only their addresses
         return call
 
-    def attention(self, spec: AttentionSpec) -> AttentionCall:
-        """See `Backend`; qkv and out are fp32 and contiguous."""
-        keep: list[Any] = []
-        args = _attention_args(spec, keep)
-        function, address = self._attention, ctypes.addressof(args)
-
-        def call(
-            qkv: torch.Tensor,
-            out: torch.Tensor,
-            pages: torch.Tensor,
-            table: torch.Tensor,
-            slots: torch.Tensor,
-            positions: torch.Tensor,
-            rows: int,
-        ) -> None:
-            args.qkv, args.out, args.pages = qkv.data_ptr(), out.data_ptr(), pages.data_ptr()
-            args.table, args.slots, args.positions = table.data_ptr(), slots.data_ptr(), positions.data_ptr()
-            args.n = rows
-            args.page_tokens, args.table_width, args.dtype = pages.shape[3], table.stride(0), WEIGHT_DTYPES[pages.dtype]
-            function(address)
-
-        call.keep = (keep, args)  # type: ignore[attr-defined]
-        return call
-
-    def stack(self, layers: list[LayerSpec]) -> StackCall:
-        """See `Backend`; hidden is fp32 and contiguous. One parallel region runs all layers."""
+    def stack(self, layers: list[LayerSpec]) -> NativeStack:
+        """The call that runs layers of one geometry on fp32 hidden states, all in one parallel region."""
         keep: list[Any] = []
         made = (LayerArgs * len(layers))()
         for args, layer in zip(made, layers, strict=True):
@@ -106,7 +123,7 @@ class NativeBackend:
             args.qkv.ldx = args.out.ldy = args.mlp_in.ldx = args.mlp_out.ldy = args.qkv.k
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
-        return _NativeStack(self._stack, made, keep)
+        return NativeStack(self._stack, made, keep)
 
     def _linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
         weight = spec.weight
@@ -124,7 +141,7 @@ class NativeBackend:
         )  # fmt: skip
 
 
-class _NativeStack:
+class NativeStack:
     """The call of a stack, its buffers, and the arguments whose addresses the C++ side holds."""
 
     def __init__(self, function: Any, layers: Any, keep: list[Any]) -> None:

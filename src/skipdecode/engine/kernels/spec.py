@@ -1,10 +1,9 @@
-"""What the kernels compute, as data: one description for the C++ kernels and for their torch counterparts."""
+"""What the kernels compute, as data: one description for the C++ kernels and for torch operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -12,14 +11,11 @@ from skipdecode.engine.kernels.quantize import QuantizedWeight
 
 __all__ = [
     "Activation",
-    "AttentionCall",
     "AttentionSpec",
-    "Backend",
     "LayerSpec",
-    "LinearCall",
     "LinearSpec",
+    "ModelSpec",
     "Prologue",
-    "StackCall",
     "StackInput",
 ]
 
@@ -99,6 +95,41 @@ class LayerSpec:
     mlp_out: LinearSpec
 
 
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder.
+
+    Parameters
+    ----------
+    layers : list of LayerSpec
+        First to last.
+    head : LinearSpec
+        Final norm and output embedding.
+    embedding : torch.Tensor
+        (vocabulary, hidden).
+    position_embedding : torch.Tensor, optional
+        (positions + offset, hidden): learned positions.
+    position_offset : int
+        Row of position 0.
+    max_positions : int, optional
+        Most positions, where learned.
+    """
+
+    layers: list[LayerSpec]
+    head: LinearSpec
+    embedding: torch.Tensor
+    position_embedding: torch.Tensor | None = None
+    position_offset: int = 0
+    max_positions: int | None = None
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Hidden states (rows, hidden), new ones, of tokens (rows,) at positions (rows,)."""
+        hidden = self.embedding.index_select(0, tokens).to(dtype)
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding.index_select(0, positions + self.position_offset)
+        return hidden
+
+
 class StackInput(NamedTuple):
     """What a stack of layers runs on.
 
@@ -106,8 +137,10 @@ class StackInput(NamedTuple):
     ----------
     hidden : torch.Tensor
         (rows, hidden), changed in place.
-    pages, table : torch.Tensor
-        Keys and values as in `AttentionCall`, but a table of every layer: (layers, slots, width).
+    pages : torch.Tensor
+        Keys and values: (pages, 2, kv_heads, page_tokens, head_dim).
+    table : torch.Tensor
+        (layers, slots, width), int32 on the CPU: a slot's pages in each layer, in order.
     slots, positions : torch.Tensor
         (rows,), int32 on the CPU.
     counts : list of int
@@ -120,32 +153,3 @@ class StackInput(NamedTuple):
     slots: torch.Tensor
     positions: torch.Tensor
     counts: list[int]
-
-
-# (x, out, rows, accumulate): the first `rows` rows of x to the first rows of out; accumulate adds to out.
-LinearCall = Callable[[torch.Tensor, torch.Tensor, int, bool], None]
-# (qkv, out, pages, table, slots, positions, rows): qkv (n, (heads + 2 kv_heads) * head_dim) is changed in place; pages
-# (pages, 2, kv_heads, page_tokens, head_dim); table (slots, width), slots (n,), positions (n,) are int32 on the CPU.
-AttentionCall = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int],
-    None,
-]
-StackCall = Callable[[StackInput], None]
-
-
-class Backend(Protocol):
-    """Makes the calls of one device: `native` (C++ on the CPU) or `reference` (torch, anywhere)."""
-
-    name: str
-
-    def activation_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
-        """Type of the activations between calls."""
-
-    def linear(self, spec: LinearSpec) -> LinearCall:
-        """The call that computes `spec`."""
-
-    def attention(self, spec: AttentionSpec) -> AttentionCall:
-        """The call that computes `spec`."""
-
-    def stack(self, layers: list[LayerSpec]) -> StackCall:
-        """The call that runs decoder layers, of one geometry, one after another."""

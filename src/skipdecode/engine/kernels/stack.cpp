@@ -1,4 +1,4 @@
-// The kernels' entry points: one operation, or a stack of decoder layers, on all threads.
+// The kernels' entry points: one linear operation, or a stack of decoder layers, on all threads.
 //
 // A step of a small model is some 200 phases of a few microseconds. They run in one parallel region, with a barrier between
 // phases that spins.
@@ -64,14 +64,6 @@ void with_team(Work work) {
 
 extern "C" void skipdecode_linear(const LinearArgs* a) {
   with_team([a](const Team& team) { linear_share(*a, team); });
-}
-
-extern "C" void skipdecode_attention(const AttentionArgs* a) {
-  with_team([a](const Team& team) {
-    append_share(*a, team);
-    team.wait();
-    attend_share(*a, team);
-  });
 }
 
 // The layers with a count, first to last; ldx and ldy of their operations fit the buffers.

@@ -1,6 +1,6 @@
 """Ways of decoding behind one interface (`base.py`), so that the same code runs, times and scores all.
 
-A method is a name in `METHODS`. Most are nothing but a schedule (`skipdecode.schedule.published.SCHEDULES`).
+A method is a name in `METHODS`. Most are nothing but a schedule (`skipdecode.schedule.PUBLISHED`).
 """
 
 from __future__ import annotations

@@ -16,16 +16,9 @@ _TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class HubAnswer:
-    """What the hub says about a model.
+    """What the hub says about a model: `absent` may also be one that this user may not read.
 
-    Parameters
-    ----------
-    state : {"found", "absent", "unreachable"}
-        `absent` also stands for a model that this user may not read.
-    reason : str
-        In words, for users; empty when found.
-    revision : str or None
-        The commit, when found.
+    `reason` is for users, empty when found; `revision` is the commit when found.
     """
 
     state: Literal["found", "absent", "unreachable"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skipdecode.engine.dense_model import DenseModel
-from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.fast_model import NativeModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.bench.peers.base import Peer
@@ -106,20 +106,20 @@ def _look(peer: Peer) -> Callable[[Schedule, float], Recorder] | None:
 def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
     fast = peer.fast
     schedule = peer.suited(schedule)
-    if fast.records:
+    if fast.captures_graphs:
         peer.step_seconds(schedule)
     engine = peer.start(schedule)
     recorder = Recorder(fast.device)
     calls: list[tuple[Any, str, Callable[..., Any]]] = [(engine, "_emit", recorder.timed("sampling", engine._emit))]
-    if isinstance(fast, DenseModel):
-        # A recorded step is one call: nothing inside it can be timed.
-        calls.append((fast, "_decode", recorder.timed("layer", fast._decode)))
-    else:
+    if isinstance(fast, NativeModel):
         calls += [
             (fast, "_embed", recorder.timed("embedding", fast._embed)),
             (fast, "_stack", _noted_stack(fast, recorder, tokens * engine.kv.token_bytes)),
             (fast, "_head", recorder.timed("head", fast._head, num_bytes=fast._spec.head.weight.nbytes)),
         ]
+    elif isinstance(fast, DenseModel):
+        # A step of fixed shape is one call: nothing inside it can be timed.
+        calls.append((fast, "_decode", recorder.timed("layer", fast._decode)))
     calls += [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
     times = [time.perf_counter()]
     with recorder.replaced(calls):
@@ -130,12 +130,10 @@ def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
     return recorder
 
 
-def _noted_stack(fast: FastModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
-    """The layers' call; the C++ kernels tell the time of their phases, other backends only the whole."""
+def _noted_stack(fast: NativeModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
+    """The layers' call, whose kernels tell the time of their phases."""
     layers, stack = fast._spec.layers, fast._stack
-    arguments = getattr(stack, "_args", None)
-    if arguments is None:
-        return recorder.timed("layer", stack)
+    arguments = stack._args
     seconds = (ctypes.c_double * len(_PHASES))()
     ran: list[int] = []
 

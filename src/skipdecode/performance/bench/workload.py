@@ -4,51 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skipdecode.errors import UsageError
+from skipdecode.common.options import Options, option
 from skipdecode.schedule import Schedule
 
 __all__ = ["Workload"]
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Rows that start together and take `new` tokens each.
+class Workload(Options):
+    """Rows that start together and take `new` tokens each: `new` - 1 decode steps.
 
-    Parameters
-    ----------
-    batches : tuple of int
-        Rows of a batch.
-    prompts : tuple of int
-        Tokens in the cache of a row when its first new token is fed back, 2 or more each.
-    new : int
-        New tokens of a row: `new` - 1 decode steps.
-    nominal : tuple of float
-        Nominal speed-ups; full depth (1) is always among those measured.
-    rounds : int
-        Times that everything runs, in turn.
+    `prompt` counts the tokens in the cache of a row when its first new token is fed back.
     """
 
-    batches: tuple[int, ...] = (1, 8)
-    prompts: tuple[int, ...] = (64,)
-    new: int = 128
-    nominal: tuple[float, ...] = (1.0, 2.0, 3.0, 5.0)
-    rounds: int = 3
-
-    def __post_init__(self) -> None:
-        for name, values, fine, accepted in (
-            ("batches", self.batches, all(b >= 1 for b in self.batches), "1 or more"),
-            ("prompt", self.prompts, all(p >= 2 for p in self.prompts), "2 or more"),
-            ("new", self.new, self.new >= 3, "3 or more"),
-            ("nominal", self.nominal, all(n >= 1 for n in self.nominal), "1 or more"),
-            ("rounds", self.rounds, self.rounds >= 1, "1 or more"),
-        ):
-            if not fine:
-                raise UsageError(f"--{name} {values} is not accepted: give {accepted}")
+    batches: tuple[int, ...] = option("rows decoded together, one or more values", default=(1, 8), least=1)
+    prompt: tuple[int, ...] = option("prompt tokens of a row, one or more values", default=(64,), least=2)
+    new: int = option("new tokens of a row", default=128, least=3)
+    nominal: tuple[float, ...] = option(
+        "nominal speed-ups; 1, full depth, is always run", default=(1.0, 2.0, 3.0, 5.0), least=1
+    )
+    rounds: int = option("times that everything runs, in turn", default=3, least=1)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Rows and prompt tokens of each cell of the table."""
-        return [(batch, prompt) for batch in dict.fromkeys(self.batches) for prompt in dict.fromkeys(self.prompts)]
+        return [(batch, prompt) for batch in dict.fromkeys(self.batches) for prompt in dict.fromkeys(self.prompt)]
 
     @property
     def steps(self) -> int:

@@ -1,28 +1,32 @@
-"""One chart for every curve of this package: points with bounds, joined by lines, a name each."""
+"""One chart for every curve of this package: points with bounds, joined by lines, a name each; and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from skipdecode.reporting.plots.notes import spread_notes
 from skipdecode.reporting.plots.output import COLORS, INK, new_figure, styled, tip
 
-__all__ = ["Chart", "Point", "Series", "bar_figure", "line_figure", "panel_figure"]
+__all__ = ["Chart", "Point", "Series", "bar_figure", "grouped", "line_figure", "panel_figure"]
 
+T = TypeVar("T")
 _MARKERS = "os^DvPX*"
+_NEAR, _FAR = 5, 17  # points from a mark to its note
+_PLACES = tuple(
+    (right * _NEAR, up * distance, "left" if right > 0 else "right", "bottom" if up > 0 else "top")
+    for distance in (_NEAR, _FAR)
+    for right, up in ((1, 1), (1, -1), (-1, 1), (-1, -1))
+)
+_MARK = 3  # half of a mark's width, in points
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value with its bounds, where they are known.
+    """A value with its bounds (low and high), where they are known.
 
     Parameters
     ----------
-    x, y : float
-    x_bounds, y_bounds : (float, float), optional
-        Low and high.
     note : str
         Written beside the point.
     tip : str
@@ -45,7 +49,6 @@ class Series:
     ----------
     name : str
         In the legend; none if empty.
-    points : tuple of Point
     line : {"-", ":", "--", ""}
         How they are joined.
     markers : bool
@@ -66,7 +69,21 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What `line_figure` draws: its parameters."""
+    """What a chart shows.
+
+    Parameters
+    ----------
+    series : sequence of Series
+        At least one with a point.
+    level : (value, low, high, name), optional
+        A horizontal line with a band.
+    diagonal : str
+        Name of the line y = x, if it is to be drawn.
+    from_zero, log : bool
+        Of the y axis.
+    ticks : sequence of str
+        Names of x = 0, 1, 2, … in place of numbers.
+    """
 
     series: Sequence[Series]
     xlabel: str
@@ -78,45 +95,25 @@ class Chart:
     ticks: Sequence[str] = ()
 
 
-def line_figure(
-    series: Sequence[Series],
-    xlabel: str,
-    ylabel: str,
-    *,
-    level: tuple[float, float, float, str] | None = None,
-    diagonal: str = "",
-    from_zero: bool = False,
-    log: bool = False,
-    ticks: Sequence[str] = (),
-) -> Any:
-    """A chart.
+def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
+    """Items of the same name together, names in the order of their first item."""
+    found: dict[str, list[T]] = {}
+    for item in items:
+        found.setdefault(name(item), []).append(item)
+    return found
 
-    Parameters
-    ----------
-    series : sequence of Series
-        At least one with a point.
-    xlabel, ylabel : str
-        What the axes are, with units.
-    level : (value, low, high, name), optional
-        A horizontal line with a band.
-    diagonal : str
-        Name of the line y = x, if it is to be drawn.
-    from_zero : bool
-        Let the y axis begin at 0.
-    log : bool
-        A logarithmic y axis.
-    ticks : sequence of str
-        Names of x = 0, 1, 2, … in place of numbers.
-    """
-    names = sum(bool(one.name) for one in series) + (level is not None) + bool(diagonal)
-    # The legend stands above the axes, two names a line: room for more than four lines comes on top.
+
+def line_figure(chart: Chart) -> Any:
+    """A figure of one chart, its legend above it."""
+    names = sum(bool(one.name) for one in chart.series) + (chart.level is not None) + bool(chart.diagonal)
+    # Two names a line of the legend: room for more than four lines comes on top.
     figure = new_figure(height=3.3 + 0.18 * max(0, -(-names // 2) - 4))
     with styled():
         axes = figure.subplots()
-        _draw_chart(axes, Chart(series, xlabel, ylabel, level, diagonal, from_zero, log, ticks))
+        _draw_chart(axes, chart)
         if any(text for text in axes.get_legend_handles_labels()[1] if not text.startswith("_")):
             figure.legend(loc="outside upper left", ncols=2)
-        _spread(figure, axes, series)
+        _spread_notes(figure, axes, chart)
     return figure
 
 
@@ -133,13 +130,8 @@ def panel_figure(charts: Sequence[Chart]) -> Any:
         for axes in places[len(charts) :]:
             axes.remove()
         for axes, chart in zip(places, charts, strict=False):
-            _spread(figure, axes, chart.series)
+            _spread_notes(figure, axes, chart)
     return figure
-
-
-def _spread(figure: Any, axes: Any, series: Sequence[Series]) -> None:
-    if axes.texts:
-        spread_notes(figure, axes, [(p.x, p.y) for one in series for p in one.points])
 
 
 def _draw_chart(axes: Any, chart: Chart) -> None:
@@ -148,14 +140,22 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         value, low, high, name = chart.level
         axes.axhspan(low, high, color=INK, alpha=0.08, linewidth=0)
         axes.axhline(value, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
-    for i, one in enumerate(chart.series):
-        _draw(axes, one, i)
+    for place, one in enumerate(chart.series):
+        _draw(axes, one, place)
     if chart.diagonal:
         far = max((p.x for s in chart.series for p in s.points), default=1)
         axes.plot([1, far], [1, far], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label=chart.diagonal)
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel)
     axes.margins(x=0.08, y=0.1)
-    _scale(axes, from_zero=chart.from_zero, log=chart.log)
+    if chart.log:
+        from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_locator(MaxNLocator(1))
+    elif chart.from_zero:
+        axes.set_ylim(bottom=0)
     if chart.ticks:
         axes.set_xticks(range(len(chart.ticks)), chart.ticks)
 
@@ -180,7 +180,7 @@ def _draw(axes: Any, series: Series, place: int) -> None:
             errors = {"xerr": _error(p.x, p.x_bounds), "yerr": _error(p.y, p.y_bounds)}
             axes.errorbar(p.x, p.y, **errors, color=color, capsize=2, linewidth=0.8, capthick=0.8)
         if p.note:
-            # `spread_notes` puts it beside the point.
+            # `_spread_notes` puts it beside the point.
             axes.annotate(p.note, (p.x, p.y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color)
         if p.tip:
             # A wide, invisible dot, so that pointing at it is easy.
@@ -188,22 +188,32 @@ def _draw(axes: Any, series: Series, place: int) -> None:
             tip(dot, p.tip)
 
 
-def _scale(axes: Any, *, from_zero: bool, log: bool) -> None:
-    if log:
-        from matplotlib.ticker import MaxNLocator, ScalarFormatter
-
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_locator(MaxNLocator(1))
-    elif from_zero:
-        axes.set_ylim(bottom=0)
-
-
 def _error(value: float, bounds: tuple[float, float] | None) -> list[list[float]] | None:
     if bounds is None:
         return None
     return [[max(0.0, value - bounds[0])], [max(0.0, bounds[1] - value)]]
+
+
+def _spread_notes(figure: Any, axes: Any, chart: Chart) -> None:
+    """Move the notes off the marks and off each other, each to the first free place; where there is none, up and right.
+
+    The figure must be complete: its layout is computed here.
+    """
+    if not axes.texts:
+        return
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    half = _MARK * figure.dpi / 72
+    marks = (axes.transData.transform((p.x, p.y)) for one in chart.series for p in one.points)
+    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in marks]
+    for note in sorted(axes.texts, key=lambda note: note.xy):
+        for right, up, horizontal, vertical in (*_PLACES, _PLACES[0]):
+            note.set_position((right, up))
+            note.set(horizontalalignment=horizontal, verticalalignment=vertical)
+            if not any(note.get_window_extent().overlaps(box) for box in taken):
+                break
+        taken.append(note.get_window_extent())
 
 
 def bar_figure(names: Sequence[str], values: Sequence[float], xlabel: str) -> Any:

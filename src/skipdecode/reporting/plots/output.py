@@ -74,7 +74,6 @@ def svg(figure: Any, name: str, label: str) -> str:
 
     Parameters
     ----------
-    figure : Figure
     name : str
         Letters and digits; goes before every id, so that several pictures live in one page.
     label : str

@@ -1,4 +1,7 @@
-"""Pictures of this package's own records: decoding speed, and the losses of a tuning run."""
+"""Pictures of this package's own data: schedules and calibrations, decoding speed, the losses of a tuning run.
+
+All raise MissingExtraError where matplotlib is not installed.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,99 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure, panel_figure
-from skipdecode.reporting.plots.output import png
+from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped, line_figure, panel_figure
+from skipdecode.reporting.plots.output import COLORS, INK, LEFT_OUT, new_figure, png, styled, tip
+from skipdecode.schedule import Schedule
 
-__all__ = ["loss_figure", "share_figure", "speed_figure", "speed_png"]
+__all__ = [
+    "calibration_figure",
+    "depth_figure",
+    "importance_of",
+    "loss_figure",
+    "share_chart",
+    "speed_chart",
+    "speed_png",
+]
 
+_RUNS, _BARS = COLORS[0], COLORS[1]
 _WINDOW = 15
+_SPEED_TIP = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.0f} tokens/s"
 _Rows = Sequence[Mapping[str, Any]]
 
 
-def speed_figure(rows: _Rows) -> Any:
-    """Decode speed-up against nominal, a line an engine and batch, over what the bytes allow (dotted)."""
-    return line_figure(_speed_series(rows), "nominal speed-up", "decode speed-up", diagonal="nominal")
+# ---------------------------------------------------------------------- depth
 
 
-def share_figure(rows: _Rows) -> Any:
-    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
-    return line_figure(_share_series(rows), "nominal speed-up", "% of the read bandwidth", from_zero=True)
+def depth_figure(
+    schedule: Schedule, positions: int | None = None, *, title: str = "", size: tuple[float, float] = (8.0, 4.5)
+) -> Any:
+    """Layers × generation positions.
+
+    Parameters
+    ----------
+    positions : int, optional
+        How many are shown. Default: the schedule's `seq_len`.
+    title : str
+        Over the picture. Default: the schedule's name.
+    size : (float, float)
+        Inches.
+    """
+    figure = new_figure(*size)
+    with styled():
+        axes = figure.subplots()
+        _draw_schedule(figure, axes, schedule, positions)
+        axes.set(ylabel="layer", title=title or schedule.name)
+    return figure
+
+
+def importance_of(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
+    """How much each layer that was tried matters, and what that is, from a document of `skipdecode calibrate`."""
+    if not calibration["rounds"]:
+        return "block influence", dict(enumerate(calibration["block_influence"]))
+    first = calibration["rounds"][0]
+    added = {int(layer): loss - first["base"] for layer, loss in first["losses"].items()}
+    return "loss added when it alone is left out", added
+
+
+def calibration_figure(calibration: Mapping[str, Any], *, title: str = "") -> Any:
+    """How much each layer matters, next to layers × generation positions, from a document of `skipdecode calibrate`."""
+    schedule = Schedule.from_dict(calibration["schedule"])
+    label, importance = importance_of(calibration)
+    figure = new_figure(8.0, 4.5)
+    with styled():
+        bars, grid = figure.subplots(1, 2, sharey=True, width_ratios=(1, 2))
+        drawn = bars.barh(list(importance), list(importance.values()), 0.8, color=_BARS)
+        for bar, (layer, value) in zip(drawn, importance.items(), strict=True):
+            tip(bar, f"layer {layer}: {value:.4g}")
+        for rank, layer in enumerate(schedule.drop_order, start=1):
+            # In axes' width, so that the numbers stand in one column whatever the bars' scale.
+            bars.text(0.99, layer, str(rank), transform=bars.get_yaxis_transform(), ha="right", va="center", fontsize=6)
+        bars.margins(x=0.12)
+        bars.axvline(0, color=INK, linewidth=0.6)
+        bars.set(ylabel="layer", xlabel=label)
+        bars.set_title("importance; at the right the drop order", fontsize=8.5)
+        _draw_schedule(figure, grid, schedule, None)
+        grid.set_title(title or schedule.name)
+    return figure
+
+
+def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | None) -> None:
+    from matplotlib.patches import Patch
+
+    shown = schedule.seq_len if positions is None else max(1, positions)
+    ends = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
+    axes.barh(range(schedule.num_layers), shown, 1.0, color=LEFT_OUT)
+    widths = [shown if e is None else min(e, shown) for e in ends]
+    for layer, bar in enumerate(axes.barh(range(schedule.num_layers), widths, 0.94, color=_RUNS)):
+        end = ends[layer]
+        tip(bar, f"layer {layer} runs " + ("always" if end is None else f"at the first {end} positions"))
+    axes.set(xlim=(0, shown), ylim=(-0.5, schedule.num_layers - 0.5), xlabel="generation position")
+    axes.locator_params(integer=True)
+    handles = [Patch(color=_RUNS, label="runs"), Patch(color=LEFT_OUT, label="left out")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+
+
+# ---------------------------------------------------------------------- speed
 
 
 def speed_png(rows: _Rows) -> bytes:
@@ -32,56 +111,57 @@ def speed_png(rows: _Rows) -> bytes:
     batch and against prompt.
     """
     skipping = {r["engine"] for r in rows if r["nominal_speedup"] > 1}
-    charts = [
-        Chart(
-            _speed_series([r for r in rows if r["engine"] in skipping]),
-            "nominal speed-up",
-            "decode speed-up (faint: byte bound)",
-            diagonal="nominal",
-        ),
-        Chart(_share_series(rows), "nominal speed-up", "% of the read bandwidth", from_zero=True),
-    ]
+    scheduled = [r for r in rows if r["engine"] in skipping]
+    charts = [speed_chart(scheduled, "decode speed-up (faint: byte bound)"), share_chart(rows)]
     for axis, other, label in (("batch", "prompt", "rows of a batch"), ("prompt", "batch", "prompt tokens of a row")):
         if len({r[axis] for r in rows}) > 1:
             charts.append(Chart(_cost_series(rows, axis, other), label, "ms a step at full depth", from_zero=True))
     return png(panel_figure(charts))
 
 
-def _speed_series(rows: _Rows) -> list[Series]:
+def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
+    """Decode speed-up against nominal, a line an engine and batch, over what the bytes allow (dotted)."""
     series = []
-    for color, (name, mine) in enumerate(_engines(rows).items()):
-        points = tuple(
-            Point(
-                r["nominal_speedup"],
-                r["decode_speedup"],
-                tip=f"{name}: {r['decode_speedup']:.2f}x at nominal {r['nominal_speedup']:g}x, "
-                f"{r['decode_tokens_per_s']:.0f} tokens/s",
-            )
-            for r in mine
-        )
-        series.append(Series(name, points, color=color))
+    for color, (name, mine) in enumerate(_by_engine(rows).items()):
+        tips = [f"{name}: {_SPEED_TIP.format_map(r)}" for r in mine]
+        points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=t) for r, t in zip(mine, tips, strict=True)]
+        series.append(Series(name, tuple(points), color=color))
         bounds = tuple(Point(r["nominal_speedup"], r["amdahl_bound"]) for r in mine if "amdahl_bound" in r)
         if bounds:
             series.append(Series("", bounds, ":", markers=False, color=color, faint=True))
-    return series
+    return Chart(series, "nominal speed-up", ylabel, diagonal="nominal")
 
 
-def _share_series(rows: _Rows) -> list[Series]:
-    return [
+def share_chart(rows: _Rows) -> Chart:
+    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
+    series = [
         Series(name, tuple(Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine))
-        for name, mine in _engines(rows).items()
+        for name, mine in _by_engine(rows).items()
     ]
+    return Chart(series, "nominal speed-up", "% of the read bandwidth", from_zero=True)
 
 
 def _cost_series(rows: _Rows, axis: str, other: str) -> list[Series]:
     """Milliseconds of a full-depth step along `axis`, a line for each engine and each value of the other axis."""
     several = len({r[other] for r in rows}) > 1
-    lines: dict[str, list[Point]] = {}
-    for r in rows:
-        if r["nominal_speedup"] == 1:
-            name = r["engine"] + (f", {other} {r[other]}" if several else "")
-            lines.setdefault(name, []).append(Point(r[axis], r["ms_per_step"]))
-    return [Series(name, tuple(points)) for name, points in lines.items() if len(points) > 1]
+    full = [r for r in rows if r["nominal_speedup"] == 1]
+    lines = grouped(full, lambda r: r["engine"] + (f", {other} {r[other]}" if several else ""))
+    return [
+        Series(name, tuple(Point(r[axis], r["ms_per_step"]) for r in mine))
+        for name, mine in lines.items()
+        if len(mine) > 1
+    ]
+
+
+def _by_engine(rows: _Rows) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by engine, batch and (where they differ in it) prompt."""
+    several = len({r.get("prompt") for r in rows}) > 1
+    return grouped(
+        rows, lambda r: f"{r['engine']}, batch {r['batch']}" + (f", prompt {r['prompt']}" if several else "")
+    )
+
+
+# ---------------------------------------------------------------------- tuning
 
 
 def loss_figure(rows: _Rows) -> Any:
@@ -91,37 +171,21 @@ def loss_figure(rows: _Rows) -> Any:
     ----------
     rows : sequence of mapping
         With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; of kind train also ``schedule``.
-
-    Raises
-    ------
-    MissingExtraError
-        matplotlib is not installed.
     """
-    train = [r for r in rows if r["kind"] == "train"]
-    dev = [r for r in rows if r["kind"] == "dev"]
-    names = list(dict.fromkeys(str(r.get("schedule", "train")) for r in train))
-    series = []
-    for color, name in enumerate(names):
-        mine = [(r["step"], r["cross_entropy"]) for r in train if str(r.get("schedule", "train")) == name]
-        series.append(Series("", _points(mine), markers=False, color=color, faint=True))
-        series.append(Series(f"{name}, mean of {_WINDOW}", _points(_smooth(mine)), markers=False, color=color))
+    train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
+    runs = grouped(train, lambda r: str(r.get("schedule", "train")))
+    names, series = list(runs), []
+    for color, (name, mine) in enumerate(runs.items()):
+        losses = [(r["step"], r["cross_entropy"]) for r in mine]
+        series.append(Series("", _points(losses), markers=False, color=color, faint=True))
+        series.append(Series(f"{name}, mean of {_WINDOW}", _points(_smooth(losses)), markers=False, color=color))
     for name in [n for n in names if any(n in r for r in dev)] or ["cross_entropy"]:
-        found = [(r["step"], r[name]) for r in dev if name in r]
-        if found:
+        losses = [(r["step"], r[name]) for r in dev if name in r]
+        if losses:
             label = f"{name}, dev" if name in names else "dev"
             color = names.index(name) if name in names else -1
-            series.append(Series(label, _points(found), "--", color=color))
-    return line_figure(series, "optimizer step", "cross-entropy per response token", log=True)
-
-
-def _engines(rows: _Rows) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by engine, batch and (where they differ in it) prompt."""
-    prompts = {r.get("prompt") for r in rows}
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for r in rows:
-        name = f"{r['engine']}, batch {r['batch']}" + (f", prompt {r['prompt']}" if len(prompts) > 1 else "")
-        found.setdefault(name, []).append(r)
-    return found
+            series.append(Series(label, _points(losses), "--", color=color))
+    return line_figure(Chart(series, "optimizer step", "cross-entropy per response token", log=True))
 
 
 def _points(pairs: Iterable[tuple[float, float]]) -> tuple[Point, ...]:

@@ -124,7 +124,7 @@ class EnginePeer(Peer):
 
     def step_seconds(self, schedule: Schedule) -> list[float]:
         """Seconds of each step; see `decode_seconds`."""
-        if self.fast.records and schedule not in self._recorded:
+        if self.fast.captures_graphs and schedule not in self._recorded:
             # A step's first run is recorded, which is not to be timed.
             self._recorded.add(schedule)
             self.step_seconds(schedule)

@@ -1,21 +1,21 @@
 """Tasks as small YAML files: where records come from, how a prompt is made of one, what the output is scored with.
 
-Knows nothing about models. A task file is checked field by field; what is not known is refused with its line number.
+Knows nothing about models and metrics. A task file is checked field by field; what is not known is refused with its
+line number.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
-from skipdecode.data.template import Template
+from skipdecode.data.records import Template
+from skipdecode.data.stopping import cut_at
 from skipdecode.errors import DataError, MissingExtraError, UsageError
-from skipdecode.evaluation.metrics import METRICS
 
 __all__ = ["HubSource", "Task", "load_task", "task_names"]
 
@@ -59,7 +59,7 @@ class Task:
     references : tuple of str
         Fields that may hold the reference text or a list of them; the first one that a record has is used.
     metrics : tuple of str
-        Default metrics (`skipdecode.evaluation.metrics.METRICS`).
+        Names of the default metrics.
     max_new_tokens : int
         Longest output.
     description, licence : str
@@ -95,14 +95,6 @@ class Task:
     response_tokens: Mapping[str, int] = field(default_factory=dict)
     hub: HubSource | None = None
 
-    def prompt_fields(self) -> tuple[str, ...]:
-        """Fields of a record that the prompt needs, in order of appearance."""
-        return tuple(dict.fromkeys(name for _, name, _, _ in Formatter().parse(self.prompt) if name is not None))
-
-    def render(self, values: Mapping[str, str]) -> str:
-        """The prompt of one record."""
-        return self.prompt.format_map(dict(values))
-
     def template(self) -> Template:
         """What makes prompt and response tokens of a record: the same for tuning and for evaluation."""
         return Template(
@@ -115,10 +107,7 @@ class Task:
 
     def cut(self, output: str) -> str:
         """The output text up to the first stop string, without white space around it."""
-        text = output.lstrip()
-        for stop in self.stop:
-            text = text.partition(stop)[0]
-        return text.strip()
+        return cut_at(output.lstrip(), self.stop).strip()
 
 
 def task_names() -> tuple[str, ...]:
@@ -126,19 +115,24 @@ def task_names() -> tuple[str, ...]:
     return tuple(sorted(p.name[:-5] for p in _presets().iterdir() if p.name.endswith(".yaml")))
 
 
-def load_task(name_or_file: str | Path) -> Task:
+def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = str) -> Task:
     """A task by name, or from a YAML file.
+
+    Parameters
+    ----------
+    check_metric : callable
+        Called with the name of each metric; raises UsageError for one that it does not know.
 
     Raises
     ------
     UsageError
         Neither a known name nor a ``.yaml`` file.
     DataError
-        The file is not YAML, or a field is unknown, missing or of the wrong type; with the line number.
+        The file is not YAML, or a field is unknown, missing or not accepted; with the line number.
     """
     text = str(name_or_file)
     if text in task_names():
-        return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"))
+        return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"), check_metric)
     path = Path(name_or_file)
     if path.suffix not in (".yaml", ".yml"):
         raise UsageError(f"unknown task {text!r}: accepted are {', '.join(task_names())} and task files (*.yaml)")
@@ -147,7 +141,7 @@ def load_task(name_or_file: str | Path) -> Task:
     except UnicodeDecodeError as e:
         raise DataError(f"the task file {path} is not UTF-8: {e}") from None
     try:
-        return _parse(content)
+        return _parse(content, check_metric)
     except DataError as e:
         raise DataError(f"{path}: {e}") from None
 
@@ -159,7 +153,7 @@ def _presets() -> Any:
 # ---------------------------------------------------------------------- reading with line numbers
 
 
-def _parse(text: str) -> Task:
+def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
     try:
         import yaml
     except ImportError:
@@ -174,7 +168,10 @@ def _parse(text: str) -> Task:
     if node is None or not isinstance(data, dict):
         raise DataError("it must hold fields and values, such as 'prompt: \"{text}\"'")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    return _task(data, lines)
+    task = _task(data, lines)
+    for name in task.metrics:
+        _at_line(lines["metrics"], check_metric, name)
+    return task
 
 
 def _task(data: dict[str, Any], lines: dict[str, int]) -> Task:
@@ -189,9 +186,17 @@ def _task(data: dict[str, Any], lines: dict[str, int]) -> Task:
     if "hub" in values:
         values["hub"] = _hub(values["hub"], lines["hub"])
     task = Task(**values)
-    _check_metrics(task, lines["metrics"])
-    _check_prompt(task, lines)
+    _at_line(lines["prompt"], Template, task.prompt, task.references)
+    _at_line(lines.get("truncate", lines.get("max_prompt_tokens")), task.template)
     return task
+
+
+def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) -> None:
+    """Name the line of what a check refuses."""
+    try:
+        check(*arguments)
+    except UsageError as e:
+        raise DataError(str(e), line) from None
 
 
 _KINDS: dict[str, type] = {
@@ -211,7 +216,7 @@ _ACCEPTED = {
 
 def _checked(name: str, value: Any, kind: type, line: int) -> Any:
     if kind is tuple:
-        good = isinstance(value, list) and all(isinstance(v, str) for v in value) and (value or name == "stop")
+        good = isinstance(value, list) and all(isinstance(v, str) and v for v in value) and (value or name == "stop")
         value = tuple(value) if good else value
     elif kind is int:
         good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -248,31 +253,3 @@ def _hub(data: dict[str, Any], line: int) -> HubSource:
         if not good or (not mapping and not isinstance(value, str)):
             raise DataError(f"hub.{name}: {value!r} is not accepted: give {'names' if mapping else 'text'}", line)
     return HubSource(**data)
-
-
-def _check_metrics(task: Task, line: int) -> None:
-    for name in task.metrics:
-        try:
-            METRICS.check(name)
-        except UsageError as e:
-            raise DataError(str(e), line) from None
-
-
-def _check_prompt(task: Task, lines: Mapping[str, int]) -> None:
-    line = lines["prompt"]
-    try:
-        parts = list(Formatter().parse(task.prompt))
-    except ValueError as e:
-        raise DataError(f"prompt is not a template: {e}; write a literal brace twice", line) from None
-    for _, name, spec, conversion in parts:
-        if name is not None and (not name.isidentifier() or spec or conversion):
-            raise DataError(f"prompt names the field {name!r}: accepted are plain names, such as {{text}}", line)
-    names = task.prompt_fields()
-    if not names:
-        raise DataError("prompt uses no field of the record, so all prompts would be the same", line)
-    if task.truncate is not None and task.truncate not in names:
-        raise DataError(
-            f"truncate: {task.truncate!r} is no field of the prompt: accepted are {', '.join(names)}", lines["truncate"]
-        )
-    if (task.truncate is None) != (task.max_prompt_tokens is None):
-        raise DataError("truncate and max_prompt_tokens belong together: give both or none", line)

@@ -1,7 +1,7 @@
-"""Keys and values of a batch in one tensor of fixed shape, with the inputs and outputs of its decode steps.
+"""A static KV cache: a batch's keys and values in one tensor of fixed shape, with its decode steps' inputs and outputs.
 
-A batch's row is a *place*: index p of every layer's slab. Rows of a step are the first places, so that attention reads
-the slabs where they lie, without gathering pages. All of these tensors stay where they are, as recorded steps need.
+A batch's row has a *place*, an index into the tensor. Rows of a step are the first places, so that attention reads them
+where they lie, without gathering pages. All of these tensors stay where they are, as captured steps need.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Self
 
 import torch
 
-from skipdecode.engine.kernels.graphs import Recorder, StepGraphs
+from skipdecode.engine.kernels.graphs import GraphCapture, StepGraphs
 
-__all__ = ["GRANULE", "Slabs", "row_bucket", "token_bucket"]
+__all__ = ["GRANULE", "StaticCache", "row_bucket", "token_bucket"]
 
 GRANULE = 64  # tokens
 
@@ -29,8 +29,8 @@ def token_bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-class Slabs:
-    """Places for rows, and what is recorded on them.
+class StaticCache:
+    """Places for rows, and the graphs that were captured on them.
 
     Parameters
     ----------
@@ -38,9 +38,11 @@ class Slabs:
         Layers, key/value heads, head_dim.
     vocabulary : int
         Columns of the logits.
-    dtype, device
-        Of keys, values and activations.
-    new_recorder : callable or None
+    dtype : torch.dtype
+        Type of keys, values and activations.
+    device : torch.device
+        Where they lie.
+    new_capture : callable or None
         See `StepGraphs`.
 
     Attributes
@@ -61,15 +63,15 @@ class Slabs:
         vocabulary: int,
         dtype: torch.dtype,
         device: torch.device,
-        new_recorder: Callable[[], Recorder] | None,
+        new_capture: Callable[[], GraphCapture] | None,
     ) -> None:
         self._shape, self._vocabulary, self._dtype, self._device = shape, vocabulary, dtype, device
-        self.graphs = StepGraphs(new_recorder)
+        self.graphs = StepGraphs(new_capture)
         self._loaded: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None  # rows, places, counts
         self._allocate(0, 0)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        # Recorded steps hold these tensors' addresses: a copy of what uses them goes on here.
+        # Captured steps hold these tensors' addresses: a copy of what uses them goes on here.
         return self
 
     @property
@@ -89,7 +91,7 @@ class Slabs:
         return 2 * heads * dim * self.kv.element_size()
 
     def ensure(self, places: int, tokens: int) -> None:
-        """Make room for `places` rows of up to `tokens` tokens; keeps what is held, and forgets what was recorded."""
+        """Make room for `places` rows of up to `tokens` tokens; keeps what is held, and forgets the graphs."""
         if places <= self.places and tokens < self.capacity:
             return
         capacity = self.capacity
@@ -115,7 +117,7 @@ class Slabs:
         Parameters
         ----------
         places, tokens, positions : list of int
-            Of the rows that have a token.
+            A value for each row that has a token.
         counts : list of int
             For each layer: how many of those, from the first, run it.
         rows : int

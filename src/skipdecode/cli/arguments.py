@@ -1,0 +1,115 @@
+"""Command-line arguments from the option fields of a config dataclass, and back: the field's help is the option's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import shlex
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from skipdecode.common.options import Kind, kinds
+from skipdecode.errors import OptionError, UsageError
+
+__all__ = ["add_options", "command_line", "config_from", "flag"]
+
+T = TypeVar("T")
+
+
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """Add an option for every field of `config` that was made with `option`: the class's own, then its bases'."""
+    found = kinds(config)
+    for field in _own_first(config):
+        _add(parser, field, found[field.name])
+
+
+def config_from(config: type[T], args: argparse.Namespace) -> T:
+    """The config dataclass filled from parsed arguments.
+
+    Raises
+    ------
+    UsageError
+        A value is not accepted; names the flag.
+    """
+    values = {name: getattr(args, name) for name in kinds(config)}
+    try:
+        return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    except OptionError as e:
+        raise UsageError(f"{flag(e.name)} {e.value!r} is not accepted: give {e.accepted}") from None
+
+
+def command_line(verb: str, config: Any) -> str:
+    """The command that gives this config, without what is as by default."""
+    given, flags = [], []
+    for field in _own_first(type(config)):
+        value = getattr(config, field.name)
+        if value is None or value == field.default:
+            continue
+        words = [_written(v) for v in (value if isinstance(value, tuple) else (value,))]
+        if field.metadata["positional"]:
+            given += words
+        elif isinstance(value, bool):
+            flags.append(flag(field.name) if value else flag(field.name).replace("--", "--no-", 1))
+        else:
+            flags += [flag(field.name), *words]
+    return shlex.join(["skipdecode", verb, *given, *flags])
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def _written(value: Any) -> str:
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if not isinstance(value, float) or float(short) == value else repr(value)
+
+
+def _own_first(config: type) -> list[dataclasses.Field[Any]]:
+    """Option fields of a class, then those of its bases: a verb's own options head its help."""
+    listed = [f for f in dataclasses.fields(config) if f.name in kinds(config)]
+    named = [inspect.get_annotations(c).keys() for c in config.__mro__]
+    return sorted(listed, key=lambda f: next(rank for rank, names in enumerate(named) if f.name in names))
+
+
+def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Kind) -> None:
+    meta = kind.metadata
+    required = field.default is dataclasses.MISSING
+    keywords: dict[str, Any] = {"help": meta["help"].replace("%", "%%")}
+    if not required:
+        keywords["default"] = field.default
+    if kind.type is bool:
+        parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
+        return
+    keywords["type"] = _reader(meta["parse"] or kind.type)
+    if kind.choices is not None:
+        keywords["choices"] = kind.choices
+    if meta["positional"]:
+        nargs = ("+" if required else "*") if kind.many else (None if required else "?")
+        parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
+        return
+    if kind.many:
+        keywords |= {"nargs": "+", "action": _Gather}
+    parser.add_argument(flag(field.name), required=required, **keywords)
+
+
+class _Gather(argparse.Action):
+    """Values of a flag that is given more than once, all together, in place of the default."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
+
+
+def _reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` whose ValueError message reaches the user, which argparse grants only to its own error type."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+
+    read.__name__ = getattr(parse, "__name__", "value")
+    return read

@@ -1,0 +1,233 @@
+"""The journal of a run: what makes a kill at any moment lose nothing and repeat nothing.
+
+A heading with the run's settings, then one line a finished piece of work. A line is appended with one unbuffered write
+and synced to disk every few seconds. A line that was cut off, and anything after it, is dropped on resume. One process
+writes at a time, and pieces are read one by one: memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from skipdecode.common.jsonl import json_line
+from skipdecode.errors import OutputError
+
+__all__ = ["Journal", "is_begun"]
+
+_FORMAT = 1
+_SYNC_SECONDS = 5.0
+_DIFFERENCES_SHOWN = 3
+_VALUE_CHARACTERS = 48
+
+Piece = TypeVar("Piece")
+
+
+def is_begun(path: Path, kind: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a file is the journal of a run with these very settings."""
+    try:
+        with path.open("rb") as file:
+            return bool(_settings_of(file.readline(), kind) == _as_json(settings))
+    except OSError:
+        return False
+
+
+class Journal(Generic[Piece]):
+    """Finished pieces of work on disk.
+
+    Parameters
+    ----------
+    path : Path
+        The file; made if it is not there, taken over if it is.
+    kind : str
+        Stands in the heading, ``{"skipdecode_KIND": 1, "settings": {...}}``, so that files of other kinds are refused.
+    settings : mapping
+        JSON-ready; all that the pieces depend on.
+    parse : callable
+        The piece of a line; ValueError says that the line is not whole.
+    take : callable
+        Given each piece that an earlier run left.
+    pieces : str
+        What messages call them, in the plural.
+    remedy : str
+        What else a user may do whose file is refused.
+    restart : bool
+        Drop what is there.
+
+    Attributes
+    ----------
+    count : int
+        Pieces that are there.
+
+    Raises
+    ------
+    OutputError
+        The file cannot be written, belongs to a run with other settings (the message names them), or is being written
+        by another process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        settings: Mapping[str, Any],
+        *,
+        parse: Callable[[bytes], Piece],
+        take: Callable[[Piece], object],
+        pieces: str,
+        remedy: str,
+        restart: bool = False,
+    ) -> None:
+        self.path = path
+        self.count = 0
+        self._parse = parse
+        self._pieces = pieces
+        self._synced = time.monotonic()
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as e:
+            raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
+        try:
+            self._lock()
+            self._size = 0 if restart else self._check_heading(kind, _as_json(settings), remedy)
+            for piece, end in self._whole() if self._size else ():
+                take(piece)
+                self.count += 1
+                self._size = end
+            self._file.truncate(self._size)
+            if not self._size:
+                self._write(json_line({f"skipdecode_{kind}": _FORMAT, "settings": settings}))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, line: bytes) -> None:
+        """Keep a piece; once this returns, a kill of this process does not lose it."""
+        self._write(line)
+        self.count += 1
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            self.sync()
+
+    def read(self) -> Iterator[Piece]:
+        """All pieces, in the order in which they were finished."""
+        for piece, _ in self._whole():
+            yield piece
+
+    def sync(self) -> None:
+        """Wait until all pieces are on the disk itself."""
+        with self._as_output_error():
+            os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Sync and close; may be called twice."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def remove(self) -> None:
+        """The run is saved: nothing needs to be kept. Raises OSError."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(
+                f"{self.path} is being written by another run: wait for it, or name another output"
+            ) from None
+        except OSError:
+            # Some network file systems cannot lock; there, two runs at once are not noticed.
+            return
+
+    def _check_heading(self, kind: str, settings: Any, remedy: str) -> int:
+        """Bytes of the heading; 0 if it is not all there. Refuses one of another run."""
+        with self.path.open("rb") as file:
+            heading = file.readline()
+        start = f'{{"skipdecode_{kind}"'.encode()
+        if not heading.endswith(b"\n") and start.startswith(heading[: len(start)]):
+            return 0
+        before = _settings_of(heading, kind)
+        if before is None:
+            raise OutputError(f"{self.path} holds no {self._pieces} of this version: move it away, or {remedy}")
+        differences = list(_differences(before, settings))
+        if differences:
+            more = len(differences) - _DIFFERENCES_SHOWN
+            shown = "; ".join(differences[:_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+            raise OutputError(
+                f"{self.path} was begun with other settings ({shown}): repeat those to go on, or {remedy}"
+            )
+        return len(heading)
+
+    def _whole(self) -> Iterator[tuple[Piece, int]]:
+        """Pieces with the offset of their line's end, up to the first line that is not whole."""
+        with self.path.open("rb") as file:
+            end = len(file.readline())
+            for raw in file:
+                try:
+                    piece = self._parse(raw)
+                except ValueError:
+                    return
+                if not raw.endswith(b"\n"):
+                    return
+                end += len(raw)
+                yield piece, end
+
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        with self._as_output_error():
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                # Half a line may have been written; cut it off, so that the file stays whole.
+                with contextlib.suppress(OSError):
+                    self._file.truncate(self._size)
+                raise
+        self._size += len(line)
+
+    @contextlib.contextmanager
+    def _as_output_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise OutputError(
+                f"cannot write {self.path}: {e.strerror or e}; {self.count} {self._pieces} are kept in it: make room, "
+                "then give the same command again"
+            ) from None
+
+
+def _as_json(settings: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(settings))
+
+
+def _settings_of(heading: bytes, kind: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(heading)
+        settings = found["settings"] if found[f"skipdecode_{kind}"] == _FORMAT else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(k for k in now if k not in before)]:
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield f"{name}: {_short(before)} then, {_short(now)} now"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _VALUE_CHARACTERS else text[: _VALUE_CHARACTERS - 1] + "…"

@@ -1,0 +1,145 @@
+"""Options: dataclass fields that say what they do and what they accept, checked once, when the dataclass is made.
+
+A room's settings are such a dataclass; the command line makes flags of its fields (`skipdecode.cli.arguments`). So a
+wrong value gets the same answer from Python, where it names the field, and from a shell, where it names the flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from skipdecode.errors import OptionError
+
+__all__ = ["Kind", "Options", "kinds", "option"]
+
+T = TypeVar("T")
+
+
+def option(
+    help: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    choices: Sequence[str] | None = None,
+    positional: bool = False,
+    parse: Callable[[str], Any] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line option.
+
+    Parameters
+    ----------
+    help : str
+        What it does, with the unit.
+    default : Any, optional
+        Without one, the option must be given.
+    choices : sequence of str, optional
+        Accepted values; a ``Literal`` type says them by itself.
+    positional : bool
+        Given without a flag; with a tuple type, any number of values.
+    parse : callable, optional
+        From text to the value; raises ValueError with a message for users. Default: the field's type.
+    least, most, above, below : float, optional
+        Bounds of the number, or of each number of a tuple; the last two are not themselves accepted.
+    """
+    bounds = {"least": least, "most": most, "above": above, "below": below}
+    metadata = {"help": help, "choices": choices, "positional": positional, "parse": parse, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Options:
+    """Base of a dataclass with `option` fields, which checks their types and ranges when it is made.
+
+    A subclass that checks more does so in a `__post_init__` of its own, after this one's.
+
+    Raises
+    ------
+    OptionError
+        Names the first field whose value is not accepted.
+    """
+
+    def part(self, base: type[T]) -> T:
+        """The values of one of the classes that this one inherits from, alone."""
+        return base(**{f.name: getattr(self, f.name) for f in dataclasses.fields(base)})  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds(type(self)).items():
+            value = getattr(self, name)
+            if value is None and kind.optional:
+                continue
+            if kind.many and not isinstance(value, tuple | list):
+                raise OptionError(name, value, "a list of values")
+            for one in value if kind.many else (value,):
+                if (accepted := kind.refuses(one)) is not None:
+                    raise OptionError(name, one, accepted)
+
+
+class Kind(NamedTuple):
+    """What values an option takes: their type, whether it takes many, or None; and its field's metadata."""
+
+    type: type
+    many: bool
+    optional: bool
+    choices: tuple[str, ...] | None
+    metadata: Mapping[str, Any]
+
+    def refuses(self, value: Any) -> str | None:
+        """What is accepted in place of `value`, in words; None if it is accepted."""
+        if self.choices is not None:
+            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+        if self.type is bool:
+            return None if isinstance(value, bool) else "true or false"
+        if self.type not in (int, float):
+            return None
+        bounds, accepted = self.metadata["bounds"], self._range()
+        if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
+            return ("a whole number" if self.type is int else "a number") + (accepted and f", {accepted}")
+        if not math.isfinite(value):
+            return "a finite number" + (accepted and f", {accepted}")
+        fits = (
+            (bounds["least"] is None or value >= bounds["least"])
+            and (bounds["most"] is None or value <= bounds["most"])
+            and (bounds["above"] is None or value > bounds["above"])
+            and (bounds["below"] is None or value < bounds["below"])
+        )
+        return None if fits else accepted
+
+    def _range(self) -> str:
+        least, most, above, below = (self.metadata["bounds"][name] for name in ("least", "most", "above", "below"))
+        if least is not None and most is not None:
+            return f"{least} to {most}"
+        words = ((least, "{} or more"), (above, "more than {}"), (most, "up to {}"), (below, "less than {}"))
+        return ", ".join(text.format(bound) for bound, text in words if bound is not None)
+
+
+_KINDS: dict[type, dict[str, Kind]] = {}
+
+
+def kinds(options: type) -> dict[str, Kind]:
+    """The options of a dataclass by name."""
+    if options not in _KINDS:
+        hints = typing.get_type_hints(options)
+        _KINDS[options] = {
+            f.name: _kind(hints[f.name], f.metadata) for f in dataclasses.fields(options) if "help" in f.metadata
+        }
+    return _KINDS[options]
+
+
+def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
+    inner, optional, many = hint, False, False
+    if typing.get_origin(inner) in (typing.Union, types.UnionType):
+        optional = True
+        inner = next(a for a in typing.get_args(inner) if a is not type(None))
+    if typing.get_origin(inner) is tuple:
+        inner, many = typing.get_args(inner)[0], True
+    choices = metadata["choices"]
+    if typing.get_origin(inner) is typing.Literal:
+        inner, choices = str, choices or typing.get_args(inner)
+    return Kind(inner, many, optional, None if choices is None else tuple(choices), metadata)

@@ -1,0 +1,93 @@
+"""The weights that the C++ kernels read: a model's own, moved into one block of memory, or copies of 8 or 4 bits.
+
+Separate tensors of a few megabytes hold few huge pages; one block, in the order in which a step reads it, is nearly all
+of them. The model's parameters become views of the block, and what they were is freed tensor by tensor.
+
+Of the token embedding rows are looked up, so it is not quantised, also where it is tied to the output embedding. The
+output embedding takes 8 bits also where the rest takes 4, as in llama.cpp's files: four bits there cost more than in
+all layers together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from skipdecode.common.allocator import return_freed_memory
+from skipdecode.engine.kernels.memory import Arena
+from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, quantize
+from skipdecode.engine.kernels.spec import LayerSpec, LinearSpec, ModelSpec
+from skipdecode.engine.model_spec import read_model, weights_of
+
+__all__ = ["QuantizedWeights", "move_into_one_block"]
+
+_KEPT = 2**25  # bytes that malloc may keep of what was moved
+
+
+def move_into_one_block(model: Any) -> None:
+    """Move the projections and the output embedding of a model with a fast path; does nothing if it was done before."""
+    weights = list({weight.data_ptr(): weight for weight in weights_of(read_model(model, positions=1))}.values())
+    if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
+        return
+    parts = _parts(model, weights)
+    arena = Arena([weight.nbytes for weight in weights], weights[0].device)
+    weights.reverse()
+    freed = 0
+    while weights:
+        # Popped, so that nothing holds the old memory once its parameters have moved.
+        weight = weights.pop()
+        place = arena.put(weight).flatten()
+        for parameter in parts[weight.data_ptr()]:
+            begin = (parameter.data_ptr() - weight.data_ptr()) // weight.element_size()
+            parameter.data = place[begin : begin + parameter.numel()].view(parameter.shape)
+        freed += weight.nbytes
+        del weight
+        if freed > _KEPT:
+            return_freed_memory()
+            freed = 0
+
+
+def _parts(model: Any, weights: list[Tensor]) -> dict[int, list[Tensor]]:
+    """The parameters that lie in each weight, by its address."""
+    parts: dict[int, list[Tensor]] = {weight.data_ptr(): [] for weight in weights}
+    ends = {weight.data_ptr(): weight.data_ptr() + weight.nbytes for weight in weights}
+    starts = sorted(ends)
+    for parameter in model.parameters():
+        address = parameter.data_ptr()
+        start = starts[max(0, bisect_right(starts, address) - 1)]
+        if start <= address < ends[start]:
+            parts[start].append(parameter)
+    return parts
+
+
+class QuantizedWeights:
+    """Quantised copies of one model's projections and output embedding, each made once."""
+
+    def __init__(self, kind: Quantization) -> None:
+        self._kind = kind
+        self._made: dict[int, QuantizedWeight] = {}
+
+    def apply(self, spec: ModelSpec) -> ModelSpec:
+        """The spec with quantised weights; the model keeps its own."""
+        if not self._made:
+            self._quantize(spec)
+        linear = self._linear
+        layers = [
+            LayerSpec(linear(x.qkv), x.attention, linear(x.out), linear(x.mlp_in), linear(x.mlp_out))
+            for x in spec.layers
+        ]
+        return replace(spec, layers=layers, head=linear(spec.head))
+
+    def _quantize(self, spec: ModelSpec) -> None:
+        *layers, head = weights_of(spec)
+        made = [quantize(weight, self._kind) for weight in layers] + [quantize(head, "int8")]
+        arena = Arena([size for one in made for size in (one.codes.nbytes, one.scales.nbytes)], head.device)
+        for weight, one in zip((*layers, head), made, strict=True):
+            self._made[weight.data_ptr()] = replace(one, codes=arena.put(one.codes), scales=arena.put(one.scales))
+
+    def _linear(self, spec: LinearSpec) -> LinearSpec:
+        weight = spec.weight
+        return spec if isinstance(weight, QuantizedWeight) else replace(spec, weight=self._made[weight.data_ptr()])

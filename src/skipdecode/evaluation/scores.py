@@ -1,0 +1,100 @@
+"""Everything a run is scored with, as tables of per-record statistics: metrics, fidelity to full depth, the loss.
+
+Fidelity is how close a method stays to the same model at full depth, and needs no reference. Free-running figures
+compare the two greedy outputs; teacher-forced ones ask at each token of the full-depth output what the method would
+have said there (`skipdecode.evaluation.teacher_forced`). The loss of references comes from the same pass and does
+need one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from skipdecode.errors import UsageError
+from skipdecode.evaluation.bootstrap import Table, interval, ratio_of_sums
+from skipdecode.evaluation.metrics import METRICS
+
+__all__ = ["FIDELITY", "IN_NATS", "Scored", "free_running", "ratio_score", "scorer_of", "table_of"]
+
+FIDELITY = {
+    "exact_match": "outputs equal to full depth's, %",
+    "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",
+    "top1_agreement": "tokens of the full-depth output that the method would choose too, given those before, %",
+    "kl": "KL divergence from full depth's next-token distribution, nats a token of its output",
+    "loss": "cross-entropy of the record's first reference and its end token, nats a token",
+}
+"""Figures that are no metric of a library, with their definitions; all are ratios of sums over records."""
+IN_NATS = ("kl", "loss")
+"""Less is better; all other figures are percent."""
+
+
+def ratio_score(name: str, total: Table) -> float:
+    """A figure of `FIDELITY` from summed rows, shape (2,): percent, or nats."""
+    return ratio_of_sums(total) * (1.0 if name in IN_NATS else 100.0)
+
+
+def free_running(outputs: Sequence[Sequence[int]], full: Sequence[Sequence[int]]) -> dict[str, Table]:
+    """Tables (records, 2) of exact_match and token_agreement, from the tokens of a method and of full depth."""
+    exact, tokens = [], []
+    for ours, theirs in zip(outputs, full, strict=True):
+        exact.append((list(ours) == list(theirs), 1))
+        tokens.append((sum(a == b for a, b in zip(ours, theirs, strict=False)), max(len(ours), len(theirs))))
+    return {"exact_match": table_of(exact), "token_agreement": table_of(tokens)}
+
+
+def table_of(rows: Any) -> Table:
+    """Rows (numerator, denominator) as an array, shape (records, 2)."""
+    return np.asarray(rows, dtype=np.float64).reshape(-1, 2)
+
+
+def scorer_of(name: str) -> Callable[[Table], float]:
+    """From the summed statistics of a metric or fidelity figure to its score; loads no model.
+
+    Raises
+    ------
+    UsageError
+        The name is neither.
+    """
+    if name in FIDELITY:
+        return partial(ratio_score, name)
+    if name not in METRICS:
+        raise UsageError(f"unknown metric {name!r}: accepted are {', '.join((*METRICS.names(), *FIDELITY))}")
+    score: Callable[[Table], float] = METRICS.get(name).score
+    return score
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Tables by name, each with the signature of what made it.
+
+    Parameters
+    ----------
+    tables : mapping of str to ndarray, shape (records, k)
+        Statistics.
+    signatures : mapping of str to str
+        Library, version and settings of each metric; a fidelity figure's is its definition.
+    """
+
+    tables: Mapping[str, Table]
+    signatures: Mapping[str, str]
+
+    def of_record(self, index: int) -> dict[str, list[float]]:
+        """The statistics of one record."""
+        return {name: table[index].tolist() for name, table in self.tables.items()}
+
+    def scores(self, indices: Sequence[int]) -> dict[str, float]:
+        """Every score over some of the records."""
+        return {name: scorer_of(name)(table[list(indices)].sum(axis=0)) for name, table in self.tables.items()}
+
+    def summary(self, *, resamples: int, seed: int) -> dict[str, Any]:
+        """Every score with its interval and signature, JSON-ready."""
+        signatures, found = FIDELITY | dict(self.signatures), {}
+        for name, table in self.tables.items():
+            bounds = interval(table, scorer_of(name), resamples=resamples, seed=seed)
+            found[name] = {"score": bounds.estimate, "interval": asdict(bounds), "signature": signatures[name]}
+        return found

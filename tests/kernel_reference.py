@@ -1,0 +1,95 @@
+"""What the kernels compute, in plain torch and row by row: the oracle of their tests, which shares no arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from skipdecode.engine.kernels import native_kernels
+from skipdecode.engine.kernels.native import NativeKernels
+from skipdecode.engine.kernels.quantize import QuantizedWeight
+from skipdecode.engine.kernels.spec import AttentionSpec, LinearSpec, StackInput
+
+
+def kernels_or_skip(dtype: torch.dtype = torch.bfloat16) -> NativeKernels:
+    """The C++ kernels; skips the test where they cannot be built."""
+    kernels, reason = native_kernels(torch.device("cpu"), dtype)
+    if kernels is None:
+        pytest.skip(reason)
+    return kernels
+
+
+def run_linear(kernels: NativeKernels, spec: LinearSpec, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+    """A linear operation on the C++ kernels; its results come on top of `add_to`."""
+    out = torch.zeros(x.shape[0], spec.weight.shape[0]) if add_to is None else add_to.clone()
+    kernels.linear(spec)(x, out, x.shape[0], add_to is not None)
+    return out
+
+
+def reference_linear(spec: LinearSpec, x: Tensor) -> Tensor:
+    """activation(prologue(x) @ weight.T + bias) in fp32."""
+    weight = spec.weight.dequantize() if isinstance(spec.weight, QuantizedWeight) else spec.weight.float()
+    columns = weight.shape[1]
+    match spec.prologue:
+        case "rms_norm":
+            x = x / (x.square().mean(-1, keepdim=True) + spec.eps).sqrt() * spec.gamma
+        case "layer_norm":
+            x = functional.layer_norm(x, (columns,), spec.gamma, spec.beta, spec.eps)
+        case "swiglu":
+            x = x[:, :columns] * torch.sigmoid(x[:, :columns]) * x[:, columns:]
+        case "geglu_tanh":
+            x = functional.gelu(x[:, :columns], approximate="tanh") * x[:, columns:]
+    y = x @ weight.T + (0 if spec.bias is None else spec.bias)
+    match spec.activation:
+        case "relu":
+            return y.clamp(min=0)
+        case "gelu_tanh":
+            return functional.gelu(y, approximate="tanh")
+    return y
+
+
+def reference_stack(layers: list, given: StackInput) -> None:
+    """The layers on the first rows that run each of them; changes hidden states and pages."""
+    for layer, table, count in zip(layers, given.table, given.counts, strict=True):
+        x = given.hidden[:count]
+        attended = _attention(layer.attention, reference_linear(layer.qkv, x), given, table, count)
+        x += reference_linear(layer.out, attended)
+        x += reference_linear(layer.mlp_out, reference_linear(layer.mlp_in, x))
+
+
+def _attention(spec: AttentionSpec, qkv: Tensor, given: StackInput, table: Tensor, count: int) -> Tensor:
+    page_tokens, groups = given.pages.shape[3], spec.heads // spec.kv_heads
+    queries = []
+    for row in range(count):
+        slot, position = int(given.slots[row]), int(given.positions[row])
+        heads = qkv[row].view(-1, spec.head_dim)
+        q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads])
+        queries.append(_placed(spec, q, spec.q_gamma, position))
+        page = given.pages[table[slot, position // page_tokens]]
+        page[0, :, position % page_tokens] = _placed(spec, k, spec.k_gamma, position).to(page.dtype)
+        page[1, :, position % page_tokens] = v.to(page.dtype)
+    out = torch.empty(count, spec.heads, spec.head_dim)
+    for row, query in enumerate(queries):
+        slot, position = int(given.slots[row]), int(given.positions[row])
+        first = max(0, position - spec.window + 1) if spec.window else 0
+        places = [(table[slot, p // page_tokens], p % page_tokens) for p in range(first, position + 1)]
+        held = torch.stack([given.pages[page, :, :, at] for page, at in places], dim=2).float()  # (2, heads, n, dim)
+        for head in range(spec.heads):
+            keys, values = held[:, head // groups]
+            out[row, head] = torch.softmax(keys @ query[head] * spec.scale, 0) @ values
+    return out.flatten(1)
+
+
+def _placed(spec: AttentionSpec, heads: Tensor, gamma: Tensor | None, position: int) -> Tensor:
+    """Heads (n, head_dim), normed and rotated: column i with column i + head_dim / 2, as complex numbers."""
+    if gamma is not None:
+        heads = heads / (heads.square().mean(-1, keepdim=True) + spec.eps).sqrt() * gamma
+    if spec.cos is None or spec.sin is None:
+        return heads
+    half = math.floor(spec.head_dim / 2)
+    pairs = torch.complex(heads[:, :half], heads[:, half:]) * torch.complex(spec.cos[position], spec.sin[position])
+    return torch.cat((pairs.real, pairs.imag), dim=1)
