@@ -168,6 +168,7 @@ class ResponseBuilder(ABC):
         self._state = state
         self._token_text = token_text
         self._logprobs = body.top_logprobs_wanted is not None
+        self._tells_every_token = self._logprobs or state.trace  # also one that has no text
         self._include_usage = body.include_usage
         self._lengths = [0] * len(state.choices)
         self._head: dict[str, Any] = {
@@ -199,11 +200,7 @@ class ResponseBuilder(ABC):
     def chunks(self, events: list[Event]) -> bytes:
         """Server-sent events for events of the request; ends with `[DONE]` if it finished."""
         summary = next((event for event in events if isinstance(event, Summary)), None)
-        updates = [
-            update
-            for update in _merged(events)
-            if update.text or update.finish_reason or self._logprobs or self._state.trace
-        ]
+        updates = [u for u in _merged(events) if u.text or u.finish_reason or self._tells_every_token]
         lines = []
         for update in updates:
             choice = _ChunkChoice(**self._content(update.text, whole=False), **self._fields(update))
