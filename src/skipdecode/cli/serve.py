@@ -118,7 +118,7 @@ def _service(config: Config) -> Service:
     )
     catalog = service.catalog
     own = "the checkpoint's own" if loaded.schedule is not None else "the checkpoint carries no schedule"
-    note(f"schedules: {', '.join(catalog.names())}; default: {catalog.default} ({own})")
+    note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default} ({own})")
     note(f"keys and values take {service.kv_bytes_most / 2**30:.2f} GiB at most ({config.max_rows} rows)")
     return service
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp
 
 from skipdecode import __version__
@@ -177,7 +178,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", responses=_failures(401) | {200: text})
     async def metrics() -> Response:
         """For Prometheus."""
-        return Response(service.metrics.render(), media_type=service.metrics.content_type)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -212,15 +213,9 @@ def _failures(*statuses: int) -> Answers:
 
 def _describe(app: FastAPI) -> None:
     """Take FastAPI's own error out of the description: this server answers 400 where FastAPI would answer 422."""
-    make = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        schema = make()
-        for methods in schema["paths"].values():
-            for operation in methods.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schema.get("components", {}).get("schemas", {}).pop(name, None)
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    description = app.openapi()  # made once, and kept by FastAPI
+    for methods in description["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        description["components"]["schemas"].pop(name, None)

@@ -77,12 +77,17 @@ class Catalog:
 
     Parameters
     ----------
-    num_layers : int
-        Of the model.
     carried : Schedule or None
         The checkpoint's own: the default. Without it, that is full depth.
     others : iterable of Schedule
         Further ones. Two of one name get a number.
+
+    Attributes
+    ----------
+    loaded : dict of str to Schedule
+        All of them by name, full depth included.
+    default : str
+        Name of the schedule of requests that ask for none.
 
     Raises
     ------
@@ -92,23 +97,15 @@ class Catalog:
 
     def __init__(self, num_layers: int, carried: Schedule | None, others: Iterable[Schedule] = ()) -> None:
         self.num_layers = num_layers
-        self._loaded: dict[str, Schedule] = {}
+        self.loaded: dict[str, Schedule] = {}
         self._add(Schedule.full(num_layers))
         self.default = "full" if carried is None else self._add(carried)
         for schedule in others:
             self._add(schedule)
-        orders = [s.drop_order for s in (self._loaded[self.default], *self.schedules()) if s.drop_order]
+        orders = [s.drop_order for s in (self.loaded[self.default], *self.loaded.values()) if s.drop_order]
         # In which budgets of requests drop layers.
         self._budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
         self._least_budget = max(1, num_layers - len(self._budget_order))
-
-    def schedules(self) -> list[Schedule]:
-        """All loaded schedules."""
-        return list(self._loaded.values())
-
-    def names(self) -> list[str]:
-        """Of all loaded schedules."""
-        return list(self._loaded)
 
     def find(self, name: str | None, budget: int | None) -> NamedSchedule:
         """The schedule that a request asks for; raises ApiError if there is none."""
@@ -116,10 +113,10 @@ class Catalog:
             schedule = self._constant(min(budget, self.num_layers))
             return NamedSchedule(schedule.name, "budget", schedule)
         name = self.default if name is None else name
-        if name not in self._loaded:
-            message = f"there is no schedule of this name: the server has {', '.join(self._loaded)}"
+        if name not in self.loaded:
+            message = f"there is no schedule of this name: the server has {', '.join(self.loaded)}"
             raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
-        return NamedSchedule(name, name, self._loaded[name])
+        return NamedSchedule(name, name, self.loaded[name])
 
     def budget_schedule(self) -> Schedule:
         """A schedule that stands for all budgets of requests: it drops as much as any of them."""
@@ -137,7 +134,7 @@ class Catalog:
                 budgets=list(schedule.budgets),
                 drop_order=list(schedule.drop_order),
             )
-            for name, schedule in self._loaded.items()
+            for name, schedule in self.loaded.items()
         ]
         budget = _Budget(least=self._least_budget, most=self.num_layers, drop_order=list(self._budget_order))
         described = _Schedules(
@@ -156,10 +153,10 @@ class Catalog:
     def _add(self, schedule: Schedule) -> str:
         schedule.check_fits(self.num_layers)
         name, number = schedule.name, 1
-        while name in self._loaded:
-            if self._loaded[name] == schedule:
+        while name in self.loaded:
+            if self.loaded[name] == schedule:
                 return name
             number += 1
             name = f"{schedule.name}-{number}"
-        self._loaded[name] = schedule
+        self.loaded[name] = schedule
         return name

@@ -98,8 +98,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _explained(errors: Sequence[Any]) -> ApiError:
     """What pydantic found wrong with a request, in one line that names the field."""
-    if not errors:
-        return ApiError(400, "invalid_value", "the request is not valid")
     first = errors[0]
     path = [part for part in first["loc"] if part not in ("body", "query", "path")]
     param = _field(path)

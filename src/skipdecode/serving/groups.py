@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from skipdecode.engine.base import Engine
@@ -105,23 +106,19 @@ class Group:
 
 def make_groups(source: EngineSource, schedules: Iterable[Schedule], max_rows: int) -> list[Group]:
     """As few groups as take all of the schedules, of at most `max_rows` rows each."""
-
-    def maker(order: tuple[int, ...]) -> Callable[[], Engine]:
-        # Stands for the order: each row brings its own schedule.
-        stand_in = Schedule(source.num_layers, order, (source.num_layers,), warmup_layers=0, name="group")
-
-        def make() -> Engine:
-            with warnings.catch_warnings():
-                # Said once, when the model was opened.
-                warnings.simplefilter("ignore", UserWarning)
-                return source.engine(stand_in, max_rows=max_rows, join_below=1, in_order=True)
-
-        return make
-
     if source.fast is None:
-        return [Group(maker(()), None)]
+        return [Group(partial(_new_engine, source, (), max_rows), None)]
     orders: list[tuple[int, ...]] = []
     for dropped in sorted({schedule.dropped for schedule in schedules}, key=len, reverse=True):
         if not any(order[: len(dropped)] == dropped for order in orders):
             orders.append(dropped)
-    return [Group(maker(order), order) for order in orders]
+    return [Group(partial(_new_engine, source, order, max_rows), order) for order in orders]
+
+
+def _new_engine(source: EngineSource, order: tuple[int, ...], max_rows: int) -> Engine:
+    # Stands for the order: each row brings its own schedule.
+    stand_in = Schedule(source.num_layers, order, (source.num_layers,), warmup_layers=0, name="group")
+    with warnings.catch_warnings():
+        # Said once, when the model was opened.
+        warnings.simplefilter("ignore", UserWarning)
+        return source.engine(stand_in, max_rows=max_rows, join_below=1, in_order=True)

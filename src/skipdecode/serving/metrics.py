@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 __all__ = ["Metrics"]
 
@@ -20,8 +19,6 @@ class Metrics:
     num_layers : int
         Of the model; the depth histogram has a bucket for each layer up to 64, else 64 buckets.
     """
-
-    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, num_layers: int) -> None:
         self.registry = CollectorRegistry()
@@ -45,10 +42,6 @@ class Metrics:
         self.kv_bytes_held = gauge("kv_bytes_held", "Keys and values now")
         self.kv_bytes_saved = gauge("kv_bytes_saved", "What full depth would hold beyond that")
         self.step_failures = counter("step_failures", "Steps that raised")
-
-    def render(self) -> bytes:
-        """The page that Prometheus reads."""
-        return bytes(generate_latest(self.registry))
 
 
 def _depths(num_layers: int) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from skipdecode.serving.catalog import NamedSchedule
 from skipdecode.serving.detokenizer import Detokenizer, Piece
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["Choice", "ChoiceFinish", "Event", "Failed", "Finished", "RequestState", "Summary", "Update"]
+__all__ = ["Choice", "ChoiceFinish", "Event", "RequestState", "Summary", "Update"]
 
 
 ChoiceFinish = Literal["stop", "length"]
@@ -55,19 +55,8 @@ class Summary:
     layer_sets: dict[str, list[int]] | None
 
 
-class Finished(NamedTuple):
-    """All choices have ended."""
-
-    summary: Summary
-
-
-class Failed(NamedTuple):
-    """The request ends here."""
-
-    error: ApiError
-
-
-Event = Update | Finished | Failed
+Event = Update | Summary | ApiError
+"""The last one is the summary of a request that finished, or the error that ended it."""
 
 
 @dataclass(eq=False)

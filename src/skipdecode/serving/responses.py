@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel
 
 from skipdecode.serving.detokenizer import Piece
-from skipdecode.serving.errors import ExactModel
+from skipdecode.serving.errors import ApiError, ExactModel
 from skipdecode.serving.protocol import GenerationRequest
-from skipdecode.serving.request_state import ChoiceFinish, Event, Failed, Finished, RequestState, Summary, Update
+from skipdecode.serving.request_state import ChoiceFinish, Event, RequestState, Summary, Update
 
 __all__ = [
     "ChatResponse",
@@ -168,6 +168,7 @@ class ResponseBuilder(ABC):
         self._state = state
         self._token_text = token_text
         self._logprobs = body.top_logprobs_wanted is not None
+        self._tells_every_token = self._logprobs or state.trace  # also one that has no text
         self._include_usage = body.include_usage
         self._lengths = [0] * len(state.choices)
         self._head: dict[str, Any] = {
@@ -177,12 +178,8 @@ class ResponseBuilder(ABC):
         }
 
     @abstractmethod
-    def _choice(self, text: str, fields: dict[str, Any]) -> _Choice:
-        """A choice of a whole response."""
-
-    @abstractmethod
-    def _new_text(self, text: str) -> dict[str, Any]:
-        """A chunk's field for it."""
+    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
+        """The field that has the text of a whole choice, or what is new in a chunk."""
 
     @abstractmethod
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> _CompletionLogprobs | _ChatLogprobs:
@@ -190,8 +187,9 @@ class ResponseBuilder(ABC):
 
     def whole(self, events: list[Event]) -> bytes:
         """The response, from all events of a request that finished."""
-        summary = next(event.summary for event in events if isinstance(event, Finished))
-        choices = [self._choice(update.text, self._fields(update)) for update in sorted(_merged(events))]
+        summary = next(event for event in events if isinstance(event, Summary))
+        updates = sorted(_merged(events))
+        choices = [self._content(update.text, whole=True) | self._fields(update) for update in updates]
         head = self._head | {"object": self.object}
         return _json(self.response(**head, choices=choices, usage=_usage(summary), skipdecode=summary))
 
@@ -201,18 +199,14 @@ class ResponseBuilder(ABC):
 
     def chunks(self, events: list[Event]) -> bytes:
         """Server-sent events for events of the request; ends with `[DONE]` if it finished."""
-        summary = next((event.summary for event in events if isinstance(event, Finished)), None)
-        updates = [
-            update
-            for update in _merged(events)
-            if update.text or update.finish_reason or self._logprobs or self._state.trace
-        ]
+        summary = next((event for event in events if isinstance(event, Summary)), None)
+        updates = [u for u in _merged(events) if u.text or u.finish_reason or self._tells_every_token]
         lines = []
         for update in updates:
-            choice = _ChunkChoice(**self._new_text(update.text), **self._fields(update))
+            choice = _ChunkChoice(**self._content(update.text, whole=False), **self._fields(update))
             last = update is updates[-1] and not self._include_usage
             lines.append(self._chunk([choice], summary if last else None))
-        lines += [server_sent_event(event.error.body()) for event in events if isinstance(event, Failed)]
+        lines += [server_sent_event(event.body()) for event in events if isinstance(event, ApiError)]
         if summary is not None:
             if self._include_usage:
                 lines.append(self._chunk([], summary))
@@ -250,10 +244,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
     response = CompletionResponse
 
-    def _choice(self, text: str, fields: dict[str, Any]) -> _CompletionChoice:
-        return _CompletionChoice(text=text, **fields)
-
-    def _new_text(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         return {"text": text}
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> _CompletionLogprobs:
@@ -282,10 +273,9 @@ class ChatResponseBuilder(ResponseBuilder):
         choices = [_ChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in indices]
         return b"".join(self._chunk([choice], None) for choice in choices)
 
-    def _choice(self, text: str, fields: dict[str, Any]) -> _ChatChoice:
-        return _ChatChoice(message=_AssistantMessage(role="assistant", content=text, refusal=None), **fields)
-
-    def _new_text(self, text: str) -> dict[str, Any]:
+    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            return {"message": _AssistantMessage(role="assistant", content=text, refusal=None)}
         return {"delta": _Delta(content=text) if text else _Delta()}
 
     def _logprobs_of(self, index: int, pieces: list[Piece]) -> _ChatLogprobs:

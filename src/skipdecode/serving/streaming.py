@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.request_state import Event, Failed, Finished, RequestState
+from skipdecode.serving.request_state import Event, RequestState, Summary
 from skipdecode.serving.responses import ResponseBuilder, server_sent_event
 from skipdecode.serving.service import Service
 
@@ -78,7 +78,7 @@ async def collect(state: RequestState, service: Service, request: Request) -> li
     finally:
         gone.cancel()
         _close(state, service, request.scope)
-    failed = next((event.error for event in events if isinstance(event, Failed)), None)
+    failed = next((event for event in events if isinstance(event, ApiError)), None)
     if failed is not None:
         raise failed
     return events
@@ -100,4 +100,4 @@ async def _gone(request: Request) -> None:
 
 
 def _is_end(events: list[Event]) -> bool:
-    return any(isinstance(event, Finished | Failed) for event in events)
+    return any(isinstance(event, Summary | ApiError) for event in events)

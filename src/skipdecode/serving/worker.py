@@ -20,7 +20,7 @@ from skipdecode.serving.errors import ApiError
 from skipdecode.serving.groups import Group, KvSize
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.request_state import Choice, Event, Failed, Finished, RequestState, Update
+from skipdecode.serving.request_state import Choice, Event, RequestState, Update
 
 __all__ = ["ModelWorker"]
 
@@ -35,19 +35,12 @@ class ModelWorker:
     ----------
     groups : sequence of Group
         Together they take every schedule that a request may have. Used by the worker's thread only.
-    num_layers : int
-        Of the model.
     kv_size : KvSize
         How the groups store keys and values.
     """
 
     def __init__(
-        self,
-        groups: Sequence[Group],
-        num_layers: int,
-        kv_size: KvSize,
-        limits: ServerLimits,
-        metrics: Metrics,
+        self, groups: Sequence[Group], num_layers: int, kv_size: KvSize, limits: ServerLimits, metrics: Metrics
     ) -> None:
         self._groups = groups
         self._num_layers = num_layers
@@ -144,7 +137,7 @@ class ModelWorker:
             with self._wake:
                 self._stopping = True
             for state in self._all_requests():
-                self._tell(state, Failed(_stopping()))
+                self._tell(state, _stopping())
             self._send()
 
     def _all_requests(self) -> set[RequestState]:
@@ -208,7 +201,10 @@ class ModelWorker:
                 for state in {choice.state for choice in group.reset()}:
                     self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
                 continue
-            self._note_step(outputs, time.perf_counter() - start)
+            self._metrics.steps.inc()
+            self._metrics.step_seconds.observe(time.perf_counter() - start)
+            if outputs:
+                self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
             for choice, output in outputs:
                 if choice not in self._running:
                     continue  # its request has failed meanwhile
@@ -248,7 +244,7 @@ class ModelWorker:
             self._leave(choice)
             if state.done:
                 state.outcome = "ok"
-                self._tell(state, Finished(state.summary(self._num_layers)))
+                self._tell(state, state.summary(self._num_layers))
 
     def _leave(self, choice: Choice) -> None:
         """A choice's row is free; its counters are added up."""
@@ -272,9 +268,9 @@ class ModelWorker:
     def _fail(self, state: RequestState, error: ApiError, outcome: str) -> None:
         self._drop(state)
         state.outcome = outcome
-        self._tell(state, Failed(error))
+        self._tell(state, error)
 
-    # ------------------------------------------------------------------ events
+    # ------------------------------------------------------------------ events and figures
 
     def _tell(self, state: RequestState, event: Event) -> None:
         self._events.setdefault(state, []).append(event)
@@ -292,14 +288,6 @@ class ModelWorker:
                 state.closed = True
                 state.outcome = "slow_reader"
                 self.cancel(state)
-
-    # ------------------------------------------------------------------ figures
-
-    def _note_step(self, outputs: list[tuple[Choice, StepOutput]], seconds: float) -> None:
-        self._metrics.steps.inc()
-        self._metrics.step_seconds.observe(seconds)
-        if outputs:
-            self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
 
     def _note_memory(self) -> None:
         held = sum(group.kv_bytes for group in self._groups)
