@@ -224,6 +224,7 @@ def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path
         ('{"options": {"stepz": 3}}', 2, "unknown option 'stepz'"),
         ('{"options": {"steps": [3]}}', 2, "--steps"),
         ("[]", 1, "the key 'options'"),
+        ('{"kind": "bench", "options": {}}', 1, "'bench'"),
         ("{", 1, "not JSON"),
     ],
 )

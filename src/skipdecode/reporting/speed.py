@@ -133,4 +133,5 @@ def load_section(source: Source) -> Section:
 
 
 def _milliseconds(found: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{part}_{q}": 1000 * found[part][q] for part in _LATENCIES for q in _QUANTILES if q in found[part]}
+    quantiles = {f"{part}_{q}": found[part].get(q) for part in _LATENCIES for q in _QUANTILES}
+    return {name: 1000 * seconds for name, seconds in quantiles.items() if seconds is not None}
