@@ -36,7 +36,7 @@ def positions_figure(calibration: dict[str, Any]) -> Any:
             tokens = sum(counts[start:end])
             added = sum(losses["sums"][str(depth)][start:end]) - sum(losses["sums"][str(layers)][start:end])
             points.append(Point((start + end - 1) / 2, added / tokens))
-        series.append(Series(f"{depth} of {layers} layers", tuple(points)))
+        series.append(Series(f"{depth} of {layers} layers", points))
     return line_figure(Chart(series, "generation position", "loss added per token", from_zero=True))
 
 

@@ -72,7 +72,8 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
     assert "of bandwidth" in capsys.readouterr().out
     assert png.read_bytes().startswith(b"\x89PNG")
     document = json.loads(out.read_text())
-    assert set(document) == {"environment", "config", "bandwidth_gb_s", "rows", "notes"}
+    assert set(document) == {"kind", "format", "environment", "config", "bandwidth_gb_s", "rows", "notes"}
+    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
     words = shlex.split(document["config"]["command"])
     assert words[:3] == ["skipdecode", "bench", model]
     assert "--batches" in words

@@ -169,6 +169,7 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     printed = capsys.readouterr()
     document = json.loads(printed.out)
     assert document == json.loads((out / "calibration.json").read_text())
+    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
     schedule = Schedule.from_json((out / "schedule.json").read_text())
     assert schedule == Schedule.from_dict(document["schedule"])
     first = document["rounds"][0]

@@ -62,6 +62,7 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert "loss=" in printed.err
     assert "100%" in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
 
 
 def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
@@ -223,6 +224,7 @@ def test_a_directory_in_use_needs_resume_and_the_same_run(files: Files, tmp_path
         ('{"options": {"stepz": 3}}', 2, "unknown option 'stepz'"),
         ('{"options": {"steps": [3]}}', 2, "--steps"),
         ("[]", 1, "the key 'options'"),
+        ('{"kind": "bench", "options": {}}', 1, "'bench'"),
         ("{", 1, "not JSON"),
     ],
 )

@@ -33,16 +33,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Paired:
-    """Run B against run A on the same records.
+    """Run B against run A on the same records: their scores, b - a, and b / a.
 
-    Parameters
-    ----------
-    a, b : float
-        The two scores.
-    difference : Interval
-        b - a.
-    ratio : Interval, optional
-        b / a; None if a's score is 0 in the data or in a resample.
+    There is no ratio if a's score is 0 in the data or in a resample.
     """
 
     a: float

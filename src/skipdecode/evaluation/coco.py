@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import shutil
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.evaluation.metrics import MeanMetric, MetricOptions
@@ -18,7 +17,8 @@ __all__ = ["Cider", "Meteor"]
 class _Coco(MeanMetric):
     """A caption metric; texts are lower-cased and stripped of punctuation by the Penn treebank tokenizer."""
 
-    scale: float = 1.0
+    program: ClassVar[str]
+    scale: ClassVar[float] = 1.0
 
     def __init__(self, options: MetricOptions) -> None:
         try:
@@ -46,11 +46,8 @@ class _Coco(MeanMetric):
     @functools.cached_property
     def _program(self) -> Any:
         """Started once: METEOR reads its tables for many seconds."""
-        return self._scorer()
-
-    @abstractmethod
-    def _scorer(self) -> Any:
-        """The program, with `compute_score(references, outputs)`."""
+        module, _, name = self.program.partition(":")
+        return getattr(importlib.import_module(module), name)()
 
 
 class Meteor(_Coco):
@@ -60,20 +57,12 @@ class Meteor(_Coco):
     """
 
     name = "meteor"
+    program = "pycocoevalcap.meteor.meteor:Meteor"
     scale = 100.0
-
-    def _scorer(self) -> Any:
-        from pycocoevalcap.meteor.meteor import Meteor as Program
-
-        return Program()
 
 
 class Cider(_Coco):
     """Mean CIDEr-D, 0 to 10 (Vedantam et al., 2015); words that are rare in the references at hand weigh more."""
 
     name = "cider"
-
-    def _scorer(self) -> Any:
-        from pycocoevalcap.cider.cider import Cider as Program
-
-        return Program()
+    program = "pycocoevalcap.cider.cider:Cider"

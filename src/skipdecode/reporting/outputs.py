@@ -54,7 +54,7 @@ def _lengths(runs: Sequence[Run], axis: str, metric: str) -> Picture | None:
         return None
     longest = max((buckets for _, buckets in lines), key=len)
     series = [
-        Series(name, tuple(Point(i, b["metrics"][metric]) for i, b in enumerate(buckets) if metric in b["metrics"]))
+        Series(name, [Point(i, b["metrics"][metric]) for i, b in enumerate(buckets) if metric in b["metrics"]])
         for name, buckets in lines
     ]
     name, unit = METRIC_NAMES[metric], axis.replace("_", " ")

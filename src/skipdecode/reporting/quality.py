@@ -176,7 +176,7 @@ def _trade_off(group: Sequence[_Result], metric: str) -> Picture | None:
     if not shown and full is None:
         return None
     curves = grouped(shown, lambda r: r.curve)
-    series = [Series(curve, tuple(_point(r, metric) for r in results)) for curve, results in curves.items()]
+    series = [Series(curve, [_point(r, metric) for r in results]) for curve, results in curves.items()]
     name, level = METRIC_NAMES[metric], None
     label = f"{name} against measured speed-up."
     if full is not None:
@@ -227,7 +227,7 @@ def nominal_sections(sources: Sequence[Source]) -> list[Section]:
     sections = []
     for group in _groups(sources):
         shown = [r for r in group if not r.full and r.nominal is not None and r.speed is not None]
-        curves = {n: tuple(map(_nominal_point, rs)) for n, rs in grouped(shown, lambda r: r.curve).items()}
+        curves = {n: [_nominal_point(r) for r in rs] for n, rs in grouped(shown, lambda r: r.curve).items()}
         if curves:
             series = [Series(name, points) for name, points in curves.items()]
             figure = line_figure(Chart(series, "nominal speed-up", "measured speed-up", diagonal="nominal"))

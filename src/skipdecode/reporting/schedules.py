@@ -54,7 +54,7 @@ def calibration_section(source: Source) -> Section:
     caption = f"{schedule['name']}: what each layer is worth on these records, and where the schedule leaves it out"
     pictures = [Picture(calibration_figure(data), caption, label, wide=True)]
     if len(bases := [r["base"] for r in data["rounds"]]) > 1:
-        series = Series("", tuple(Point(i, loss) for i, loss in enumerate(bases)), markers=False)
+        series = Series("", [Point(i, loss) for i, loss in enumerate(bases)], markers=False)
         figure = line_figure(Chart([series], "layers left out", "loss per response token"))
         label = f"Loss as layers go, one at a time: {bases[0]:.3f} with all, {bases[-1]:.3f} at the end of the search."
         pictures.append(Picture(figure, "Loss as layers are left out in the learned order, everywhere", label))

@@ -42,7 +42,7 @@ def decode_section(source: Source) -> Section:
     tip = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.1f} tokens/s"
     points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=tip.format_map(r)) for r in rows]
     predicted = [Point(r["nominal_speedup"], r["predicted_speedup"]) for r in rows]
-    series = [Series("measured", tuple(points)), Series("cost model", tuple(predicted), "--")]
+    series = [Series("measured", points), Series("cost model", predicted, "--")]
     figure = line_figure(Chart(series, "nominal speed-up", "decode speed-up", diagonal="nominal"))
     words = ", ".join(f"{p.y:.2f}x at {p.x:g}x" for p in points)
     picture = Picture(figure, "Measured, and what the cost model says", f"Decode speed-up against nominal: {words}.")
@@ -114,7 +114,7 @@ def load_section(source: Source) -> Section:
         )
     ]
     if memory := data.get("memory_mib"):
-        series = Series("", tuple(Point(at, mib) for at, mib in memory), markers=False)
+        series = Series("", [Point(at, mib) for at, mib in memory], markers=False)
         figure = line_figure(Chart([series], "seconds", "memory, MiB", from_zero=True))
         first, last = memory[0][1], memory[-1][1]
         label = f"Memory of the server over the run: {first:.0f} MiB at first, {last:.0f} MiB at the end."
@@ -133,4 +133,5 @@ def load_section(source: Source) -> Section:
 
 
 def _milliseconds(found: Mapping[str, Any]) -> dict[str, float]:
-    return {f"{part}_{q}": 1000 * found[part][q] for part in _LATENCIES for q in _QUANTILES if q in found[part]}
+    quantiles = {f"{part}_{q}": found[part].get(q) for part in _LATENCIES for q in _QUANTILES}
+    return {name: 1000 * seconds for name, seconds in quantiles.items() if seconds is not None}

@@ -76,7 +76,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
         raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
     if recipe.get("kind", _KIND) != _KIND:
-        raise DataError(f"recipe {path}: its kind is {recipe['kind']!r}")
+        raise DataError(f"recipe {path}: is of kind {recipe['kind']!r}, {_KIND} is accepted")
     if recipe.get("format", _FORMAT) != _FORMAT:
         raise DataError(f"recipe {path}: format {recipe['format']!r} is not known, this version reads {_FORMAT}")
     return recipe

@@ -60,7 +60,7 @@ class Series:
     """
 
     name: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
     line: str = "-"
     markers: bool = True
     color: int | None = None

@@ -125,8 +125,8 @@ def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
     for color, (name, mine) in enumerate(_by_engine(rows).items()):
         tips = [f"{name}: {_SPEED_TIP.format_map(r)}" for r in mine]
         points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=t) for r, t in zip(mine, tips, strict=True)]
-        series.append(Series(name, tuple(points), color=color))
-        bounds = tuple(Point(r["nominal_speedup"], r["amdahl_bound"]) for r in mine if "amdahl_bound" in r)
+        series.append(Series(name, points, color=color))
+        bounds = [Point(r["nominal_speedup"], r["amdahl_bound"]) for r in mine if "amdahl_bound" in r]
         if bounds:
             series.append(Series("", bounds, ":", markers=False, color=color, faint=True))
     return Chart(series, "nominal speed-up", ylabel, diagonal="nominal")
@@ -135,7 +135,7 @@ def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
 def share_chart(rows: _Rows) -> Chart:
     """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
     series = [
-        Series(name, tuple(Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine))
+        Series(name, [Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine])
         for name, mine in _by_engine(rows).items()
     ]
     return Chart(series, "nominal speed-up", "% of the read bandwidth", from_zero=True)
@@ -146,11 +146,8 @@ def _cost_series(rows: _Rows, axis: str, other: str) -> list[Series]:
     several = len({r[other] for r in rows}) > 1
     full = [r for r in rows if r["nominal_speedup"] == 1]
     lines = grouped(full, lambda r: r["engine"] + (f", {other} {r[other]}" if several else ""))
-    return [
-        Series(name, tuple(Point(r[axis], r["ms_per_step"]) for r in mine))
-        for name, mine in lines.items()
-        if len(mine) > 1
-    ]
+    points = {name: [Point(r[axis], r["ms_per_step"]) for r in mine] for name, mine in lines.items()}
+    return [Series(name, found) for name, found in points.items() if len(found) > 1]
 
 
 def _by_engine(rows: _Rows) -> dict[str, list[Mapping[str, Any]]]:
@@ -188,8 +185,8 @@ def loss_figure(rows: _Rows) -> Any:
     return line_figure(Chart(series, "optimizer step", "cross-entropy per response token", log=True))
 
 
-def _points(pairs: Iterable[tuple[float, float]]) -> tuple[Point, ...]:
-    return tuple(Point(x, y) for x, y in pairs)
+def _points(pairs: Iterable[tuple[float, float]]) -> list[Point]:
+    return [Point(x, y) for x, y in pairs]
 
 
 def _smooth(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
