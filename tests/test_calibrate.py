@@ -46,7 +46,7 @@ def examples(count: int = 7, seed: int = 0, longest: int = 9) -> list[Example]:
 
 
 def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:
-    store = KeptValues(path, "measured", {"model": "tiny"}, pieces="measurements", remedy="")
+    store = KeptValues(path, {"model": "tiny"}, pieces="measurements", remedy="")
     arguments = {"part": "learn", "batch_size": 3, "pad_id": 0, "advance": lambda: None} | options
     return LossMeter(attachment, rows, store, **arguments)
 

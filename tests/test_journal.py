@@ -18,7 +18,7 @@ SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
 
 
 def opened(path: Path, settings: dict[str, Any] = SETTINGS, **options: Any) -> KeptValues:
-    return KeptValues(path, "measured", settings, pieces="measurements", remedy="give another --out", **options)
+    return KeptValues(path, settings, pieces="measurements", remedy="give another --out", **options)
 
 
 def test_values_come_back_and_half_a_line_is_dropped(tmp_path: Path):
@@ -41,15 +41,14 @@ def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: 
     store.put("a", 1)
     store.close()
     other = SETTINGS | {"model": "n"}
-    assert is_begun(path, "measured", SETTINGS)
-    assert not is_begun(path, "measured", other)
-    assert not is_begun(path, "other", SETTINGS)
+    assert is_begun(path, SETTINGS)
+    assert not is_begun(path, other)
     with pytest.raises(OutputError, match=r'model: "m" then, "n" now\): repeat those to go on, or give another --out'):
         opened(path, other)
     dropped = opened(path, other, restart=True)
     assert dropped.get("a") is None
     dropped.close()
-    assert is_begun(path, "measured", other)
+    assert is_begun(path, other)
 
 
 @pytest.mark.parametrize("content", ["hello\n", '{"format": 1, "model": "m"}\n', "[1]\n"])

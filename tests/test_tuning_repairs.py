@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from skipdecode.data.prompts import Example
 
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
+from skipdecode.data.prompts import Example
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.trainer import Tuner

@@ -156,7 +156,7 @@ def _measure(
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     out.mkdir(parents=True, exist_ok=True)
     identity = identity_of(loaded.model, config.model, (learn, check), config.batch_size)
-    store = KeptValues(out / _STORE, "measured", identity, pieces="measurements", remedy="give another --out")
+    store = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     attachment: Attachment
     bar = tqdm(desc="measuring", unit="batch")

@@ -21,7 +21,7 @@ from skipdecode.errors import OutputError
 
 __all__ = ["Journal", "KeptValues", "is_begun"]
 
-_FORMAT = 1
+_KEY, _FORMAT = "skipdecode_partial", 1
 _SYNC_SECONDS = 5.0
 _DIFFERENCES_SHOWN = 3
 _VALUE_CHARACTERS = 48
@@ -29,11 +29,11 @@ _VALUE_CHARACTERS = 48
 Piece = TypeVar("Piece")
 
 
-def is_begun(path: Path, kind: str, settings: Mapping[str, Any]) -> bool:
+def is_begun(path: Path, settings: Mapping[str, Any]) -> bool:
     """Whether a file is the journal of a run with these very settings."""
     try:
         with path.open("rb") as file:
-            return bool(_settings_of(file.readline(), kind) == _as_json(settings))
+            return bool(_settings_of(file.readline()) == _as_json(settings))
     except OSError:
         return False
 
@@ -45,10 +45,8 @@ class Journal(Generic[Piece]):
     ----------
     path : Path
         The file; made if it is not there, taken over if it is.
-    kind : str
-        Stands in the heading, ``{"skipdecode_KIND": 1, "settings": {...}}``, so that files of other kinds are refused.
     settings : mapping
-        JSON-ready; all that the pieces depend on.
+        JSON-ready; all that the pieces depend on. Stands in the heading.
     parse : callable
         The piece of a line; ValueError says that the line is not whole.
     take : callable
@@ -75,7 +73,6 @@ class Journal(Generic[Piece]):
     def __init__(
         self,
         path: Path,
-        kind: str,
         settings: Mapping[str, Any],
         *,
         parse: Callable[[bytes], Piece],
@@ -95,14 +92,14 @@ class Journal(Generic[Piece]):
             raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
         try:
             self._lock()
-            self._size = 0 if restart else self._check_heading(kind, _as_json(settings), remedy)
+            self._size = 0 if restart else self._check_heading(_as_json(settings), remedy)
             for piece, end in self._whole() if self._size else ():
                 take(piece)
                 self.count += 1
                 self._size = end
             self._file.truncate(self._size)
             if not self._size:
-                self._write(json_line({f"skipdecode_{kind}": _FORMAT, "settings": settings}))
+                self._write(json_line({_KEY: _FORMAT, "settings": settings}))
         except BaseException:
             self._file.close()
             raise
@@ -150,14 +147,14 @@ class Journal(Generic[Piece]):
             # Some network file systems cannot lock; there, two runs at once are not noticed.
             return
 
-    def _check_heading(self, kind: str, settings: Any, remedy: str) -> int:
+    def _check_heading(self, settings: Any, remedy: str) -> int:
         """Bytes of the heading; 0 if it is not all there. Refuses one of another run."""
         with self.path.open("rb") as file:
             heading = file.readline()
-        start = f'{{"skipdecode_{kind}"'.encode()
+        start = f'{{"{_KEY}"'.encode()
         if not heading.endswith(b"\n") and start.startswith(heading[: len(start)]):
             return 0
-        before = _settings_of(heading, kind)
+        before = _settings_of(heading)
         if before is None:
             raise OutputError(f"{self.path} holds no {self._pieces} of this version: move it away, or {remedy}")
         differences = list(_differences(before, settings))
@@ -211,11 +208,11 @@ class KeptValues(Journal[list[Any]]):
     """A journal of JSON-ready values by key, in lines of ``[key, value]``; all are in memory. See `Journal`."""
 
     def __init__(
-        self, path: Path, kind: str, settings: Mapping[str, Any], *, pieces: str, remedy: str, restart: bool = False
+        self, path: Path, settings: Mapping[str, Any], *, pieces: str, remedy: str, restart: bool = False
     ) -> None:
         self._values: dict[str, Any] = {}
         super().__init__(
-            path, kind, settings, parse=json.loads, take=self._take, pieces=pieces, remedy=remedy, restart=restart
+            path, settings, parse=json.loads, take=self._take, pieces=pieces, remedy=remedy, restart=restart
         )
 
     def get(self, key: str) -> Any:
@@ -235,10 +232,10 @@ def _as_json(settings: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(settings))
 
 
-def _settings_of(heading: bytes, kind: str) -> dict[str, Any] | None:
+def _settings_of(heading: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(heading)
-        settings = found["settings"] if found[f"skipdecode_{kind}"] == _FORMAT else None
+        settings = found["settings"] if found[_KEY] == _FORMAT else None
     except (ValueError, KeyError, TypeError):
         return None
     return settings if isinstance(settings, dict) else None

@@ -98,7 +98,7 @@ class FileWriter:
         self.bad_before = 0
         self._done = _InOrder()
         self._journal = Journal(
-            _partial_path(path), "partial", settings, parse=_Row.parse, take=self._take,
+            _partial_path(path), settings, parse=_Row.parse, take=self._take,
             pieces="finished rows", remedy="drop what is there with --restart", restart=restart,
         )  # fmt: skip
 

@@ -47,7 +47,6 @@ __all__ = [
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"
-_KIND = "evaluation"
 _NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
 
 
@@ -139,7 +138,7 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
 def is_unfinished(directory: Path, about: Mapping[str, Any] | None = None) -> bool:
     """Whether a run was begun in the directory and not finished: some run, or the one that `about` describes."""
     path = directory / _UNFINISHED
-    return path.exists() if about is None else is_begun(path, _KIND, _digest(about))
+    return path.exists() if about is None else is_begun(path, _digest(about))
 
 
 def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
@@ -148,10 +147,8 @@ def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
     `about` is JSON-ready: all that the outputs depend on. What another run left starts anew.
     """
     restart = not is_unfinished(directory, about)
-    remedy = "give --overwrite"
-    return KeptValues(
-        directory / _UNFINISHED, _KIND, _digest(about), pieces="finished batches", remedy=remedy, restart=restart
-    )
+    path, remedy = directory / _UNFINISHED, "give --overwrite"
+    return KeptValues(path, _digest(about), pieces="finished batches", remedy=remedy, restart=restart)
 
 
 def _digest(about: Mapping[str, Any]) -> dict[str, str]:
