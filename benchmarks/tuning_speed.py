@@ -23,7 +23,7 @@ from skipdecode import Schedule, attach
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.environment import environment
 from skipdecode.data.examples import Example
-from skipdecode.performance.bench.geometries import GEOMETRIES, build
+from skipdecode.performance.bench.workload import GEOMETRIES, build
 from skipdecode.tuning.adapters import add_lora, make_optimizer
 from skipdecode.tuning.arithmetic import make_accelerator
 from skipdecode.tuning.collate import collate

@@ -19,12 +19,10 @@ from skipdecode.cli.bench_report import report
 from skipdecode.cli.options.option import option
 from skipdecode.cli.options.threads import ThreadOptions
 from skipdecode.errors import OutputError, UsageError
-from skipdecode.performance.bench.geometries import GEOMETRIES
-from skipdecode.performance.bench.peers import DRAFTING, PEERS
-from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.bench.workload import DRAFTING, GEOMETRIES, PEERS, Workload, build
 
 if TYPE_CHECKING:
-    from skipdecode.performance.bench.peers.base import Peer
+    from skipdecode.performance.bench.peers import Peer
 
 __all__ = ["Config", "run"]
 
@@ -116,7 +114,6 @@ def _peers(config: Config, workload: Workload) -> tuple[Any, list[Peer]]:
 
     from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import choose_device, load_model
-    from skipdecode.performance.bench.geometries import build
     from skipdecode.performance.bench.peers import make_peer
 
     tokenizer = None

@@ -8,9 +8,10 @@ or generated. Not modelled: the limit on KV memory, attention inside a prompt, n
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,9 +19,8 @@ from skipdecode.cli.columns import table
 from skipdecode.cli.options.option import option
 from skipdecode.cli.options.schedule import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.errors import DataError, UsageError
-from skipdecode.performance.batch_cost import BatchCost
-from skipdecode.performance.cost import CostModel, Machine
-from skipdecode.performance.simulate.simulator import POLICIES, Simulation, best_join_below, capacity, simulate
+from skipdecode.performance.cost import CostModel, PromptCost
+from skipdecode.performance.simulate.simulator import POLICIES, best_join_below, capacity, simulate
 from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from skipdecode.performance.simulate.simulator import Admission
     from skipdecode.performance.simulate.traces import Arrival
+    from skipdecode.performance.simulate.worker import Simulation
 
 __all__ = ["Config", "run"]
 
@@ -56,8 +57,8 @@ class Config(ScheduleOptions):
     )
     flops: float | None = option("GFLOP/s of a modelled worker's matrix product; goes with --bandwidth", default=None)
     prompt_token_ms: float | None = option(
-        "with --cost: milliseconds of one prompt token at full depth (default: as in a row of the largest batch, an "
-        "upper bound)",
+        "with --cost: milliseconds of one prompt token at full depth (default: what the files say, or as in a row of "
+        "the largest batch, an upper bound)",
         default=None,
     )
     flat: bool = option("use the constant schedule of the same mean depth", default=False)
@@ -135,7 +136,7 @@ def run(config: Config) -> int:
                 _trace(config, rate),
                 cost,
                 schedule,
-                max_rows=cost.max_rows,
+                max_rows=cost.batch,
                 policy=cast("Admission", config.policy),
                 join_below=share,
                 workers=config.workers,
@@ -170,12 +171,17 @@ def _check(config: Config) -> None:
 # ---------------------------------------------------------------------- cost
 
 
-def _cost(config: Config) -> BatchCost:
+def _cost(config: Config) -> CostModel:
     if config.model is not None:
         return _predicted(config, config.model)
     models = [_read_cost(Path(path)) for path in config.cost]
-    seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
-    return BatchCost.between(models, config.max_rows, seconds)
+    cost = CostModel.joined(models, config.max_rows)
+    if config.prompt_token_ms is None:
+        return cost
+    if not 0 <= config.prompt_token_ms < math.inf:
+        raise UsageError(f"--prompt-token-ms {config.prompt_token_ms:g} is not accepted: give milliseconds, 0 or more")
+    seconds = config.prompt_token_ms / 1e3 / cost.num_layers
+    return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds),))
 
 
 def _read_cost(path: Path) -> CostModel:
@@ -191,17 +197,17 @@ def _read_cost(path: Path) -> CostModel:
         raise DataError(f"{path}: {e}") from None
 
 
-def _predicted(config: Config, name: str) -> BatchCost:
+def _predicted(config: Config, name: str) -> CostModel:
     from skipdecode.performance.cost_source import find_geometry
+    from skipdecode.performance.machine import Machine, measure_machine
 
     geometry, dtype = find_geometry(name)
     if config.bandwidth is None or config.flops is None:
-        from skipdecode.performance.machine import measure_machine
-
         machine = measure_machine("cpu", dtype)
     else:
         machine = Machine(config.bandwidth * 1e9, config.flops * 1e9)
-    return BatchCost.predicted(geometry, machine, 8 if config.max_rows is None else config.max_rows)
+    rows = 8 if config.max_rows is None else config.max_rows
+    return CostModel.predicted(geometry, machine, rows, range(1, rows + 1))
 
 
 # ---------------------------------------------------------------------- trace
@@ -220,7 +226,7 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> list[float | None]:
+def _join_shares(config: Config, cost: CostModel, schedules: list[Schedule]) -> list[float | None]:
     """`join_below` for each schedule; None: the policy's own."""
     asked = config.join_below
     if asked is None:
@@ -230,7 +236,7 @@ def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> 
     if asked == "auto":
         arrivals = list(_trace(config, None))
         policy = cast("Admission", config.policy)
-        return [best_join_below(arrivals, cost, s, max_rows=cost.max_rows, policy=policy) for s in schedules]
+        return [best_join_below(arrivals, cost, s, max_rows=cost.batch, policy=policy) for s in schedules]
     try:
         return [float(asked)] * len(schedules)
     except ValueError:
@@ -238,7 +244,7 @@ def _join_shares(config: Config, cost: BatchCost, schedules: list[Schedule]) -> 
 
 
 def _capacities(
-    config: Config, cost: BatchCost, schedules: list[Schedule], shares: list[float | None]
+    config: Config, cost: CostModel, schedules: list[Schedule], shares: list[float | None]
 ) -> list[float | None]:
     """Requests a second that all workers can finish, for each schedule; None where all requests come at once."""
     if config.load is None and config.rate is None:
@@ -247,7 +253,7 @@ def _capacities(
     endless = 1_000_000_000
     return [
         config.workers
-        * capacity(_trace(config, None, endless), cost, s, max_rows=cost.max_rows, policy=policy, join_below=share)
+        * capacity(_trace(config, None, endless), cost, s, max_rows=cost.batch, policy=policy, join_below=share)
         for s, share in zip(schedules, shares, strict=True)
     ]
 
@@ -295,10 +301,10 @@ def _table(runs: list[_Run]) -> list[str]:
         "layers per token": lambda s: f"{s.layers_per_token:.2f}",
     }
     lines += [[name, *map(show, results)] for name, show in figures.items()]
-    for name, field in (("first token", "first_token"), ("inter-token", "between_tokens"), ("request", "whole")):
-        for share in (0.5, 0.99):
-            seconds = [getattr(s.totals, field).quantile(share) for s in results]
-            lines.append([f"{name} p{share * 100:.0f}, ms", *(f"{1e3 * value:.2f}" for value in seconds)])
+    documents = [s.to_dict() for s in results]
+    for name, field in (("first token", "first_token_s"), ("inter-token", "inter_token_s"), ("request", "request_s")):
+        for which in ("p50", "p99"):
+            lines.append([f"{name} {which}, ms", *(f"{1e3 * each[field][which]:.2f}" for each in documents)])
     shown = table(lines[0], lines[1:])
     if len(runs) == 2:
         shown.append(_gain(*runs))

@@ -17,11 +17,10 @@ from skipdecode.models.loading.hub import DTYPES, load_config, load_model
 from skipdecode.models.loading.locate import adapter_dir, base_name
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model, note
-from skipdecode.performance.config_sizes import ConfigReader
 from skipdecode.performance.cost import CostModel
-from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.geometry import ConfigReader, ModelGeometry
 from skipdecode.performance.machine import measure_machine
-from skipdecode.performance.step_cost import measure_cost
+from skipdecode.performance.measure import measure_cost
 
 __all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.machine import measure_bandwidth
 from skipdecode.schedule import Schedule

@@ -14,7 +14,7 @@ from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.performance.bench.peers.fast import EnginePeer
 from skipdecode.performance.bench.peers.generate import TransformersPeer
 from skipdecode.performance.bench.recorder import Part, Recorder
@@ -174,8 +174,8 @@ def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) 
                 reads = weight.nbytes
             calls.append((module, "forward", recorder.timed(kind, module.forward, layer, reads)))
         with recorder.replaced(calls):
-            clock = peer.generate(cache)
-    recorder.add_steps(clock.times)
+            times = peer.generate(cache)
+    recorder.add_steps(times)
     return recorder
 
 

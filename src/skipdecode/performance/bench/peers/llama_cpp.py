@@ -17,7 +17,7 @@ import torch
 
 from skipdecode.errors import MissingExtraError, SkipDecodeError, UsageError
 from skipdecode.performance.bench.gguf_file import write_gguf
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
@@ -99,7 +99,7 @@ class LlamaCppPeer(Peer):
     def reads(self, batch: int) -> CostModel:
         geometry = self._geometry
         cache = geometry.kv_bytes_per_token() / geometry.dtype_bytes * _CACHE_BYTES
-        return CostModel(geometry.num_layers, batch, self._sizes.head, self._sizes.layer, batch * cache)
+        return CostModel.of_step(geometry.num_layers, batch, self._sizes.head, self._sizes.layer, cache)
 
     def close(self) -> None:
         if self._batch is not None:

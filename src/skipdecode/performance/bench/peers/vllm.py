@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import UsageError
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.schedule import Schedule
 
 __all__ = ["VllmPeer"]
