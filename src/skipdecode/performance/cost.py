@@ -195,13 +195,7 @@ class CostModel:
         """
         if not 1 <= rows <= self.max_rows:
             raise UsageError(f"rows={rows} is not accepted: the cost is known for 1 to {self.max_rows} rows")
-        right = bisect_left(self.steps, (rows,))
-        upper = self.steps[right]
-        if right == 0 or upper.rows == rows:
-            return upper._replace(rows=rows)
-        lower = self.steps[right - 1]
-        share = (rows - lower.rows) / (upper.rows - lower.rows)
-        return StepCost(rows, *(low + share * (high - low) for low, high in zip(lower[1:], upper[1:], strict=True)))
+        return StepCost(rows, *_between(self.steps, rows))
 
     @cached_property
     def step(self) -> StepCost:
@@ -212,10 +206,6 @@ class CostModel:
         """One step of `batch` rows that runs `active_layers` layers, with `kv_tokens` cached tokens in every row."""
         return self.step.fixed_seconds + active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
 
-    def tokens_read(self, kv_tokens: float) -> float:
-        """See the function `tokens_read`."""
-        return tokens_read(kv_tokens, self.window, self.window_share)
-
     def prompt_seconds(self, tokens: int, layers: int) -> float:
         """One forward over `tokens` tokens of prompts through `layers` layers.
 
@@ -223,18 +213,13 @@ class CostModel:
         """
         row = self.steps[-1].layer_seconds / self.max_rows
         known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds),)
-        right = bisect_left(known, (tokens,))
-        if right == 0:
-            layer = known[0].layer_seconds
-        elif right == len(known):
-            layer = known[-1].layer_seconds * tokens / known[-1].tokens
-        else:
-            (low, below), (high, above) = known[right - 1 : right + 1]
-            layer = below + (tokens - low) / (high - low) * (above - below)
+        last = known[-1]
+        layer = last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
         return self.at(1).fixed_seconds + layers * layer
 
     def _reads(self, kv_tokens: float) -> float:
-        return self.batch * self.step.kv_seconds * self.tokens_read(kv_tokens)
+        """The cache read of a layer."""
+        return self.batch * self.step.kv_seconds * tokens_read(kv_tokens, self.window, self.window_share)
 
     # ------------------------------------------------------------------ the decode phase
 
@@ -312,6 +297,16 @@ class CostModel:
 def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
     """Cached tokens of a row that a layer reads, averaged over full and sliding-window attention."""
     return kv_tokens - window_share * max(0, kv_tokens - window)
+
+
+def _between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]:
+    """Values at `place` on straight lines between `known`, each a place and its values; level before the first."""
+    right = bisect_left(known, (place,))
+    if right == 0 or known[right][0] == place:
+        return known[right][1:]
+    (low, *below), (high, *above) = known[right - 1 : right + 1]
+    share = (place - low) / (high - low)
+    return [left + share * (right - left) for left, right in zip(below, above, strict=True)]
 
 
 def _first_format(values: dict[str, Any]) -> dict[str, Any]:

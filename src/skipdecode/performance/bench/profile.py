@@ -56,51 +56,35 @@ _MODULES = {
 
 
 def profile(peers: Sequence[Peer], workload: Workload, num_layers: int, bandwidth: float) -> dict[str, Any]:
-    """Run every engine that can be looked into once under each schedule.
-
-    Parameters
-    ----------
-    peers : sequence of Peer
-        Those of other kinds are passed over.
-    workload : Workload
-    num_layers : int
-        Of the model.
-    bandwidth : float
-        Bytes a second that count as all of it.
+    """Run every engine that can be looked into once under each schedule; those of other kinds are passed over.
 
     Returns
     -------
     dict
-        ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step;
-        ``traceEvents``: Chrome's trace format.
+        ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step
+        and the share of `bandwidth` (bytes a second) that it reached; ``traceEvents``: Chrome's trace format.
     """
     rows: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     runs = 0
     for batch, prompt in workload.sizes:
+        cached = batch * (prompt + workload.new / 2)  # tokens that a layer's attention reads
         for peer in peers:
-            look = _look(peer)
-            if look is None:
+            if not isinstance(peer, EnginePeer | TransformersPeer):
                 continue
             peer.prepare(batch, prompt, workload.new)
             for nominal, schedule in workload.schedules(num_layers).items():
                 if nominal > 1 and not peer.skips:
                     continue
-                recorder = look(schedule, batch * (prompt + workload.new / 2))
+                if isinstance(peer, EnginePeer):
+                    recorder = _of_engine(peer, schedule, cached)
+                else:
+                    recorder = _of_transformers(peer, schedule, cached)
                 runs += 1
                 what = {"engine": peer.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
                 rows += [what | row for row in recorder.table(bandwidth)]
                 events += recorder.trace(runs, f"{peer.name}, batch {batch}, prompt {prompt}, nominal {nominal:g}x")
     return {"rows": rows, "traceEvents": events}
-
-
-def _look(peer: Peer) -> Callable[[Schedule, float], Recorder] | None:
-    """A function that profiles a run, given its schedule and the cached tokens that a layer's attention reads."""
-    if isinstance(peer, EnginePeer):
-        return lambda schedule, tokens: _of_engine(peer, schedule, tokens)
-    if isinstance(peer, TransformersPeer):
-        return lambda schedule, tokens: _of_transformers(peer, schedule, tokens)
-    return None
 
 
 def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
@@ -153,7 +137,7 @@ def _noted_stack(fast: FastModel, recorder: Recorder, cached: float) -> Callable
             found.append(Part(kind, took, sum(weights), len(ran)))
         return found
 
-    return recorder.timed_parts("layer", run, parts)
+    return recorder.timed("layer", run, parts=parts)
 
 
 def _weight_bytes(layer: LayerSpec, kind: str) -> float:
@@ -182,18 +166,14 @@ def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) 
 def _parts(model: Any) -> list[tuple[Any, str, int | None]]:
     """The modules whose calls are timed, what kind of work they are, and their layer."""
     found: list[tuple[Any, str, int | None]] = []
-    inside = set()
-    for index, layer in enumerate(decoder_layers(model)):
-        found.append((layer, "layer", index))
-        for name, module in layer.named_modules():
-            inside.add(module)
-            last = name.rpartition(".")[2]
-            kind = "mlp_in" if last == "final_layer_norm" else _MODULES.get(last)
-            if kind is not None:
-                found.append((module, kind, index))
+    where = {module: index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+    layers = set(decoder_layers(model))
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        kind = "head" if last == "final_layer_norm" else _MODULES.get(last)
-        if kind is not None and module not in inside:
-            found.append((module, kind, None))
+        last, layer = name.rpartition(".")[2], where.get(module)
+        if last == "final_layer_norm":  # OPT has one in each layer, and one behind them
+            kind: str | None = "head" if layer is None else "mlp_in"
+        else:
+            kind = "layer" if module in layers else _MODULES.get(last)
+        if kind is not None:
+            found.append((module, kind, layer))
     return found

@@ -14,7 +14,7 @@ import numpy as np
 from skipdecode.engine.depth import BudgetPolicy, RowView
 from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.errors import ScheduleError
-from skipdecode.performance.cost import CostModel
+from skipdecode.performance.cost import CostModel, tokens_read
 from skipdecode.performance.simulate.traces import Arrival
 
 __all__ = ["Simulation", "Worker", "spread"]
@@ -229,7 +229,7 @@ class Worker:
         return began + seconds, bool(done)
 
     def _decode(self, began: float) -> float:
-        rows, result = self._running, self._result
+        rows, result, cost = self._running, self._result, self._cost
         for row in rows:
             self._grant(row)
         rows.sort(key=attrgetter("budget"), reverse=True)
@@ -237,7 +237,7 @@ class Worker:
         read = 0.0
         # The layers between two depths run on exactly the rows that are at least that deep.
         for count, (row, below) in enumerate(zip(rows, [*(row.budget for row in rows[1:]), 0], strict=True)):
-            read += self._cost.tokens_read(row.arrival.prompt_tokens + row.output)
+            read += tokens_read(row.arrival.prompt_tokens + row.output, cost.window, cost.window_share)
             if layers := row.budget - below:
                 step = self._steps[count]
                 seconds += layers * (step.layer_seconds + step.kv_seconds * read)
