@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipdecode.errors import ModelLoadError
 from skipdecode.schedule import Schedule
@@ -92,24 +92,14 @@ class ModelGeometry:
     def from_config(cls, config: Any, dtype_bytes: float = 2) -> ModelGeometry:
         """Sizes from a transformers config, or a dictionary with the same keys (a parsed config.json).
 
-        Parameters
-        ----------
-        config : PreTrainedConfig or mapping
-            A text decoder's config; of a multimodal one its `text_config` is read.
-        dtype_bytes : float
-            Bytes of one weight: 2 for bf16 and fp16, 4 for fp32.
-
-        Raises
-        ------
-        ModelLoadError
-            If a size is missing; names it.
+        Of a multimodal config the `text_config` is read. Raises ModelLoadError, which names it, if a size is missing.
         """
         read = ConfigReader(config)
-        hidden, heads, num_layers = read.size("hidden_size"), read.size("num_heads"), read.size("num_layers")
+        hidden, heads, num_layers, vocabulary = map(read.size, ("hidden_size", "num_heads", "num_layers", "vocab_size"))
         head_dim = read.first("head_dim") or hidden // heads
         groups = _kv_heads(read, heads)
         width = read.first("word_embed_proj_dim") or hidden
-        embedding = read.size("vocab_size") * width + (hidden * width if width != hidden else 0)
+        embedding = vocabulary * width + (hidden * width if width != hidden else 0)
         sparse = _experts(read, num_layers, hidden)
         dense = _mlp_params(read, hidden, read.ffn_width(hidden))
         mlp = (sparse.layers * sparse.shared + (num_layers - sparse.layers) * dense) / num_layers
@@ -117,7 +107,7 @@ class ModelGeometry:
         return cls(
             num_layers=num_layers,
             hidden_size=hidden,
-            vocab_size=read.size("vocab_size"),
+            vocab_size=vocabulary,
             num_heads=heads,
             num_kv_heads=groups,
             head_dim=head_dim,
@@ -249,8 +239,7 @@ class ConfigReader:
         return str(self.first("model_type", default=""))
 
 
-@dataclass(frozen=True)
-class _Experts:
+class _Experts(NamedTuple):
     """Mixture-of-experts sizes, all zero for a dense model; `shared` is what every token reads of a sparse layer."""
 
     count: int = 0
@@ -261,7 +250,6 @@ class _Experts:
 
 
 def _experts(read: ConfigReader, num_layers: int, hidden: int) -> _Experts:
-    """Mixture-of-experts sizes of a config."""
     count = read.first("num_local_experts", "num_experts", default=0)
     if not count:
         return _Experts()

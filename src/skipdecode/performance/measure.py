@@ -60,18 +60,12 @@ def measure_cost(
     ----------
     model : PreTrainedModel or PeftModel
         A causal LM of a supported family, on its device, in its dtype; nothing attached.
-    fast : FastModel, optional
-        Its fast path: time the package's own engine. Default: transformers' `generate`.
-    batch : int
-        Rows of a step.
-    prompt_len : int
-        Cached tokens of a row when a run begins, and tokens of the prompts that are timed.
-    repeats, steps : int
-        Runs of each kind, and timed steps of a run. The median over all of them counts.
+    fast, prompt_len, steps
+        See `CostMeter`.
+    repeats : int
+        Runs of each kind. The median over all of their steps counts.
     reuse : bool
         Return the figures of an earlier calibration of the same model, batch, machine and versions, if there are any.
-    progress : bool
-        Show a progress bar on stderr.
 
     Raises
     ------
@@ -234,7 +228,6 @@ def fitted(
 
     Parameters
     ----------
-    geometry : ModelGeometry
     steps : mapping
         Seconds of a step by its rows, the layers it ran, and the cached tokens of a row: for each number of rows two
         depths or more with equally many tokens, full depth among them. Full depth behind a longer text gives the cost

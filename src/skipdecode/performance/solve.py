@@ -40,13 +40,11 @@ def solve(
     Parameters
     ----------
     cost : CostModel
-        What a step costs, at the batch size to plan for.
+        What a step costs, with the batch to plan for.
     target_speedup : float
-        Wall-clock speed-up over full depth, 1 or more.
+        Over full depth, 1 or more.
     seq_len : int
         Generation positions over which the budgets fall.
-    use : {"lockstep", "continuous"}
-        Rows start together, or have ages of their own.
     warmup_layers : int
         First layers that always run.
     spread : float
@@ -55,12 +53,8 @@ def solve(
         Default: bottom up. Layers that it does not list always run.
     prompt : {"full", "max_exit"}
         Depth of prompt tokens; they are not part of the decode phase.
-    prompt_len : int
-        Prompt tokens of a row.
-    new_tokens : int, optional
-        Generated tokens of a row. Default: `seq_len` + 1, whose `seq_len` steps run each position once.
-    name : str, optional
-        The schedule's name.
+    prompt_len, new_tokens : int
+        Prompt and generated tokens of a row. Default of the latter: `seq_len` + 1, whose steps run each position once.
 
     Raises
     ------
@@ -153,12 +147,10 @@ def _floored(value: float) -> str:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a schedule brings, for a batch of rows of one length.
+    """What a schedule brings in `use`, for a batch of rows of one length.
 
     Parameters
     ----------
-    use : {"lockstep", "continuous"}
-        What `speedup` is for.
     nominal_speedup : float
         Layers of the model / mean layers of a row's token over the decode phase. Not wall-clock.
     speedup, speedup_lockstep, speedup_continuous : float

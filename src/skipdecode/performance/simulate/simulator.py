@@ -62,18 +62,12 @@ def simulate(
     ----------
     trace : iterable of Arrival
         In order of arrival. Read as it goes.
-    cost : CostModel
-        Seconds of steps and prompts.
     budgets : Schedule or BudgetPolicy
         Layers of each row and position. A policy sees a log probability of 0.
     max_rows : int
         Most rows of a worker.
-    policy : {"waves", "continuous", "cohort"}
-        Who joins when; see `POLICIES`.
-    join_below : float, optional
-        In place of the policy's own.
-    workers : int
-        Modelled engines.
+    policy, join_below
+        Who joins when; see `new_scheduler`.
     prompt_chunk : int
         Most prompt tokens of one forward; the engine's is the default.
 

@@ -134,32 +134,21 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(found.mean())} | percentiles | {"max": float(found.max())}
 
 
+@dataclass(eq=False, slots=True)
 class _Row:
     """An admitted request."""
 
-    __slots__ = ("admitted", "arrival", "budget", "last", "left", "number", "output")
-
-    def __init__(self, number: int, arrival: Arrival, admitted: float, budget: int) -> None:
-        self.number, self.arrival, self.admitted, self.budget = number, arrival, admitted, budget
-        self.left = arrival.prompt_tokens  # that have not run
-        self.output = 0  # tokens put out
-        self.last = 0.0  # when the latest was
+    number: int
+    arrival: Arrival
+    admitted: float
+    budget: int
+    left: int  # prompt tokens that have not run
+    output: int = 0  # tokens put out
+    last: float = 0.0  # when the latest was
 
 
 class Worker:
-    """A modelled engine.
-
-    Parameters
-    ----------
-    cost : CostModel
-    policy : BudgetPolicy
-        Asked for every row and token.
-    scheduler : Scheduler
-        Of this worker alone.
-    result : Simulation
-        Where it adds up; may be shared.
-    prompt_chunk : int
-        Most prompt tokens of one forward.
+    """A modelled engine, with a scheduler of its own; it adds up in `result`, which may be shared.
 
     Attributes
     ----------
@@ -194,7 +183,8 @@ class Worker:
         self._new = []
         for size in self._scheduler.admit(len(self._starting) + len(self._running)):
             arrival = self._arrivals.pop(size.request)
-            self._starting.append(_Row(size.request, arrival, now, self._policy.prompt_budget()))
+            budget = self._policy.prompt_budget()
+            self._starting.append(_Row(size.request, arrival, now, budget, arrival.prompt_tokens))
         if not self._starting and not self._running:
             self._idle = True
             return None

@@ -21,12 +21,7 @@ __all__ = ["Peer", "make_peer"]
 
 
 class Peer(ABC):
-    """An engine under measurement, greedy, without an end token.
-
-    Parameters
-    ----------
-    model : transformers causal LM
-        Whose weights it runs.
+    """An engine under measurement, which runs a model's weights, greedy, without an end token.
 
     Attributes
     ----------
@@ -81,9 +76,6 @@ def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_laye
 
     Parameters
     ----------
-    name : str
-        One of `PEERS`.
-    model : transformers causal LM
     text : list of int, optional
         Tokens of a real text, which the drafting peers continue.
     exit_layer : int, optional

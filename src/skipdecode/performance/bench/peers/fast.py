@@ -55,7 +55,6 @@ class EnginePeer(Peer):
 
     Parameters
     ----------
-    model : transformers causal LM
     fast : FastModel, optional
         Its fast path, where it is open already.
     quantization : {"int8", "int4"}, optional

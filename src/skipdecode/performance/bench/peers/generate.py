@@ -170,15 +170,9 @@ class GatedPeer(TransformersPeer):
 
 
 class _DraftingPeer(Peer):
-    """A drafting method: one row, a real text, seconds of as many tokens as the others make.
+    """A drafting method, which `options` turn on: one row, seconds of as many tokens as the others make.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-    text : list of int
-        Tokens of a real text; its beginning is the prompt.
-    options : dict
-        What turns the method on.
+    The prompt is the beginning of `text`, the tokens of a real one.
     """
 
     max_batch = 1
