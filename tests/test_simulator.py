@@ -319,6 +319,24 @@ def test_command_compares_full_depth_with_the_schedule(cost_files, capsys):
     assert "x the requests/s that full depth can serve (nominal 2.00x)" in text
 
 
+def test_prompts_cost_what_the_file_or_the_option_says(tmp_path, capsys):
+    path = tmp_path / "cost.json"
+    known = replace(MODELS[2], prompts=(PromptCost(64, 0.001),))
+    path.write_text(json.dumps(known.to_dict()))
+    arguments = ["simulate", "--cost", str(path), "--requests", "4", "--prompt-len", "64", "--limit", "1", "--json"]
+
+    def seconds(*more: str) -> float:
+        """Of four prompts of 64 tokens in one forward."""
+        assert main([*arguments, *more]) == 0
+        return json.loads(capsys.readouterr().out)["runs"][0]["prompt_seconds"]
+
+    assert seconds() == pytest.approx(0.016 + LAYERS * 4 * 0.001)
+    assert seconds("--prompt-token-ms", "2") == pytest.approx(0.016 + 4 * 64 * 0.002)
+    assert seconds("--prompt-token-ms", "0") == pytest.approx(0.016 + LAYERS * 0.0040)  # the read of the weights
+    path.write_text(json.dumps(MODELS[2].to_dict()))
+    assert seconds() == pytest.approx(0.016 + LAYERS * 4 * 64 * 0.0040 / 8)
+
+
 def test_command_chooses_when_the_next_requests_join(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
     path = tmp_path / "config.json"
@@ -357,6 +375,7 @@ def test_command_predicts_from_a_config(tmp_path, capsys):
         (["--model", "x", "--flops", "1"], "give both, or neither"),
         (["--cost", "COST", "--rate", "1", "--load", "1"], "give one of them"),
         (["--cost", "COST", "--load", "0"], "--load 0"),
+        (["--cost", "COST", "--prompt-token-ms", "-1"], "--prompt-token-ms -1"),
         (["--cost", "COST", "--burst", "4"], "--burst needs"),
         (["--cost", "COST", "--join-below", "auto"], "--join-below goes with --policy"),
         (["--cost", "COST", "--policy", "cohort", "--join-below", "2"], "join_below=2.0 is not accepted"),

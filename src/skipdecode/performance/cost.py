@@ -161,12 +161,7 @@ class CostModel:
         """One model's costs at different numbers of rows, as one.
 
         `batch` is to plan for, by default the largest known. Prompts, windows and source are those of the model that
-        knows the most rows.
-
-        Raises
-        ------
-        UsageError
-            If `batch` is above the largest, or the models differ in layers or share a number of rows.
+        knows the most rows. Raises UsageError if the models differ in layers or share a number of rows.
         """
         if not models:
             raise UsageError("no cost model was given: give one or more")

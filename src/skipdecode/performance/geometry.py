@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from skipdecode.errors import ModelLoadError
 from skipdecode.schedule import Schedule
@@ -22,23 +22,9 @@ _NAMES = {
     "num_heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocab_size": ("vocab_size",),
 }
-# Families whose MLP is up and down only (all others have a gate as well), and whether their linear layers have biases.
-_PLAIN_MLP = {
-    "arcee": False,
-    "bloom": True,
-    "codegen": False,
-    "falcon": False,
-    "gpt2": True,
-    "gpt_bigcode": True,
-    "gpt_neo": True,
-    "gpt_neox": True,
-    "gptj": False,
-    "nemotron": False,
-    "opt": True,
-    "persimmon": True,
-    "phi": True,
-    "starcoder2": True,
-}
+# Families whose MLP is up and down only (all others have a gate as well), whose linear layers have biases or not.
+_PLAIN_BIASED = ("bloom", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "opt", "persimmon", "phi", "starcoder2")
+_PLAIN_UNBIASED = ("arcee", "codegen", "falcon", "gptj", "nemotron")
 # Families that have a key and a value head for every query head, whatever else their config says.
 _NO_GROUPS = ("falcon", "gpt_neox", "persimmon")
 
@@ -239,7 +225,8 @@ class ConfigReader:
         return str(self.first("model_type", default=""))
 
 
-class _Experts(NamedTuple):
+@dataclass(frozen=True)
+class _Experts:
     """Mixture-of-experts sizes, all zero for a dense model; `shared` is what every token reads of a sparse layer."""
 
     count: int = 0
@@ -277,7 +264,7 @@ def _kv_heads(read: ConfigReader, heads: int) -> int:
 
 def _attention_params(read: ConfigReader, hidden: int, inner: int, kv_inner: int) -> int:
     """Weights of attention and of the layer's norms."""
-    biased = _PLAIN_MLP.get(read.model_type, False)
+    biased = read.model_type in _PLAIN_BIASED
     biases = inner + 2 * kv_inner + hidden if biased else 0
     norms = (4 if biased else 2) * hidden
     return hidden * (inner + 2 * kv_inner) + inner * hidden + biases + norms
@@ -285,10 +272,9 @@ def _attention_params(read: ConfigReader, hidden: int, inner: int, kv_inner: int
 
 def _mlp_params(read: ConfigReader, hidden: int, width: int) -> int:
     """Weights of one MLP, or one expert, of inner size `width`."""
-    biased = _PLAIN_MLP.get(read.model_type)
-    if biased is None:
-        return 3 * hidden * width
-    return 2 * hidden * width + (hidden + width if biased else 0)
+    if read.model_type in _PLAIN_BIASED:
+        return 2 * hidden * width + hidden + width
+    return (2 if read.model_type in _PLAIN_UNBIASED else 3) * hidden * width
 
 
 def _windows(read: ConfigReader, num_layers: int) -> tuple[int, tuple[int, ...]]:

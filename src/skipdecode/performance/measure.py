@@ -95,15 +95,16 @@ def _key(model: Any, batch: int, fast: FastModel | None) -> dict[str, Any]:
     config = model.config
     settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
     sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
-    version = hashlib.sha256(sources).hexdigest()[:16]
+    engine = "transformers"
+    if fast is not None:
+        version = hashlib.sha256(sources).hexdigest()[:16]
+        engine = f"fast, {fast.kernel} kernels {version}, {fast.quantization or 'own'} weights"
     return {
         "model": hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest(),
         "attention": str(config._attn_implementation),
         "dtype": str(model.dtype),
         "batch": batch,
-        "engine": "transformers"
-        if fast is None
-        else f"fast, {fast.kernel} kernels {version}, {fast.quantization or 'own'} weights",
+        "engine": engine,
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -135,7 +136,7 @@ class CostMeter:
     fast : FastModel, optional
         Its fast path: time the package's own engine. Default: transformers' `generate`.
     rows : iterable of int
-        Rows of the steps.
+        Numbers of rows to know.
     prompt_len : int
         Cached tokens of a row when a run begins, and most tokens of a prompt.
     prompts : iterable of int
@@ -143,10 +144,7 @@ class CostMeter:
     steps : int
         Timed steps of a run.
 
-    Raises
-    ------
-    UsageError
-        If a number is below 1, the model has one layer only, or the text does not fit its context.
+    Raises UsageError if a number is below 1, the model has one layer only, or the text does not fit its context.
     """
 
     def __init__(
@@ -235,10 +233,7 @@ def fitted(
     prompts : mapping
         Seconds of a full-depth forward by its prompt tokens.
 
-    Raises
-    ------
-    UsageError
-        If depths are missing, or fewer layers took no less time.
+    Raises UsageError if depths are missing, or fewer layers took no less time.
     """
     found = [_fitted_step(geometry, rows, steps) for rows in sorted({rows for rows, _, _ in steps})]
     fixed = found[0][0].fixed_seconds

@@ -27,32 +27,16 @@ __all__ = ["profile"]
 # Of a layer in the C++ kernels, in the order in which they tell their times.
 _PHASES = ("qkv", "append", "attention", "out", "mlp_in", "mlp_out")
 _CACHE_CALLS = ("extend", "drop", "close")
-_MODULES = {
-    "embed_tokens": "embedding",
-    "embed_positions": "embedding",
-    "input_layernorm": "qkv",
-    "self_attn_layer_norm": "qkv",
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "q_norm": "attention",
-    "k_norm": "attention",
-    "rotary_emb": "attention",
-    "self_attn": "attention",
-    "o_proj": "out",
-    "out_proj": "out",
-    "post_attention_layernorm": "mlp_in",
-    "gate_proj": "mlp_in",
-    "up_proj": "mlp_in",
-    "fc1": "mlp_in",
-    "activation_fn": "mlp_in",
-    "act_fn": "mlp_out",
-    "mlp": "mlp_out",
-    "down_proj": "mlp_out",
-    "fc2": "mlp_out",
-    "norm": "head",
-    "lm_head": "head",
+_KINDS = {
+    "embedding": ("embed_tokens", "embed_positions"),
+    "qkv": ("input_layernorm", "self_attn_layer_norm", "q_proj", "k_proj", "v_proj"),
+    "attention": ("q_norm", "k_norm", "rotary_emb", "self_attn"),
+    "out": ("o_proj", "out_proj"),
+    "mlp_in": ("post_attention_layernorm", "gate_proj", "up_proj", "fc1", "activation_fn"),
+    "mlp_out": ("act_fn", "mlp", "down_proj", "fc2"),
+    "head": ("norm", "lm_head"),
 }
+_MODULES = {module: kind for kind, modules in _KINDS.items() for module in modules}
 
 
 def profile(peers: Sequence[Peer], workload: Workload, num_layers: int, bandwidth: float) -> dict[str, Any]:

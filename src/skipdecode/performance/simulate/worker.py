@@ -20,10 +20,6 @@ from skipdecode.performance.simulate.traces import Arrival
 __all__ = ["Simulation", "Worker", "spread"]
 
 
-def _seconds() -> array[float]:
-    return array("d")
-
-
 @dataclass
 class Simulation:
     """What came out, over all workers.
@@ -59,9 +55,9 @@ class Simulation:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     row_seconds: float = 0.0
-    first_token: array[float] = field(default_factory=_seconds)
-    between_tokens: array[float] = field(default_factory=_seconds)
-    whole: array[float] = field(default_factory=_seconds)
+    first_token: array[float] = field(default_factory=lambda: array("d"))
+    between_tokens: array[float] = field(default_factory=lambda: array("d"))
+    whole: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def tokens_per_second(self) -> float:

@@ -74,12 +74,8 @@ class Peer(ABC):
 def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_layer: int | None = None) -> Peer:
     """A peer by name.
 
-    Parameters
-    ----------
-    text : list of int, optional
-        Tokens of a real text, which the drafting peers continue.
-    exit_layer : int, optional
-        Layers that draft in "early-exit". Default: a quarter of them.
+    Drafting peers continue `text`, the tokens of a real one; `exit_layer` layers draft in "early-exit", by default a
+    quarter of them.
 
     Raises
     ------

@@ -31,10 +31,7 @@ _LINEARS = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 class _Shifted:
-    """A budget policy whose schedule may be changed between runs; the token at position 0 counts as the prompt's last.
-
-    All schedules must have one drop order.
-    """
+    """A budget policy whose schedule, of one drop order, may change between runs; position 0 is the prompt's last."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -60,10 +57,7 @@ class EnginePeer(Peer):
     quantization : {"int8", "int4"}, optional
         Type of the weights that the fast path is to read. Default: the model's own.
 
-    Raises
-    ------
-    UsageError
-        If the model has no fast path.
+    Raises UsageError if the model has no fast path.
     """
 
     skips = True

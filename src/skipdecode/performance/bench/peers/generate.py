@@ -216,10 +216,7 @@ class _DraftingPeer(Peer):
 class EarlyExitPeer(_DraftingPeer):
     """Self-speculation: the first `exit_layer` layers draft (`assistant_early_exit`).
 
-    Raises
-    ------
-    UsageError
-        If the layers that draft are none or all, or transformers cannot leave this model early.
+    Raises UsageError if those are none or all, or transformers cannot leave this model early.
     """
 
     name = "early-exit"

@@ -27,14 +27,9 @@ _CACHE_BYTES = 2  # of an element: its cache is f16
 
 
 class LlamaCppPeer(Peer):
-    """llama.cpp on the CPU with as many threads as torch has.
+    """llama.cpp on the CPU with as many threads as torch has, on a model of a type that `write_gguf` takes.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Of a type that `write_gguf` takes.
-    kind : str
-        Type of the weights, one of `skipdecode.performance.bench.gguf_file.KINDS`.
+    `kind` is the type of the weights, one of `skipdecode.performance.bench.gguf_file.KINDS`.
 
     Raises
     ------
