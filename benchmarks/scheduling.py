@@ -45,8 +45,7 @@ from skipdecode.performance.simulate.simulator import POLICIES, simulate
 from skipdecode.performance.simulate.traces import Arrival, poisson
 from skipdecode.performance.simulate.worker import Simulation, spread
 
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "adapters" / "e2e-smollm2-135m"
-
+ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 
 _ROWS = (1, 2, 4, 8, 12, 16, 24)  # of the steps that are timed
 _PROMPTS = (16, 64, 128, 256, 512)  # tokens of the prompts' forwards that are timed

@@ -249,6 +249,7 @@ def test_a_cost_model_of_the_first_format_is_read():
         '{"format": 1, "num_layers": "x"}',
         '{"format": 9}',
         '{"format": 1, "y": 2}',
+        '{"format": 1, "num_layers": 4, "batch": 0, "fixed_seconds": 1, "layer_seconds": 1, "kv_seconds": 1}',
         '{"format": 2, "num_layers": 4, "batch": 1}',
         '{"format": 2, "num_layers": 4, "batch": 1, "steps": []}',
         '{"format": 2, "num_layers": 4, "batch": 1, "steps": [{"rows": "x", "fixed_seconds": 1, "layer_seconds": 1}]}',

@@ -285,7 +285,7 @@ class CostModel:
             values["steps"] = tuple(StepCost(**step) for step in values["steps"])
             values["prompts"] = tuple(PromptCost(**prompt) for prompt in values.get("prompts", ()))
             return cls(**values)
-        except (KeyError, TypeError, UsageError) as e:
+        except (KeyError, TypeError, ZeroDivisionError, UsageError) as e:
             raise DataError(f"not a cost model: {e}") from None
 
 
@@ -301,7 +301,7 @@ def _between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float
         return known[right][1:]
     (low, *below), (high, *above) = known[right - 1 : right + 1]
     share = (place - low) / (high - low)
-    return [left + share * (right - left) for left, right in zip(below, above, strict=True)]
+    return [least + share * (most - least) for least, most in zip(below, above, strict=True)]
 
 
 def _first_format(values: dict[str, Any]) -> dict[str, Any]:
