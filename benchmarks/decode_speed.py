@@ -24,8 +24,8 @@ from tqdm import tqdm
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
-from skipdecode.performance.bench.geometries import GEOMETRIES, build
-from skipdecode.performance.step_cost import measure_cost
+from skipdecode.performance.bench.workload import GEOMETRIES, build
+from skipdecode.performance.measure import measure_cost
 
 
 @torch.inference_mode()

@@ -17,7 +17,6 @@ stream      Requests one by one. *Capacity*: requests/s when all wait at once, m
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -38,19 +37,24 @@ from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.opening import end_tokens, open_fast
+from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
-from skipdecode.performance.batch_cost import BatchCost
-from skipdecode.performance.cost_probe import CostProbe
-from skipdecode.performance.simulate.histogram import LogHistogram
-from skipdecode.performance.simulate.simulator import POLICIES, Simulation, simulate
+from skipdecode.performance.cost import CostModel
+from skipdecode.performance.measure import CostMeter
+from skipdecode.performance.simulate.simulator import POLICIES, simulate
 from skipdecode.performance.simulate.traces import Arrival, poisson
+from skipdecode.performance.simulate.worker import Simulation, spread
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
+
+_ROWS = (1, 2, 4, 8, 12, 16, 24)  # of the steps that are timed
+_PROMPTS = (16, 64, 128, 256, 512)  # tokens of the prompts' forwards that are timed
 
 
 class Job(NamedTuple):
     """What is run."""
 
+    loaded: Any  # the transformers model behind it
     model: FastModel
     prompts: list[list[int]]
     ends: frozenset[int]
@@ -71,7 +75,9 @@ def load(options: argparse.Namespace) -> Job:
     fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
     if fast is None:
         raise SystemExit("the fast engine does not cover this model")
-    return Job(fast, prompts, frozenset(end_tokens(loaded.model, loaded.tokenizer)), task.max_new_tokens)
+    return Job(
+        unwrap(loaded.model), fast, prompts, frozenset(end_tokens(loaded.model, loaded.tokenizer)), task.max_new_tokens
+    )
 
 
 def _made_up() -> Any:
@@ -124,24 +130,22 @@ def run_stream(engine: FastEngine, requests: Sequence[Request], arrivals: Sequen
 
 
 def calibrated(
-    engine: FastEngine, requests: Sequence[Request], arrivals: Sequence[float], rows: int
-) -> tuple[Times, BatchCost]:
+    job: Job, engine: FastEngine, requests: Sequence[Request], arrivals: Sequence[float], rows: int
+) -> tuple[Times, CostModel]:
     """A run, and what steps cost around it."""
-    probe = CostProbe(engine.model, rows)
-    probe.run(2)
+    counts = {n for n in (*_ROWS, *range(32, rows, 16)) if n < rows} | {rows}
+    meter = CostMeter(job.loaded, engine.model, rows=counts, prompt_len=32, prompts=_PROMPTS)
+    meter.run(2)
     times = run_stream(engine, requests, arrivals)
-    probe.run(2)
-    return times, probe.cost()
+    meter.run(2)
+    return times, meter.cost()
 
 
 def figures(times: Times, arrivals: Sequence[float], engine: FastEngine) -> dict[str, Any]:
     """Throughput and latencies of a real run, named as the simulator names its own."""
-    gaps, first, whole = LogHistogram(), LogHistogram(), LogHistogram()
-    for came, arrival in zip(times.seconds, arrivals, strict=True):
-        first.add(came[0] - arrival)
-        whole.add(came[-1] - arrival)
-        for before, after in itertools.pairwise(came):
-            gaps.add(after - before)
+    first = [came[0] - arrival for came, arrival in zip(times.seconds, arrivals, strict=True)]
+    whole = [came[-1] - arrival for came, arrival in zip(times.seconds, arrivals, strict=True)]
+    gaps = [after - before for came in times.seconds for before, after in itertools.pairwise(came)]
     seconds = max(came[-1] for came in times.seconds) - arrivals[0]
     stats = engine.stats
     return {
@@ -153,9 +157,9 @@ def figures(times: Times, arrivals: Sequence[float], engine: FastEngine) -> dict
         "layers_per_step": stats.layer_reads / stats.steps,
         "prompt_seconds": stats.prompt_seconds,
         "decode_seconds": stats.decode_seconds + stats.sampling_seconds,
-        "first_token_s": first.to_dict(),
-        "inter_token_s": gaps.to_dict(),
-        "request_s": whole.to_dict(),
+        "first_token_s": spread(first),
+        "inter_token_s": spread(gaps),
+        "request_s": spread(whole),
     }
 
 
@@ -176,18 +180,18 @@ def compared(real: dict[str, Any], told: Simulation) -> dict[str, Any]:
 
 
 def ideal_seconds(
-    cost: BatchCost, schedule: Schedule, prompts: Sequence[int], outputs: Sequence[int], rows: int
+    cost: CostModel, schedule: Schedule, prompts: Sequence[int], outputs: Sequence[int], rows: int
 ) -> Any:
     """Seconds of prompts and of decoding with every row in use: see the top of this file."""
     depth = len(schedule.prompt_layers())
     chunk = 512
     prompt = sum(prompts) / chunk * cost.prompt_seconds(chunk, depth)
-    decode = 0.0
+    decode, step = 0.0, cost.at(rows)
     for length, new in zip(prompts, outputs, strict=True):
         for position in range(new - 1):
             budget = schedule.budget(position)
-            read = cost.kv_seconds(rows) * (length + position + 1)
-            decode += cost.fixed_seconds(rows) / rows + budget * (cost.layer_seconds(rows) / rows + read)
+            read = step.kv_seconds * (length + position + 1)
+            decode += step.fixed_seconds / rows + budget * (step.layer_seconds / rows + read)
     return {"prompt_seconds": prompt, "decode_seconds": decode}
 
 
@@ -199,7 +203,7 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         engine = FastEngine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
         requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in job.prompts]
         arrivals = [0.0] * len(requests)
-        times, cost = calibrated(engine, requests, arrivals, options.rows)
+        times, cost = calibrated(job, engine, requests, arrivals, options.rows)
         real = figures(times, arrivals, engine)
         lengths = [len(row) for row in times.tokens]
         prompts = [len(p) for p in job.prompts]
@@ -207,7 +211,7 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         told = simulate(trace, cost, schedule, max_rows=options.rows, policy="waves", join_below=options.join_below)
         ideal = ideal_seconds(cost, schedule, prompts, lengths, options.rows)
         found[schedule.name] = compared(real, told) | {
-            "cost": dataclasses.asdict(cost),
+            "cost": cost.to_dict(),
             "new_tokens": sum(lengths),
             "ideal": ideal,
             "share_of_ideal": sum(ideal.values()) / real["seconds"],
@@ -243,12 +247,10 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
             in_order=in_order,
             prompt_tokens=options.prompt_tokens,
         )
-        times, cost = calibrated(engine, work, arrivals, options.rows)
+        times, cost = calibrated(job, engine, work, arrivals, options.rows)
         trace = [Arrival(t, len(r.prompt), r.max_new_tokens, job.limit) for t, r in zip(arrivals, work, strict=True)]
         told = simulate(trace, cost, schedule, max_rows=options.rows, prompt_chunk=options.prompt_tokens)
-        found[name] = {"rate": rate, "cost": dataclasses.asdict(cost)} | compared(
-            figures(times, arrivals, engine), told
-        )
+        found[name] = {"rate": rate, "cost": cost.to_dict()} | compared(figures(times, arrivals, engine), told)
         _tell(name, found[name])
         return float(found[name]["real"]["requests_per_s"])
 

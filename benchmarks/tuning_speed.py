@@ -24,7 +24,7 @@ from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
 from skipdecode.data.prompts import Example
-from skipdecode.performance.bench.geometries import GEOMETRIES, build
+from skipdecode.performance.bench.workload import GEOMETRIES, build
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.objective import Objective

@@ -11,7 +11,7 @@ import torch
 
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
-from skipdecode.performance.bench.geometries import build
+from skipdecode.performance.bench.workload import build
 from tiny import tiny_model
 
 ROWS, PROMPT, NEW = 16, 120, 24

@@ -17,12 +17,10 @@ from skipdecode.cli import main
 from skipdecode.errors import UsageError
 from skipdecode.performance import machine
 from skipdecode.performance.bench import measure as measure_module
-from skipdecode.performance.bench.geometries import build
 from skipdecode.performance.bench.measure import measure
-from skipdecode.performance.bench.peers import make_peer
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer, make_peer
 from skipdecode.performance.bench.profile import profile
-from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.bench.workload import Workload, build
 from skipdecode.performance.geometry import ModelGeometry
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model

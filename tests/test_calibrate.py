@@ -124,7 +124,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     model.save_pretrained(where / "model")
     byte_tokenizer().save_pretrained(where / "model")
     rows = [r | {"thing": f"{r['thing']} {n // 2}"} for n, r in enumerate(records(40))]
-    cost = CostModel(LAYERS, batch=2, fixed_seconds=1.0, layer_seconds=1.0)
+    cost = CostModel.of_step(LAYERS, 2, 1.0, 1.0)
     (where / "cost.json").write_text(json.dumps({"cost": cost.to_dict()}))
     return {
         "model": str(where / "model"),

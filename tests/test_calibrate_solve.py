@@ -21,7 +21,7 @@ from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel
 
 LAYERS = 12
-COST = CostModel(LAYERS, batch=4, fixed_seconds=2.0, layer_seconds=1.0, kv_seconds=0.01)
+COST = CostModel.of_step(LAYERS, batch=4, fixed_seconds=2.0, layer_seconds=1.0, kv_seconds=0.0025)
 
 # ---------------------------------------------------------------------- the curve
 
@@ -137,11 +137,11 @@ def test_buckets_start_at_zero_and_rise(counts, buckets):
 
 
 def test_texts_that_ended_cost_nothing_and_a_batch_waits_for_its_longest():
-    alone = Workload.of_lengths(CostModel(LAYERS, 1, 0.0, 1.0), 0, [2, 2, 4, 4])
+    alone = Workload.of_lengths(CostModel.of_step(LAYERS, 1, 0.0, 1.0), 0, [2, 2, 4, 4])
     assert alone.steps == (1.0, 0.5, 0.5)
     schedule = Schedule(LAYERS, tuple(range(1, 11)), (12, 6, 3))
     assert alone.seconds(schedule) == 12 + 3 + 1.5
-    together = Workload.of_lengths(CostModel(LAYERS, 2, 0.0, 1.0), 0, [2, 2, 4, 4])
+    together = Workload.of_lengths(CostModel.of_step(LAYERS, 2, 0.0, 1.0), 0, [2, 2, 4, 4])
     assert together.steps == (1.0, 0.75, 0.75)
     assert Workload.of_lengths(COST, 0, [2, 2, 4, 4], "continuous").steps == alone.steps
     with pytest.raises(DataError, match="two tokens"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -12,15 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
 
+from counted import CACHED, FIXED, LAYER, TOKEN, count_time
 from skipdecode import Schedule, attach
 from skipdecode.engine.open_model import open_model
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.cost import CostModel, Machine
+from skipdecode.performance.cost import CostModel, PromptCost, StepCost
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.machine import measure_machine
+from skipdecode.performance.machine import Machine, measure_machine
+from skipdecode.performance.measure import CostMeter, fitted, measure_cost
 from skipdecode.performance.solve import assess, solve, why_flat
-from skipdecode.performance.step_cost import measure_cost
 from tiny import LAYERS, OPTIONS, tiny_model
 
 SMOLLM2 = LlamaConfig(
@@ -145,7 +147,7 @@ def test_a_config_without_sizes_is_refused():
 
 
 def test_a_step_is_its_parts():
-    cost = CostModel(num_layers=10, batch=2, fixed_seconds=5.0, layer_seconds=1.0, kv_seconds=0.01)
+    cost = CostModel.of_step(10, batch=2, fixed_seconds=5.0, layer_seconds=1.0, kv_seconds=0.005)
     assert cost.step_seconds(4, 100) == pytest.approx(5 + 4 * (1 + 1))
     schedule = Schedule.paper(10, min_exit_layer=4, max_exit_layer=6, seq_len=3)
     # Three steps, of 6, 5 and 4 layers, after 20 prompt tokens; a token reads itself too.
@@ -155,7 +157,7 @@ def test_a_step_is_its_parts():
 
 
 def test_sliding_window_layers_stop_reading_at_the_window():
-    cost = CostModel(4, 1, 0.0, 1.0, kv_seconds=1.0, window=10, window_share=0.5)
+    cost = CostModel(4, 1, (StepCost(1, 0.0, 1.0, 1.0),), window=10, window_share=0.5)
     assert cost.step_seconds(4, 10) == pytest.approx(4 * 11)
     assert cost.step_seconds(4, 30) == pytest.approx(4 * (1 + 20))
 
@@ -163,12 +165,17 @@ def test_sliding_window_layers_stop_reading_at_the_window():
 def test_prediction_takes_the_slower_of_reads_and_arithmetic():
     geometry = ModelGeometry.from_config(SMOLLM2)
     reads = CostModel.predicted(geometry, READS_ONLY, 1)
-    assert reads.layer_seconds == pytest.approx(3_540_096 * 2 / 30e9)
-    assert reads.fixed_seconds == pytest.approx(49152 * 576 * 2 / 30e9, rel=0.001)
-    assert reads.kv_seconds == pytest.approx(2 * 3 * 64 * 2 / 30e9)
+    assert reads.step.layer_seconds == pytest.approx(3_540_096 * 2 / 30e9)
+    assert reads.step.fixed_seconds == pytest.approx(49152 * 576 * 2 / 30e9, rel=0.001)
+    assert reads.step.kv_seconds == pytest.approx(2 * 3 * 64 * 2 / 30e9)
+    assert reads.prompt_seconds(1000, 30) == pytest.approx(reads.step_seconds(30))
     slow = Machine(30e9, flops=1e9)
     busy = CostModel.predicted(geometry, slow, 4)
-    assert busy.layer_seconds == pytest.approx(4 * 2 * 3_540_096 / 1e9)
+    assert busy.step.layer_seconds == pytest.approx(4 * 2 * 3_540_096 / 1e9)
+    for rows, step in enumerate(CostModel.predicted(geometry, slow, 4, range(1, 5)).steps, start=1):
+        assert step == CostModel.predicted(geometry, slow, rows).step
+    prompt = busy.prompt_seconds(100, 1) - busy.prompt_seconds(100, 0)
+    assert prompt == pytest.approx(100 * 2 * 3_540_096 / 1e9)
     launched = CostModel.predicted(geometry, Machine(30e9, launch_seconds=1.0), 1)
     assert launched.step_seconds(30) == pytest.approx(reads.step_seconds(30) + 31)
 
@@ -182,12 +189,12 @@ def test_a_stream_of_mixed_ages_costs_what_a_simulation_says():
 
 
 costs = st.builds(
-    CostModel,
+    CostModel.of_step,
     num_layers=st.integers(2, 24),
     batch=st.integers(1, 64),
     fixed_seconds=st.floats(0, 10),
     layer_seconds=st.floats(0.01, 10),
-    kv_seconds=st.floats(0, 0.01),
+    kv_seconds=st.floats(0, 0.0001),
 )
 
 
@@ -206,7 +213,7 @@ def test_speedups_are_ordered(both, prompt_len, new_tokens):
     slack = 1 + 1e-9
     assert 1 <= continuous * slack <= lockstep * slack**2
     assert lockstep <= cost.bound(2, prompt_len, new_tokens) * slack
-    unread = replace(cost, kv_seconds=0.0)
+    unread = replace(cost, steps=(cost.step._replace(kv_seconds=0.0),))
     nominal = cost.num_layers / schedule.mean_budget(new_tokens - 1)
     assert unread.speedup(schedule, prompt_len, new_tokens) <= nominal * slack
     if cost.batch == 1 or schedule.is_flat:
@@ -219,16 +226,74 @@ def test_speedups_are_ordered(both, prompt_len, new_tokens):
 
 @given(costs)
 def test_json_round_trip(cost):
-    assert CostModel.from_json(cost.to_json()) == cost
+    with_prompts = replace(cost, prompts=(PromptCost(16, 0.5), PromptCost(512, 2.0)))
+    for each in (cost, with_prompts):
+        assert CostModel.from_dict(json.loads(json.dumps(each.to_dict()))) == each
+
+
+def test_a_cost_model_of_the_first_format_is_read():
+    old = {"num_layers": 30, "batch": 4, "fixed_seconds": 0.5, "layer_seconds": 0.25, "kv_seconds": 0.004}
+    cost = CostModel.from_dict({"format": 1, "source": "measured", "residual": 0.02, "window": 0} | old)
+    assert cost.step == (4, 0.5, 0.25, 0.001)
+    assert cost.step_seconds(10, 20) == pytest.approx(0.5 + 10 * (0.25 + 20 * 0.004))
+    assert (cost.source, cost.residual) == ("measured", 0.02)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"format": 1}', '{"format": 1, "num_layers": "x"}', '{"format": 9}', '{"format": 1, "y": 2}'],
+    [
+        "3",
+        "[]",
+        "{}",
+        '{"format": 1}',
+        '{"format": 1, "num_layers": "x"}',
+        '{"format": 9}',
+        '{"format": 1, "y": 2}',
+        '{"format": 1, "num_layers": 4, "batch": 0, "fixed_seconds": 1, "layer_seconds": 1, "kv_seconds": 1}',
+        '{"format": 2, "num_layers": 4, "batch": 1}',
+        '{"format": 2, "num_layers": 4, "batch": 1, "steps": []}',
+        '{"format": 2, "num_layers": 4, "batch": 1, "steps": [{"rows": "x", "fixed_seconds": 1, "layer_seconds": 1}]}',
+    ],
 )
 def test_what_is_no_cost_model_is_refused(text):
     with pytest.raises(DataError, match="cost model"):
-        CostModel.from_json(text)
+        CostModel.from_dict(json.loads(text))
+
+
+# ---------------------------------------------------------------------- rows and prompts
+
+
+def test_costs_between_measured_batches():
+    models = [
+        CostModel.of_step(8, n, *parts) for n, *parts in ((1, 0.01, 0.002), (8, 0.016, 0.004), (4, 0.012, 0.0026))
+    ]
+    cost = CostModel.joined(models)
+    assert (cost.batch, cost.max_rows) == (8, 8)
+    assert cost.at(1).layer_seconds == 0.002
+    assert cost.at(2).layer_seconds == pytest.approx(0.0022)
+    assert cost.at(6).layer_seconds == pytest.approx(0.0033)
+    assert CostModel.joined(models, 6).step_seconds(8) == pytest.approx(0.014 + 8 * 0.0033)
+    assert models[1].at(1) == (1, 0.016, 0.004, 0.0), "weights are read for one row as well"
+    with pytest.raises(UsageError, match="known for 1 to 8 rows"):
+        CostModel.joined(models, 9)
+    with pytest.raises(UsageError, match="known for 1 to 8 rows"):
+        cost.at(9)
+    with pytest.raises(UsageError, match="do not go together"):
+        CostModel.joined([models[0], models[0]])
+    with pytest.raises(UsageError, match="no cost model"):
+        CostModel.joined([])
+
+
+def test_prompts_lie_on_lines_between_what_is_known():
+    cost = replace(CostModel.of_step(6, 1, 0.1, 0.2), prompts=(PromptCost(16, 0.2), PromptCost(64, 0.8)))
+    prompts = [cost.prompt_seconds(tokens, 2) for tokens in (1, 16, 40, 64, 128)]
+    assert prompts == pytest.approx([0.1 + 2 * layer for layer in (0.2, 0.2, 0.5, 0.8, 1.6)])
+
+
+def test_prompts_of_unknown_cost_are_rows_of_the_largest_step():
+    cost = CostModel(6, 8, (StepCost(1, 0.1, 0.2), StepCost(8, 0.3, 0.4)))
+    assert cost.prompt_seconds(3, 2) == pytest.approx(0.1 + 2 * 0.2)
+    assert cost.prompt_seconds(100, 2) == pytest.approx(0.1 + 2 * 100 * 0.4 / 8)
 
 
 def test_wrong_numbers_are_refused():
@@ -244,7 +309,9 @@ def test_wrong_numbers_are_refused():
     with pytest.raises(UsageError, match="bandwidth"):
         Machine(bandwidth=0)
     with pytest.raises(UsageError, match="fixed_seconds"):
-        CostModel(4, 1, float("nan"), 1.0)
+        CostModel.of_step(4, 1, float("nan"), 1.0)
+    with pytest.raises(UsageError, match="rising"):
+        CostModel(4, 4, (StepCost(4, 1.0, 1.0), StepCost(1, 1.0, 1.0)))
 
 
 # ---------------------------------------------------------------------- budgets
@@ -340,74 +407,102 @@ def test_assessment_is_consistent():
 # ---------------------------------------------------------------------- measuring
 
 
+TWELVE = ModelGeometry.from_config(SMOLLM2.to_dict() | {"num_hidden_layers": 12})
+
+
 def test_a_fit_finds_the_parts_it_was_made_from():
-    truth = CostModel(12, 4, 0.02, 0.003, 1e-6)
-    steps = {n: truth.step_seconds(n, 70) for n in (12, 6, 2)}
-    fit = CostModel.fitted(12, 4, steps, 70, longer=(500, truth.step_seconds(12, 500)))
-    assert fit.fixed_seconds == pytest.approx(truth.fixed_seconds)
-    assert fit.layer_seconds == pytest.approx(truth.layer_seconds)
-    assert fit.kv_seconds == pytest.approx(truth.kv_seconds)
+    truth = CostModel(12, 4, (StepCost(1, 0.01, 0.002, 4e-7), StepCost(4, 0.02, 0.003, 2e-7)), (PromptCost(64, 0.5),))
+    steps = {
+        (rows, depth, tokens): replace(truth, batch=rows).step_seconds(depth, tokens)
+        for rows in (1, 4)
+        for depth, tokens in ((12, 70), (6, 70), (2, 70), (12, 500))
+    }
+    fit = fitted(TWELVE, steps, {64: truth.prompt_seconds(64, 12)})
+    for found, true in zip((*fit.steps, *fit.prompts), (*truth.steps, *truth.prompts), strict=True):
+        assert found == pytest.approx(true)
     assert fit.residual == pytest.approx(0, abs=1e-9)
-    assert fit.source == "measured"
-    noisy = CostModel.fitted(12, 4, steps | {6: steps[6] * 1.1}, 70)
+    assert (fit.source, fit.batch) == ("measured", 4)
+    noisy = fitted(TWELVE, steps | {(4, 6, 70): steps[4, 6, 70] * 1.1}, {})
     assert 0.01 < noisy.residual < 0.1
 
 
 def test_a_fit_of_nonsense_is_refused():
     with pytest.raises(UsageError, match="no less time"):
-        CostModel.fitted(12, 1, {12: 1.0, 6: 1.5, 2: 2.0}, 10)
+        fitted(TWELVE, {(1, 12, 10): 1.0, (1, 6, 10): 1.5, (1, 2, 10): 2.0}, {})
     with pytest.raises(UsageError, match="two depths"):
-        CostModel.fitted(12, 1, {12: 1.0}, 10)
-    through_zero = CostModel.fitted(12, 1, {12: 1.0, 6: 0.4}, 10)
-    assert through_zero.fixed_seconds == 0
+        fitted(TWELVE, {(1, 12, 10): 1.0}, {})
+    through_zero = fitted(TWELVE, {(1, 12, 10): 1.0, (1, 6, 10): 0.4}, {})
+    assert through_zero.step.fixed_seconds == 0
 
 
-def wide_model(family: str = "llama"):
-    return tiny_model(family, hidden_size=128, intermediate_size=512)
+def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatch):
+    count_time(monkeypatch)
+    model = tiny_model("llama")
+    meter = CostMeter(model, open_model(model, "dense"), rows=(1, 3), prompt_len=8, prompts=(8, 40), steps=4)
+    with pytest.raises(UsageError, match="run a round first"):
+        meter.cost()
+    meter.run(1)
+    cost = meter.cost()
+    assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 3, "measured")
+    for found, rows in zip(cost.steps, (1, 3), strict=True):
+        assert found == pytest.approx((rows, FIXED, LAYER + rows * TOKEN, CACHED))
+    for found, tokens in zip(cost.prompts, (8, 40), strict=True):
+        assert found == pytest.approx((tokens, LAYER + tokens * TOKEN))
 
 
 def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypatch):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    model = wide_model()
+    clock = count_time(monkeypatch)
+    model = tiny_model("llama")
     before = dict(model.__dict__)
-    first = measure_cost(model, batch=2, prompt_len=8, repeats=2, steps=4)
+
+    def measured(**options):
+        start = clock.now
+        cost = measure_cost(model, repeats=1, steps=3, **options)
+        return cost, clock.now > start
+
+    first, _ = measured(batch=2, prompt_len=8)
     assert (first.num_layers, first.batch, first.source) == (LAYERS, 2, "measured")
-    assert first.layer_seconds > 0
+    assert first.step == pytest.approx((2, 0.0, 1.0, 0.0), abs=1e-9), "transformers' layers, a second each"
     assert model.__dict__.keys() == before.keys(), "the model is as it was"
-    # Seconds are never the same twice: an equal cost model was not measured again.
-    assert measure_cost(model, batch=2, prompt_len=8) == first
-    assert measure_cost(model, batch=2, prompt_len=8, repeats=1, steps=3, reuse=False) != first
+    assert measured(batch=2, prompt_len=8) == (first, False)
+    assert measured(batch=2, prompt_len=8, reuse=False)[1]
     (file,) = (tmp_path / "costs").iterdir()
     file.write_text('{"key": ')
-    again = measure_cost(model, batch=2, prompt_len=8, repeats=1, steps=3)
-    assert measure_cost(model, batch=2) == again
-    measure_cost(model, batch=1, prompt_len=8, repeats=1, steps=3)
+    assert measured(batch=2, prompt_len=8)[1]
+    assert measured(batch=2) == (first, False)
+    assert measured(batch=1, prompt_len=8)[1]
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
 def test_calibrations_of_both_engines_are_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    model = wide_model()
-    fast = open_model(model)
-    own = measure_cost(model, fast, batch=2, prompt_len=40, repeats=2, steps=4)
-    theirs = measure_cost(model, batch=2, prompt_len=40, repeats=2, steps=4)
-    assert own.layer_seconds < theirs.layer_seconds
-    assert own.step_seconds(LAYERS, 40) > own.step_seconds(1, 40) > 0
+    clock = count_time(monkeypatch)
+    model = tiny_model("llama")
+    fast = open_model(model, "dense")
+    own = measure_cost(model, fast, batch=2, prompt_len=40, repeats=1, steps=4)
+    theirs = measure_cost(model, batch=2, prompt_len=40, repeats=1, steps=4)
+    assert own.step.layer_seconds == pytest.approx(LAYER + 2 * TOKEN)
+    assert theirs.step.layer_seconds == pytest.approx(1.0)
+    start = clock.now
     assert measure_cost(model, fast, batch=2, prompt_len=40) == own
+    assert clock.now == start
     assert len(list((tmp_path / "costs").iterdir())) == 2
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_a_calibration(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "file"))
-    assert measure_cost(wide_model(), prompt_len=4, repeats=1, steps=3).source == "measured"
+    count_time(monkeypatch)
+    assert measure_cost(tiny_model("llama"), prompt_len=4, repeats=1, steps=3).source == "measured"
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_bigcode", "bloom", "qwen3_moe"])
 def test_calibration_of_other_families(family, tmp_path, monkeypatch):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    cost = measure_cost(tiny_model(family), batch=2, prompt_len=12, repeats=2, steps=4)
-    assert cost.step_seconds(LAYERS, 12) > cost.step_seconds(1, 12) > 0
+    count_time(monkeypatch)
+    cost = measure_cost(tiny_model(family), batch=2, prompt_len=12, repeats=1, steps=4)
+    assert cost.step_seconds(3, 12) == pytest.approx(3.0)
 
 
 def test_calibration_refuses_what_does_not_fit():

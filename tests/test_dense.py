@@ -32,7 +32,7 @@ from skipdecode.performance.bench.measure import measure
 from skipdecode.performance.bench.peers.fast import EnginePeer
 from skipdecode.performance.bench.profile import profile
 from skipdecode.performance.bench.workload import Workload
-from skipdecode.performance.cost_probe import CostProbe
+from skipdecode.performance.measure import CostMeter
 from tiny import LAYERS, VOCAB, tiny_model
 
 NEW = 12
@@ -203,9 +203,10 @@ def test_the_bench_times_recorded_steps_only_and_profiles_them():
 
 
 def test_costs_are_probed_like_those_of_other_models():
-    probe = CostProbe(taped("llama", max_position_embeddings=1024), 3)
-    probe.run(1)
-    assert probe.cost().num_layers == LAYERS
+    model = taped("llama", max_position_embeddings=1024)
+    meter = CostMeter(model._model, model, rows=(1, 3))
+    meter.run(1, 0.05)
+    assert (meter.cost().num_layers, meter.cost().max_rows) == (LAYERS, 3)
 
 
 @pytest.mark.parametrize("family", sorted(READERS))

@@ -21,7 +21,7 @@ __all__ = ["Workload", "layers_only"]
 
 def layers_only(num_layers: int) -> CostModel:
     """A cost model that counts layers and nothing else: speed-up under it is the paper's nominal one."""
-    return CostModel(num_layers, batch=1, fixed_seconds=0.0, layer_seconds=1.0)
+    return CostModel.of_step(num_layers, 1, 0.0, 1.0)
 
 
 @dataclass(frozen=True)

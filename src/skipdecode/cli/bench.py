@@ -20,12 +20,10 @@ from skipdecode.cli.options import ThreadOptions
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
-from skipdecode.performance.bench.geometries import GEOMETRIES
-from skipdecode.performance.bench.peers import DRAFTING, PEERS
-from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.bench.workload import DRAFTING, GEOMETRIES, PEERS, Workload, build
 
 if TYPE_CHECKING:
-    from skipdecode.performance.bench.peers.base import Peer
+    from skipdecode.performance.bench.peers import Peer
 
 __all__ = ["Config", "run"]
 
@@ -111,7 +109,6 @@ def _peers(config: Config) -> tuple[Any, list[Peer]]:
 
     from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import choose_device, load_model
-    from skipdecode.performance.bench.geometries import build
     from skipdecode.performance.bench.peers import make_peer
 
     tokenizer = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from skipdecode.cli.columns import table
@@ -18,9 +18,8 @@ from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choo
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
-from skipdecode.performance.batch_cost import BatchCost
-from skipdecode.performance.cost import Machine
-from skipdecode.performance.simulate.simulator import Admission, Simulation, best_join_below, capacity, simulate
+from skipdecode.performance.cost import CostModel, PromptCost
+from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
 from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from skipdecode.performance.simulate.traces import Arrival
+    from skipdecode.performance.simulate.worker import Simulation
 
 __all__ = ["Config", "run"]
 
@@ -59,10 +59,10 @@ class Config(ScheduleOptions):
         "GFLOP/s of a modelled worker's matrix product; goes with --bandwidth", default=None, above=0
     )
     prompt_token_ms: float | None = option(
-        "with --cost: milliseconds of one prompt token at full depth (default: as in a row of the largest batch, an "
-        "upper bound)",
+        "with --cost: milliseconds of one prompt token at full depth (default: what the files say, or as in a row of "
+        "the largest batch, an upper bound)",
         default=None,
-        above=0,
+        least=0,
     )
     flat: bool = option("use the constant schedule of the same mean depth", default=False)
     policy: Admission = option(
@@ -149,21 +149,23 @@ def _check(config: Config) -> None:
 # ---------------------------------------------------------------------- cost
 
 
-def _cost(config: Config) -> BatchCost:
+def _cost(config: Config) -> CostModel:
     if config.model is None:
-        models = [read_cost(path) for path in config.cost]
-        seconds = None if config.prompt_token_ms is None else config.prompt_token_ms / 1e3 / models[0].num_layers
-        return BatchCost.between(models, config.max_rows, seconds)
+        cost = CostModel.joined([read_cost(path) for path in config.cost], config.max_rows)
+        if config.prompt_token_ms is None:
+            return cost
+        seconds = config.prompt_token_ms / 1e3 / cost.num_layers
+        return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds),))
     from skipdecode.performance.cost_source import find_geometry
+    from skipdecode.performance.machine import Machine, measure_machine
 
     geometry, dtype = find_geometry(config.model)
     if config.bandwidth is None or config.flops is None:
-        from skipdecode.performance.machine import measure_machine
-
         machine = measure_machine("cpu", dtype)
     else:
         machine = Machine(config.bandwidth * 1e9, config.flops * 1e9)
-    return BatchCost.predicted(geometry, machine, 8 if config.max_rows is None else config.max_rows)
+    rows = 8 if config.max_rows is None else config.max_rows
+    return CostModel.predicted(geometry, machine, rows, range(1, rows + 1))
 
 
 # ---------------------------------------------------------------------- trace
@@ -182,9 +184,9 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _simulated(config: Config, cost: BatchCost, schedule: Schedule, full_capacity: float | None) -> _Run:
+def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacity: float | None) -> _Run:
     """One run; `full_capacity` is full depth's, None for that itself."""
-    policy, rows = config.policy, cost.max_rows
+    policy, rows = config.policy, cost.batch
     share = _join_share(config, cost, schedule)
     most, rate = None, config.rate
     if config.load is not None or config.rate is not None:
@@ -197,7 +199,7 @@ def _simulated(config: Config, cost: BatchCost, schedule: Schedule, full_capacit
     return _Run(schedule, rate, most, share, result)
 
 
-def _join_share(config: Config, cost: BatchCost, schedule: Schedule) -> float | None:
+def _join_share(config: Config, cost: CostModel, schedule: Schedule) -> float | None:
     """`join_below` for a schedule; None: the policy's own."""
     if config.join_below is None:
         return None
@@ -205,7 +207,7 @@ def _join_share(config: Config, cost: BatchCost, schedule: Schedule) -> float | 
         raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
     if config.join_below == "auto":
         arrivals = list(_trace(config, None))
-        return best_join_below(arrivals, cost, schedule, max_rows=cost.max_rows, policy=config.policy)
+        return best_join_below(arrivals, cost, schedule, max_rows=cost.batch, policy=config.policy)
     try:
         return float(config.join_below)
     except ValueError:
@@ -249,10 +251,10 @@ def _table(runs: list[_Run]) -> list[str]:
         "layers per token": "{0.layers_per_token:.2f}",
     }
     lines += [[name, *map(form.format, results)] for name, form in figures.items()]
-    for name, field in (("first token", "first_token"), ("inter-token", "between_tokens"), ("request", "whole")):
-        for share in (0.5, 0.99):
-            seconds = [getattr(s.totals, field).quantile(share) for s in results]
-            lines.append([f"{name} p{share * 100:.0f}, ms", *(f"{1e3 * value:.2f}" for value in seconds)])
+    documents = [s.to_dict() for s in results]
+    for name, field in (("first token", "first_token_s"), ("inter-token", "inter_token_s"), ("request", "request_s")):
+        for which in ("p50", "p99"):
+            lines.append([f"{name} {which}, ms", *(f"{1e3 * each[field][which]:.2f}" for each in documents)])
     shown = table(lines[0], lines[1:])
     if len(runs) == 2:
         shown.append(_gain(*runs))

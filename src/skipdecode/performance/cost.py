@@ -1,7 +1,7 @@
-"""What a decode step costs: a fixed part, a part per layer that runs, and the read of each layer's cached tokens.
+"""What decode steps and prompts cost: a fixed part, a part per layer that runs, and the read of cached tokens.
 
-Pure Python. All seconds are for one step of the whole batch. The *decode phase* of a generation of n tokens has n - 1
-steps: the first token comes out of the prompt's forward, which is not part of it, and the last one is never fed back.
+Pure Python. The *decode phase* of a generation of n tokens has n - 1 steps: the first token comes out of the prompt's
+forward, which is not part of it, and the last one is never fed back.
 
 *Lockstep*: all rows have the same age, so the step at position i runs `budget(i)` layers. *Continuous*: each row of a
 stream has an age of its own, taken as independent and evenly spread over the positions; a step runs a layer if any row
@@ -10,69 +10,79 @@ needs it, so one young row brings its deep layers into everybody's step.
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
-__all__ = ["CostModel", "Machine", "Use"]
+if TYPE_CHECKING:
+    from skipdecode.performance.machine import Machine  # brings torch, which costs read from files do without
+
+__all__ = ["CostModel", "PromptCost", "StepCost", "Use", "tokens_read"]
 
 Use = Literal["lockstep", "continuous"]
-_FORMAT = 1
+_FORMAT = 2  # 1 held one number of rows, its cache read for all of them together, and no prompts
+_PROMPT_TOKENS = 512  # of one forward, as in the engine: what a mixture of experts is read for
+_ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer than its weights' read
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a prediction needs to know of a machine.
+class StepCost(NamedTuple):
+    """Seconds of a decode step's parts.
 
     Parameters
     ----------
-    bandwidth : float
-        Bytes a second that a large read reaches.
-    flops : float
-        Floating-point operations a second of a matrix product in the model's dtype.
-    launch_seconds : float
-        Time that a layer (and the work outside the layers) takes whatever its size.
+    rows : int
+        Rows of the step.
+    fixed_seconds : float
+        Work that does not depend on depth: embeddings, head, sampling, the host's loop.
+    layer_seconds : float
+        One layer on all rows, without the cache read.
+    kv_seconds : float
+        One layer's attention over one cached token of one row.
     """
 
-    bandwidth: float
-    flops: float = math.inf
-    launch_seconds: float = 0.0
+    rows: int
+    fixed_seconds: float
+    layer_seconds: float
+    kv_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}={getattr(self, name)!r} is not accepted: give a number above 0")
-        if not 0 <= self.launch_seconds < math.inf:
-            raise UsageError(f"launch_seconds={self.launch_seconds!r} is not accepted: give a number of 0 or more")
 
-    def seconds(self, num_bytes: float, flops: float) -> float:
-        """Roofline: the longer of the time to read `num_bytes` and the time to do `flops` operations."""
-        return max(num_bytes / self.bandwidth, flops / self.flops)
+class PromptCost(NamedTuple):
+    """Seconds that one layer takes in a forward over `tokens` tokens of prompts."""
+
+    tokens: float
+    layer_seconds: float
+
+    @classmethod
+    def of_token(cls, token_seconds: float, least_seconds: float) -> Self:
+        """From a token's time in a layer, and the least that a layer takes: the read of its weights."""
+        if not token_seconds:
+            return cls(_ENDLESS, least_seconds)
+        tokens = max(1.0, least_seconds / token_seconds)
+        return cls(tokens, tokens * token_seconds)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of one decode step of a model at one batch size on one machine.
+    """Seconds of the decode steps and prompts of a model on one machine. All layers cost the same.
 
     Parameters
     ----------
     num_layers : int
         Decoder layers of the model.
     batch : int
-        Rows of a step.
-    fixed_seconds : float
-        Work that does not depend on depth: embeddings, head, sampling, the host's loop.
-    layer_seconds : float
-        One layer that runs, without the cache read.
-    kv_seconds : float
-        One layer's attention over one cached token of every row.
+        Rows of a step to plan for.
+    steps : tuple of StepCost
+        What is known, by rising number of rows.
+    prompts : tuple of PromptCost
+        What is known, by rising number of tokens. Empty: a prompt token costs what a row of the largest step does, an
+        upper bound.
     window, window_share : int, float
         Sliding-window attention: the tokens it sees, and the share of layers that have it.
     source : {"predicted", "measured"}
@@ -83,9 +93,8 @@ class CostModel:
 
     num_layers: int
     batch: int
-    fixed_seconds: float
-    layer_seconds: float
-    kv_seconds: float = 0.0
+    steps: tuple[StepCost, ...]
+    prompts: tuple[PromptCost, ...] = ()
     window: int = 0
     window_share: float = 0.0
     source: Literal["predicted", "measured"] = "predicted"
@@ -95,87 +104,119 @@ class CostModel:
         for name in ("num_layers", "batch"):
             if not getattr(self, name) >= 1:
                 raise UsageError(f"{name}={getattr(self, name)!r} is not accepted: give a whole number of 1 or more")
-        for name in ("fixed_seconds", "layer_seconds", "kv_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}={getattr(self, name)!r} is not accepted: give seconds, 0 or more")
-        if self.layer_seconds + self.kv_seconds == 0:
-            raise UsageError("a layer that takes no time leaves nothing to skip: give layer_seconds above 0")
+        parts = [*(s._asdict() for s in self.steps), *(p._asdict() for p in self.prompts)]
+        for name, value in (item for part in parts for item in part.items()):
+            if not 0 <= value < math.inf:
+                raise UsageError(f"{name}={value!r} is not accepted: give a number of 0 or more")
+        for name, counts in (("rows", [s.rows for s in self.steps]), ("tokens", [p.tokens for p in self.prompts])):
+            if counts != sorted(set(counts)) or 0 in counts:
+                raise UsageError(f"costs by {name} {counts} are not accepted: give each once, rising from 1 or more")
+        if not self.steps or any(s.layer_seconds + s.kv_seconds == 0 for s in self.steps):
+            raise UsageError("a layer that takes no time leaves nothing to skip: give steps with layer_seconds above 0")
+        if self.batch > self.max_rows:
+            raise UsageError(
+                f"batch={self.batch} is not accepted: the cost is known for 1 to {self.max_rows} rows; measure a "
+                "larger batch for more"
+            )
 
     # ------------------------------------------------------------------ constructors
 
     @classmethod
-    def predicted(cls, geometry: ModelGeometry, machine: Machine, batch: int = 1) -> Self:
-        """From bytes and FLOPs: each part takes the longer of its read and its arithmetic (roofline)."""
+    def of_step(
+        cls, num_layers: int, batch: int, fixed_seconds: float, layer_seconds: float, kv_seconds: float = 0.0
+    ) -> Self:
+        """Of steps of `batch` rows alone; see `StepCost`."""
+        return cls(num_layers, batch, (StepCost(batch, fixed_seconds, layer_seconds, kv_seconds),))
+
+    @classmethod
+    def predicted(
+        cls, geometry: ModelGeometry, machine: Machine, batch: int = 1, rows: Iterable[int] | None = None
+    ) -> Self:
+        """From bytes and FLOPs: each part takes the longer of its read and its arithmetic (roofline).
+
+        `rows` are the numbers of rows to know, rising; by default `batch` alone.
+        """
+        launch = machine.launch_seconds
+        steps = tuple(
+            StepCost(
+                count,
+                machine.seconds(geometry.fixed_bytes(count), count * geometry.fixed_flops()) + launch,
+                machine.seconds(geometry.layer_bytes(count), count * geometry.layer_flops()) + launch,
+                machine.seconds(geometry.kv_bytes_per_token(), geometry.kv_flops_per_token()),
+            )
+            for count in ((batch,) if rows is None else rows)
+        )
+        read = machine.seconds(geometry.layer_bytes(_PROMPT_TOKENS), 0) + launch
         return cls(
-            num_layers=geometry.num_layers,
-            batch=batch,
-            fixed_seconds=machine.seconds(geometry.fixed_bytes(batch), batch * geometry.fixed_flops())
-            + machine.launch_seconds,
-            layer_seconds=machine.seconds(geometry.layer_bytes(batch), batch * geometry.layer_flops())
-            + machine.launch_seconds,
-            kv_seconds=batch * machine.seconds(geometry.kv_bytes_per_token(), geometry.kv_flops_per_token()),
+            geometry.num_layers,
+            batch,
+            steps,
+            (PromptCost.of_token(machine.seconds(0, geometry.layer_flops()), read),),
             window=geometry.window,
-            window_share=len(geometry.windowed) / geometry.num_layers,
+            window_share=geometry.window_share,
         )
 
     @classmethod
-    def fitted(
-        cls,
-        num_layers: int,
-        batch: int,
-        by_layers: Mapping[int, float],
-        kv_tokens: float,
-        longer: tuple[float, float] | None = None,
-        geometry: ModelGeometry | None = None,
-    ) -> Self:
-        """Least squares over measured steps.
+    def joined(cls, models: Sequence[Self], batch: int | None = None) -> Self:
+        """One model's costs at different numbers of rows, as one.
 
-        Parameters
-        ----------
-        num_layers, batch : int
-            What was measured.
-        by_layers : mapping
-            Seconds of a step by the number of layers it ran; two entries or more, one of them `num_layers`.
-        kv_tokens : float
-            Cached tokens of a row during those steps.
-        longer : (float, float), optional
-            Cached tokens and seconds of a full-depth step over a longer text: gives the cost of the cache read.
-        geometry : ModelGeometry, optional
-            Gives the sliding window.
+        `batch` is to plan for, by default the largest known. Prompts, windows and source are those of the model that
+        knows the most rows. Raises UsageError if the models differ in layers or share a number of rows.
         """
-        layers, seconds = list(by_layers), list(by_layers.values())
-        if len(layers) < 2 or num_layers not in by_layers:
-            raise UsageError(f"by_layers has {layers}: at least two depths, one of them {num_layers}, are needed")
-        slope, fixed = statistics.linear_regression(layers, seconds)
-        if fixed < 0:
-            slope, fixed = statistics.linear_regression(layers, seconds, proportional=True)
-        if slope <= 0:
-            raise UsageError("steps with fewer layers took no less time: measure again on a quieter machine")
-        window = geometry.window if geometry else 0
-        share = len(geometry.windowed) / num_layers if geometry else 0.0
-        read = _tokens_read(kv_tokens, window, share)
-        kv = 0.0
-        if longer is not None and (more := _tokens_read(longer[0], window, share) - read) > 0:
-            kv = max(0.0, longer[1] - by_layers[num_layers]) / (num_layers * more)
-        # Noise may not make the read dearer than the whole layer of which it is a part.
-        kv = min(kv, slope / max(read, 1))
-        return cls(
-            num_layers=num_layers,
-            batch=batch,
-            fixed_seconds=fixed,
-            layer_seconds=slope - kv * read,
-            kv_seconds=kv,
-            window=window,
-            window_share=share,
-            source="measured",
-            residual=max(abs(fixed + slope * n - s) / s for n, s in by_layers.items()),
-        )
+        if not models:
+            raise UsageError("no cost model was given: give one or more")
+        steps = sorted(step for model in models for step in model.steps)
+        counts = [step.rows for step in steps]
+        if len({m.num_layers for m in models}) > 1 or len(set(counts)) < len(counts):
+            raise UsageError(
+                f"cost models of {[m.num_layers for m in models]} layers at batches {counts} do not go together: give "
+                "one model's, at different batch sizes"
+            )
+        last = max(models, key=lambda m: m.max_rows)
+        rest = {name: getattr(last, name) for name in ("prompts", "window", "window_share", "source", "residual")}
+        return cls(last.num_layers, counts[-1] if batch is None else batch, tuple(steps), **rest)
 
-    # ------------------------------------------------------------------ seconds
+    # ------------------------------------------------------------------ one forward
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows for which the cost is known."""
+        return self.steps[-1].rows
+
+    def at(self, rows: int) -> StepCost:
+        """The parts of a step of `rows` rows, on straight lines between those known.
+
+        Below the least known a step is taken to cost what that one does: its weights must be read all the same.
+        """
+        if not 1 <= rows <= self.max_rows:
+            raise UsageError(f"rows={rows} is not accepted: the cost is known for 1 to {self.max_rows} rows")
+        return StepCost(rows, *_between(self.steps, rows))
+
+    @cached_property
+    def step(self) -> StepCost:
+        """The parts of a step of `batch` rows."""
+        return self.at(self.batch)
 
     def step_seconds(self, active_layers: float, kv_tokens: float = 0) -> float:
-        """One step that runs `active_layers` layers, with `kv_tokens` cached tokens in every row."""
-        return self.fixed_seconds + active_layers * self._one_layer(kv_tokens)
+        """One step of `batch` rows that runs `active_layers` layers, with `kv_tokens` cached tokens in every row."""
+        return self.step.fixed_seconds + active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
+
+    def prompt_seconds(self, tokens: int, layers: int) -> float:
+        """One forward over `tokens` tokens of prompts through `layers` layers.
+
+        Level below the least known number of tokens, on straight lines between those known, in proportion beyond.
+        """
+        row = self.steps[-1].layer_seconds / self.max_rows
+        known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds),)
+        last = known[-1]
+        layer = last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
+        return self.at(1).fixed_seconds + layers * layer
+
+    def _reads(self, kv_tokens: float) -> float:
+        """The cache read of a layer."""
+        return self.batch * self.step.kv_seconds * tokens_read(kv_tokens, self.window, self.window_share)
+
+    # ------------------------------------------------------------------ the decode phase
 
     def sequence_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
         """The decode phase of `new_tokens` generated tokens: `new_tokens` - 1 steps, the prompt's forward not counted.
@@ -192,9 +233,9 @@ class CostModel:
         """
         schedule.check_fits(self.num_layers)
         steps = _decode_steps(prompt_len, new_tokens)
-        reads = sum(schedule.budget(i) * self._read(prompt_len + i + 1) for i in range(steps))
+        reads = sum(schedule.budget(i) * self._reads(prompt_len + i + 1) for i in range(steps))
         layers = steps * self.layers_per_step(schedule, new_tokens, use)
-        return steps * self.fixed_seconds + layers * self.layer_seconds + reads * self.kv_seconds
+        return steps * self.step.fixed_seconds + layers * self.step.layer_seconds + reads
 
     def layers_per_step(self, schedule: Schedule, new_tokens: int, use: Use = "lockstep") -> float:
         """Layers that a step runs for any of its rows, on average over the decode phase."""
@@ -205,8 +246,8 @@ class CostModel:
             raise UsageError(f"use={use!r} is not accepted: give 'lockstep' or 'continuous'")
         # Sets are nested, so a step runs the deepest row's set: E[max] = sum over depths of P(some row is that deep).
         listed = sorted(schedule.budgets[:steps] + (schedule.budgets[-1],) * (steps - schedule.seq_len))
-        shares = _shares_at_least(listed, self.num_layers)
-        return sum(1 - (1 - share) ** self.batch for share in shares)
+        shallower = (bisect_left(listed, depth) / steps for depth in range(1, self.num_layers + 1))
+        return sum(1 - share**self.batch for share in shallower)
 
     def speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
         """Wall-clock speed-up of the decode phase over full depth."""
@@ -220,52 +261,53 @@ class CostModel:
 
     def fixed_share(self, prompt_len: int, new_tokens: int) -> float:
         """Share of the full-depth decode phase that no schedule can leave out."""
-        steps = _decode_steps(prompt_len, new_tokens)
         full = self.sequence_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
-        return steps * self.fixed_seconds / full
-
-    def _one_layer(self, kv_tokens: float) -> float:
-        return self.layer_seconds + self.kv_seconds * self._read(kv_tokens)
-
-    def _read(self, kv_tokens: float) -> float:
-        return _tokens_read(kv_tokens, self.window, self.window_share)
+        return (new_tokens - 1) * self.step.fixed_seconds / full
 
     # ------------------------------------------------------------------ JSON
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
-        return {"format": _FORMAT} | asdict(self)
-
-    def to_json(self, indent: int | None = None) -> str:
-        """The cost model as JSON text."""
-        return json.dumps(self.to_dict(), indent=indent)
+        parts = {name: [each._asdict() for each in getattr(self, name)] for name in ("steps", "prompts")}
+        return {"format": _FORMAT} | asdict(self) | parts
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """A cost model from `to_dict`'s dictionary; raises DataError on anything else."""
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise DataError(f"not a cost model: a JSON object with format {_FORMAT} is needed")
+        """A cost model from `to_dict`'s dictionary, of this format or the one before; raises DataError on all else."""
+        if not isinstance(data, dict) or data.get("format") not in (1, _FORMAT):
+            raise DataError(f"not a cost model: a JSON object with format {_FORMAT} or 1 is needed")
         values = {name: value for name, value in data.items() if name != "format"}
-        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
-            raise DataError(f"unknown cost model field {unknown[0]!r}")
         try:
+            if data["format"] == 1:
+                values["steps"] = [_first_format(values)]
+            if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
+                raise DataError(f"unknown cost model field {unknown[0]!r}")
+            values["steps"] = tuple(StepCost(**step) for step in values["steps"])
+            values["prompts"] = tuple(PromptCost(**prompt) for prompt in values.get("prompts", ()))
             return cls(**values)
-        except (TypeError, UsageError) as e:
+        except (KeyError, TypeError, ZeroDivisionError, UsageError) as e:
             raise DataError(f"not a cost model: {e}") from None
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """A cost model from JSON text; raises DataError on wrong JSON."""
-        try:
-            data = json.loads(text)
-        except ValueError as e:
-            raise DataError(f"a cost model must be JSON: {e}") from None
-        return cls.from_dict(data)
 
-
-def _tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
-    """Cached tokens that a layer reads, averaged over full and sliding-window attention."""
+def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
+    """Cached tokens of a row that a layer reads, averaged over full and sliding-window attention."""
     return kv_tokens - window_share * max(0, kv_tokens - window)
+
+
+def _between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]:
+    """Values at `place` on straight lines between `known`, each a place and its values; level before the first."""
+    right = bisect_left(known, (place,))
+    if right == 0 or known[right][0] == place:
+        return known[right][1:]
+    (low, *below), (high, *above) = known[right - 1 : right + 1]
+    share = (place - low) / (high - low)
+    return [least + share * (most - least) for least, most in zip(below, above, strict=True)]
+
+
+def _first_format(values: dict[str, Any]) -> dict[str, Any]:
+    """Takes the only step of format 1 out of `values`."""
+    step = {name: values.pop(name) for name in ("fixed_seconds", "layer_seconds", "kv_seconds") if name in values}
+    return step | {"rows": values["batch"], "kv_seconds": step.get("kv_seconds", 0.0) / values["batch"]}
 
 
 def _decode_steps(prompt_len: int, new_tokens: int) -> int:
@@ -276,13 +318,3 @@ def _decode_steps(prompt_len: int, new_tokens: int) -> int:
             f"new_tokens={new_tokens} is not accepted: give 2 or more (the first comes out of the prompt's forward)"
         )
     return new_tokens - 1
-
-
-def _shares_at_least(ascending: Sequence[int], num_layers: int) -> list[float]:
-    """Share of the values that are at least 1, 2, …, `num_layers`."""
-    shares, below = [], 0
-    for depth in range(1, num_layers + 1):
-        while below < len(ascending) and ascending[below] < depth:
-            below += 1
-        shares.append(1 - below / len(ascending))
-    return shares

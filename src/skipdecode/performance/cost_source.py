@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import unwrap
@@ -17,11 +16,10 @@ from skipdecode.models.loading.hub import DTYPES, load_config, load_model
 from skipdecode.models.loading.locate import adapter_dir, base_name
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model, note
-from skipdecode.performance.config_sizes import ConfigReader
 from skipdecode.performance.cost import CostModel
-from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.geometry import ConfigReader, ModelGeometry
 from skipdecode.performance.machine import measure_machine
-from skipdecode.performance.step_cost import measure_cost
+from skipdecode.performance.measure import measure_cost
 
 __all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
 
@@ -38,17 +36,7 @@ _UNKNOWN_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class CostSource:
-    """A cost model with what it was made from.
-
-    Parameters
-    ----------
-    cost : CostModel
-    geometry : ModelGeometry
-    dtype : str
-        Of the weights.
-    origin : str
-        Where the figures are from, in words, with what was measured.
-    """
+    """A cost model with what it was made from: sizes, type of the weights, and its origin in words."""
 
     cost: CostModel
     geometry: ModelGeometry
@@ -69,14 +57,12 @@ def find_cost(
     remeasure: bool = False,
     progress: bool = False,
 ) -> CostSource:
-    """The cost model of a model by name on the machine at hand.
+    """The cost model of a model by name on the machine at hand; see `measure_cost` for what is measured.
 
     Parameters
     ----------
     name : str
         A local directory, a hub id, ``smollm2-135m``, or the file of a config (JSON), which has no weights.
-    batch, prompt_len : int
-        Rows of a step, and prompt tokens of a row during the measurement.
     dtype : str
         Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; "auto": the checkpoint's own, bf16 where unknown.
     device : str, optional
@@ -90,8 +76,6 @@ def find_cost(
         See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
         Measure, whatever an earlier calibration found.
-    progress : bool
-        Show a progress bar on stderr while measuring.
 
     Raises
     ------
@@ -112,9 +96,10 @@ def find_cost(
         flag = "--measure" if measure else "--remeasure"
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
-        loaded = load_model(name, dtype=dtype, device=device, require_tokenizer=False)
-        fast = open_fast(loaded.model, engine, note, weights)
-        return _measured(loaded.model, fast, batch, prompt_len, remeasure, progress)
+        model = load_model(name, dtype=dtype, device=device, require_tokenizer=False).model
+        fast = open_fast(model, engine, note, weights)
+        cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
+        return _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
     if weights != "model":
         raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
@@ -149,18 +134,13 @@ def _in_hub_cache(name: str) -> bool:
         return False  # No hub id at all; loading its config says so.
 
 
-def _measured(
-    model: Any, fast: FastModel | None, batch: int, prompt_len: int, remeasure: bool, progress: bool
-) -> CostSource:
-    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
-    inner = unwrap(model)
-    geometry = ModelGeometry.from_config(inner.config, inner.dtype.itemsize)
+def _measured(model: Any, cost: CostModel, engine: str) -> CostSource:
     within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
     if cost.residual is not None and cost.residual > _NOISY:
         within += ": noisy, so use --remeasure when the machine is quiet"
-    where = f"threads: {torch.get_num_threads()}" if inner.device.type == "cpu" else f"device: {inner.device.type}"
-    name = "transformers" if fast is None else "the fast engine"
-    return CostSource(cost, geometry, _dtype_name(inner.dtype), f"measured here with {name} ({where}{within})")
+    where = f"threads: {torch.get_num_threads()}" if model.device.type == "cpu" else f"device: {model.device.type}"
+    geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+    return CostSource(cost, geometry, _dtype_name(model.dtype), f"measured here with {engine} ({where}{within})")
 
 
 def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSource:

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from ctypes import c_int64 as _size
 from ctypes import c_void_p as _pointer
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
-from skipdecode.performance.cost import Machine
+from skipdecode.errors import UsageError
 
-__all__ = ["measure_bandwidth", "measure_flops", "measure_machine", "synchronize"]
+__all__ = ["Machine", "measure_bandwidth", "measure_flops", "measure_machine", "synchronize"]
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
 _REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a prediction needs to know of a machine.
+
+    Parameters
+    ----------
+    bandwidth : float
+        Bytes a second that a large read reaches.
+    flops : float
+        Floating-point operations a second of a matrix product in the model's dtype.
+    launch_seconds : float
+        Time that a layer (and the work outside the layers) takes whatever its size.
+    """
+
+    bandwidth: float
+    flops: float = math.inf
+    launch_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "flops"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name}={getattr(self, name)!r} is not accepted: give a number above 0")
+        if not 0 <= self.launch_seconds < math.inf:
+            raise UsageError(f"launch_seconds={self.launch_seconds!r} is not accepted: give a number of 0 or more")
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        """Roofline: the longer of the time to read `num_bytes` and the time to do `flops` operations."""
+        return max(num_bytes / self.bandwidth, flops / self.flops)
 
 
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
@@ -64,7 +96,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
-    best = float("inf")
+    best = math.inf
     for attempt in range(_REPEATS + 1):
         synchronize(device)
         start = time.perf_counter()

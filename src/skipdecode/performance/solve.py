@@ -40,7 +40,7 @@ def solve(
     Parameters
     ----------
     cost : CostModel
-        What a step costs, at the batch size to plan for.
+        What a step costs, with the batch to plan for.
     target_speedup : float
         Wall-clock speed-up over full depth, 1 or more. Prompts are not part of the decode phase.
     seq_len : int
@@ -51,8 +51,8 @@ def solve(
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
         Default: bottom up. Layers that it does not list always run.
-    new_tokens : int, optional
-        Generated tokens of a row. Default: `seq_len` + 1, whose `seq_len` steps run each position once.
+    prompt_len, new_tokens : int
+        Prompt and generated tokens of a row. Default of the latter: `seq_len` + 1, whose steps run each position once.
 
     Raises
     ------
@@ -140,12 +140,10 @@ def _floored(value: float) -> str:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a schedule brings, for a batch of rows of one length.
+    """What a schedule brings in `use`, for a batch of rows of one length.
 
     Parameters
     ----------
-    use : {"lockstep", "continuous"}
-        What `speedup` is for.
     nominal_speedup : float
         Layers of the model / mean layers of a row's token over the decode phase. Not wall-clock.
     speedup, speedup_lockstep, speedup_continuous : float

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from skipdecode.performance.cost import Machine
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.machine import measure_machine
+from skipdecode.performance.machine import Machine, measure_machine
 from skipdecode.vllm.settings import Mode, PluginSettings
 from skipdecode.vllm.step_rows import NONE, StepRows
 

@@ -7,9 +7,8 @@ norms in fp32, as llama.cpp's own tool does for such models.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipdecode.errors import MissingExtraError, UsageError
 
@@ -29,33 +28,17 @@ _ARCHITECTURES = {
 _BLOCK = 32
 
 
-@dataclass(frozen=True)
-class GgufSizes:
-    """Bytes of a file's tensors that a decode step reads.
-
-    Parameters
-    ----------
-    layer : float
-        Weights of one layer, the mean.
-    head : int
-        Output embedding and final norm.
-    """
+class GgufSizes(NamedTuple):
+    """Bytes of a file's tensors that a decode step reads: of a layer, the mean, and of output embedding and norm."""
 
     layer: float
     head: int
 
 
 def write_gguf(model: Any, path: Path, kind: str) -> GgufSizes:
-    """Write the weights of `model` to `path`.
+    """Write the weights of `model` (of type llama, mistral, qwen2 or qwen3) to `path`.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Of type llama, mistral, qwen2 or qwen3.
-    path : Path
-        Of the new file.
-    kind : str
-        Type of the matrices, one of `KINDS`. A matrix whose rows are no multiple of 32 stays f16 in a quantized file.
+    `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file.
 
     Raises
     ------
@@ -72,12 +55,13 @@ def write_gguf(model: Any, path: Path, kind: str) -> GgufSizes:
         raise UsageError(f"GGUF type {kind!r} is not known: accepted are {', '.join(KINDS)}")
     config = model.config
     architecture = _architecture(config)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     writer = gguf.GGUFWriter(path, architecture)
     _write_sizes(writer, config)
     matrix = gguf.GGMLQuantizationType[kind.upper()]
     outer = gguf.GGMLQuantizationType.Q8_0 if kind.startswith("q4") else matrix
     layers = head = 0
-    for name, tensor in _tensors(model, gguf.get_tensor_name_map(_arch_number(architecture), config.num_hidden_layers)):
+    for name, tensor in _tensors(model, gguf.get_tensor_name_map(number, config.num_hidden_layers)):
         kind_of = outer if name.startswith(("token_embd.", "output.")) else matrix
         if tensor.dim() < 2:
             kind_of = gguf.GGMLQuantizationType.F32
@@ -111,12 +95,6 @@ def _architecture(config: Any) -> str:
             "leave its engines out of --engines"
         )
     return _ARCHITECTURES[config.model_type][0]
-
-
-def _arch_number(architecture: str) -> Any:
-    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES
-
-    return next(number for number in MODEL_ARCH if MODEL_ARCH_NAMES[number] == architecture)
 
 
 def _write_sizes(writer: Any, config: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.machine import measure_bandwidth
 from skipdecode.schedule import Schedule
@@ -46,19 +46,7 @@ class _Cell(NamedTuple):
 def measure(
     peers: Sequence[Peer], workload: Workload, num_layers: int, device: torch.device, *, progress: bool = False
 ) -> dict[str, Any]:
-    """Measure.
-
-    Parameters
-    ----------
-    peers : sequence of Peer
-        Of one model.
-    workload : Workload
-    num_layers : int
-        Of the model.
-    device : torch.device
-        Whose bandwidth counts.
-    progress : bool
-        Show a progress bar on stderr.
+    """Measure engines of one model on a device, whose bandwidth counts; `progress` shows a bar on stderr.
 
     Returns
     -------
@@ -100,13 +88,12 @@ def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -
 
 
 def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
-    notes = []
-    for peer in peers:
-        most = peer.max_batch
-        left_out = [str(b) for b in workload.batches if most is not None and b > most]
-        if left_out:
-            notes.append(f"{peer.name} decodes {most} row at a time: not measured at batch {', '.join(left_out)}")
-    return notes
+    left_out = {p: [str(b) for b in workload.batches if p.max_batch is not None and b > p.max_batch] for p in peers}
+    return [
+        f"{peer.name} decodes {peer.max_batch} row at a time: not measured at batch {', '.join(batches)}"
+        for peer, batches in left_out.items()
+        if batches
+    ]
 
 
 def _row(cell: _Cell, run: _Run, schedule: Schedule) -> dict[str, Any]:

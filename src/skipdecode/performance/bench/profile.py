@@ -14,7 +14,7 @@ from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.fast_model import NativeModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.performance.bench.peers.fast import EnginePeer
 from skipdecode.performance.bench.peers.generate import TransformersPeer
 from skipdecode.performance.bench.recorder import Part, Recorder
@@ -27,80 +27,48 @@ __all__ = ["profile"]
 # Of a layer in the C++ kernels, in the order in which they tell their times.
 _PHASES = ("qkv", "append", "attention", "out", "mlp_in", "mlp_out")
 _CACHE_CALLS = ("extend", "drop", "close")
-_MODULES = {
-    "embed_tokens": "embedding",
-    "embed_positions": "embedding",
-    "input_layernorm": "qkv",
-    "self_attn_layer_norm": "qkv",
-    "q_proj": "qkv",
-    "k_proj": "qkv",
-    "v_proj": "qkv",
-    "q_norm": "attention",
-    "k_norm": "attention",
-    "rotary_emb": "attention",
-    "self_attn": "attention",
-    "o_proj": "out",
-    "out_proj": "out",
-    "post_attention_layernorm": "mlp_in",
-    "gate_proj": "mlp_in",
-    "up_proj": "mlp_in",
-    "fc1": "mlp_in",
-    "activation_fn": "mlp_in",
-    "act_fn": "mlp_out",
-    "mlp": "mlp_out",
-    "down_proj": "mlp_out",
-    "fc2": "mlp_out",
-    "norm": "head",
-    "lm_head": "head",
+_KINDS = {
+    "embedding": ("embed_tokens", "embed_positions"),
+    "qkv": ("input_layernorm", "self_attn_layer_norm", "q_proj", "k_proj", "v_proj"),
+    "attention": ("q_norm", "k_norm", "rotary_emb", "self_attn"),
+    "out": ("o_proj", "out_proj"),
+    "mlp_in": ("post_attention_layernorm", "gate_proj", "up_proj", "fc1", "activation_fn"),
+    "mlp_out": ("act_fn", "mlp", "down_proj", "fc2"),
+    "head": ("norm", "lm_head"),
 }
+_MODULES = {module: kind for kind, modules in _KINDS.items() for module in modules}
 
 
 def profile(peers: Sequence[Peer], workload: Workload, num_layers: int, bandwidth: float) -> dict[str, Any]:
-    """Run every engine that can be looked into once under each schedule.
-
-    Parameters
-    ----------
-    peers : sequence of Peer
-        Those of other kinds are passed over.
-    workload : Workload
-    num_layers : int
-        Of the model.
-    bandwidth : float
-        Bytes a second that count as all of it.
+    """Run every engine that can be looked into once under each schedule; those of other kinds are passed over.
 
     Returns
     -------
     dict
-        ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step;
-        ``traceEvents``: Chrome's trace format.
+        ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step
+        and the share of `bandwidth` (bytes a second) that it reached; ``traceEvents``: Chrome's trace format.
     """
     rows: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     runs = 0
     for batch, prompt in workload.sizes:
+        cached = batch * (prompt + workload.new / 2)  # tokens that a layer's attention reads
         for peer in peers:
-            look = _look(peer)
-            if look is None:
+            if not isinstance(peer, EnginePeer | TransformersPeer):
                 continue
             peer.prepare(batch, prompt, workload.new)
             for nominal, schedule in workload.schedules(num_layers).items():
                 if nominal > 1 and not peer.skips:
                     continue
-                recorder = look(schedule, batch * (prompt + workload.new / 2))
+                if isinstance(peer, EnginePeer):
+                    recorder = _of_engine(peer, schedule, cached)
+                else:
+                    recorder = _of_transformers(peer, schedule, cached)
                 runs += 1
                 what = {"engine": peer.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
                 rows += [what | row for row in recorder.table(bandwidth)]
                 events += recorder.trace(runs, f"{peer.name}, batch {batch}, prompt {prompt}, nominal {nominal:g}x")
     return {"rows": rows, "traceEvents": events}
-
-
-def _look(peer: Peer) -> Callable[[Schedule, float], Recorder] | None:
-    """A function that profiles a run, given its schedule and the cached tokens that a layer's attention reads."""
-    if isinstance(peer, EnginePeer):
-        return lambda schedule, tokens: _of_engine(peer, schedule, tokens)
-    if isinstance(peer, TransformersPeer):
-        return lambda schedule, tokens: _of_transformers(peer, schedule, tokens)
-    return None
 
 
 def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
@@ -151,7 +119,7 @@ def _noted_stack(fast: NativeModel, recorder: Recorder, cached: float) -> Callab
             found.append(Part(kind, took, sum(weights), len(ran)))
         return found
 
-    return recorder.timed_parts("layer", run, parts)
+    return recorder.timed("layer", run, parts=parts)
 
 
 def _weight_bytes(layer: LayerSpec, kind: str) -> float:
@@ -172,26 +140,22 @@ def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) 
                 reads = weight.nbytes
             calls.append((module, "forward", recorder.timed(kind, module.forward, layer, reads)))
         with recorder.replaced(calls):
-            clock = peer.generate(cache)
-    recorder.add_steps(clock.times)
+            times = peer.generate(cache)
+    recorder.add_steps(times)
     return recorder
 
 
 def _parts(model: Any) -> list[tuple[Any, str, int | None]]:
     """The modules whose calls are timed, what kind of work they are, and their layer."""
     found: list[tuple[Any, str, int | None]] = []
-    inside = set()
-    for index, layer in enumerate(decoder_layers(model)):
-        found.append((layer, "layer", index))
-        for name, module in layer.named_modules():
-            inside.add(module)
-            last = name.rpartition(".")[2]
-            kind = "mlp_in" if last == "final_layer_norm" else _MODULES.get(last)
-            if kind is not None:
-                found.append((module, kind, index))
+    where = {module: index for index, layer in enumerate(decoder_layers(model)) for module in layer.modules()}
+    layers = set(decoder_layers(model))
     for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        kind = "head" if last == "final_layer_norm" else _MODULES.get(last)
-        if kind is not None and module not in inside:
-            found.append((module, kind, None))
+        last, layer = name.rpartition(".")[2], where.get(module)
+        if last == "final_layer_norm":  # OPT has one in each layer, and one behind them
+            kind: str | None = "head" if layer is None else "mlp_in"
+        else:
+            kind = "layer" if module in layers else _MODULES.get(last)
+        if kind is not None:
+            found.append((module, kind, layer))
     return found

@@ -75,9 +75,17 @@ class Recorder:
         self._steps: list[tuple[float, float]] = []
 
     def timed(
-        self, kind: str, call: Callable[..., Any], layer: int | None = None, num_bytes: float = 0.0
+        self,
+        kind: str,
+        call: Callable[..., Any],
+        layer: int | None = None,
+        num_bytes: float = 0.0,
+        parts: Callable[[], list[Part]] = list,
     ) -> Callable[..., Any]:
-        """`call`, noted under `kind` whenever it runs."""
+        """`call`, noted under `kind` whenever it runs.
+
+        `parts` say afterwards what ran inside a call that tells it itself; a trace shows them one after another.
+        """
 
         def noted(*arguments: Any, **keywords: Any) -> Any:
             outer, self._inside = self._inside, 0.0
@@ -85,27 +93,13 @@ class Recorder:
             result = call(*arguments, **keywords)
             synchronize(self._device)
             took = time.perf_counter() - start
-            self._events.append(_Event(kind, layer, start - self._begin, took, took - self._inside, num_bytes))
-            self._inside = outer + took
-            return result
-
-        return noted
-
-    def timed_parts(self, kind: str, call: Callable[..., Any], parts: Callable[[], list[Part]]) -> Callable[..., Any]:
-        """As `timed`, for a call whose `parts` say afterwards what ran inside; a trace shows them one after another."""
-
-        def noted(*arguments: Any, **keywords: Any) -> Any:
-            start = time.perf_counter()
-            result = call(*arguments, **keywords)
-            synchronize(self._device)
-            took = time.perf_counter() - start
             at, inside = start - self._begin, parts()
-            rest = took - sum(part.seconds for part in inside)
-            self._events.append(_Event(kind, None, at, took, rest, 0.0))
+            own = took - self._inside - sum(part.seconds for part in inside)
+            self._events.append(_Event(kind, layer, at, took, own, num_bytes))
             for part in inside:
                 self._events.append(_Event(part.kind, None, at, part.seconds, *part[1:]))
                 at += part.seconds
-            self._inside += took
+            self._inside = outer + took
             return result
 
         return noted
@@ -169,17 +163,15 @@ class Recorder:
         """Chrome trace events of the first 16 steps, as one process of a trace."""
         steps = self._steps[:_TRACE_STEPS]
         first, last = steps[0][0], steps[-1][1]
-        common = {"ph": "X", "pid": process, "tid": 0}
-        whole = [
-            {"name": f"step {i}", "cat": "step", "ts": start * 1e6, "dur": (end - start) * 1e6} | common
-            for i, (start, end) in enumerate(steps)
-        ]
+
+        def event(what: str, kind: str, start: float, seconds: float) -> dict[str, Any]:
+            times = {"ts": start * 1e6, "dur": seconds * 1e6}
+            return {"name": what, "cat": kind, "ph": "X", "pid": process, "tid": 0} | times
+
+        whole = [event(f"step {i}", "step", start, end - start) for i, (start, end) in enumerate(steps)]
         calls = [
-            {"name": e.kind, "cat": "call", "ts": e.start * 1e6, "dur": e.seconds * 1e6}
-            | common
-            | ({} if e.layer is None else {"args": {"layer": e.layer}})
+            event(e.kind, "call", e.start, e.seconds) | ({} if e.layer is None else {"args": {"layer": e.layer}})
             for e in self._events
             if first <= e.start < last
         ]
-        title = {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
-        return [title, *whole, *calls]
+        return [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}, *whole, *calls]

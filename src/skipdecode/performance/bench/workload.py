@@ -1,13 +1,62 @@
-"""What a benchmark decodes: batches, lengths, nominal speed-ups. Pure Python."""
+"""What a benchmark decodes: engines by name, sizes of models, batches, lengths, nominal speed-ups. Without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from skipdecode.common.options import Options, option
+from skipdecode.performance.bench.gguf_file import KINDS
 from skipdecode.schedule import Schedule
 
-__all__ = ["Workload"]
+__all__ = ["DRAFTING", "GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
+
+QUANTIZED = ("fast-int8", "fast-int4")
+DRAFTING = ("early-exit", "prompt-lookup")
+PEERS = (
+    "fast",
+    *QUANTIZED,
+    "transformers",
+    "transformers-static",
+    "gated",
+    *DRAFTING,
+    *(f"llama.cpp-{kind}" for kind in KINDS),
+    "vllm",
+)
+"""Engines under measurement."""
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "opt-1.3b": {
+        "model_type": "opt",
+        "hidden_size": 2048,
+        "ffn_dim": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 2048,
+    },
+    "opt-6.7b": {
+        "model_type": "opt",
+        "hidden_size": 4096,
+        "ffn_dim": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 4096,
+    },
+    "opt-125m": {"model_type": "opt"},
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+}
+"""Sizes of real models, for measurements with random weights: a step takes the same time whatever the weights are."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +89,15 @@ class Workload(Options):
         return {1.0: Schedule.full(num_layers)} | {
             n: Schedule.from_speedup(num_layers, n, self.steps) for n in sorted(set(self.nominal)) if n > 1
         }
+
+
+def build(geometry: str, dtype: Any, device: Any = "cpu") -> Any:
+    """A causal LM of a geometry of the table with random weights, made on its device, in eval mode."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(GEOMETRIES[geometry])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

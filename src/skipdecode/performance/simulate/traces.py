@@ -1,6 +1,6 @@
 """Request traces for the simulator: who arrives when, with how long a prompt and output. Pure Python, seeded.
 
-Traces are generators: a million requests take no memory. Arrival times and lengths draw from random numbers of their
+Traces are iterators: a million requests take no memory. Arrival times and lengths draw from random numbers of their
 own, so that one seed gives the same requests at any rate.
 """
 
@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,18 +35,9 @@ Lengths = Callable[[random.Random], int]
 
 
 class Arrival(NamedTuple):
-    """A request of a trace.
+    """A request of a trace: when it arrives, and tokens of its prompt and its output.
 
-    Parameters
-    ----------
-    seconds : float
-        When it arrives.
-    prompt_tokens : int
-        Tokens of the prompt.
-    new_tokens : int
-        Tokens that its output will have.
-    limit : int
-        Most new tokens it may have: all that the scheduler knows of the output's length.
+    `limit` is the most new tokens it may have: all that the scheduler knows of the output's length.
     """
 
     seconds: float
@@ -135,14 +126,8 @@ def bursts(rate: float, size: int, seed: int = 0) -> Iterator[float]:
     _check(0 < rate < math.inf, f"rate={rate!r}", "requests a second, above 0")
     _check(size >= 1, f"burst of {size}", "1 request or more")
     rng = random.Random(f"{seed} arrivals")
-    return _bursts(rng, rate / size, size)
-
-
-def _bursts(rng: random.Random, rate: float, size: int) -> Iterator[float]:
-    now = 0.0
-    while True:
-        now += rng.expovariate(rate)
-        yield from repeat(now, size)
+    gaps = iter(lambda: rng.expovariate(rate / size), None)
+    return chain.from_iterable(repeat(now, size) for now in accumulate(gaps))
 
 
 def make_trace(
@@ -154,34 +139,20 @@ def make_trace(
     limit: int | None = None,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """A trace of `requests` requests.
+    """A trace of `requests` requests at `times`, which rise, with lengths drawn from `seed`.
 
-    Parameters
-    ----------
-    requests : int
-    times : iterator of float
-        Arrival times, rising.
-    prompt_tokens, new_tokens : Lengths
-        Lengths of prompts and outputs.
-    limit : int, optional
-        Most new tokens of a request: longer outputs are cut, and the scheduler, which knows only this limit, cannot
-        sort by length. Default: the scheduler knows every output's length.
-    seed : int
-        Of the lengths.
+    Under a `limit` longer outputs are cut, and the scheduler, which knows only this limit, cannot sort by length.
+    Default: the scheduler knows every output's length.
     """
     _check(requests >= 1, f"requests={requests}", "1 or more")
     _check(limit is None or limit >= 1, f"limit={limit}", "1 or more")
-    return _trace(requests, times, prompt_tokens, new_tokens, limit, random.Random(f"{seed} lengths"))
+    rng = random.Random(f"{seed} lengths")
 
+    def arrival(seconds: float) -> Arrival:
+        prompt, new = prompt_tokens(rng), new_tokens(rng)
+        return Arrival(seconds, prompt, new if limit is None else min(new, limit), new if limit is None else limit)
 
-def _trace(
-    requests: int, times: Iterator[float], prompts: Lengths, outputs: Lengths, limit: int | None, rng: random.Random
-) -> Iterator[Arrival]:
-    for _ in range(requests):
-        prompt, new = prompts(rng), outputs(rng)
-        if limit is not None:
-            new = min(new, limit)
-        yield Arrival(next(times), prompt, new, new if limit is None else limit)
+    return map(arrival, islice(times, requests))
 
 
 def _check(ok: bool, what: str, accepted: str) -> None:

@@ -1,324 +1,264 @@
-"""One modelled engine of the simulator: the engine's loop over sizes instead of tensors. Pure Python.
-
-Mirrors `Engine.step`: admit through the same `Scheduler`, run prompts in forwards of bounded size, decode. Steps
-between which nothing changes (no row's budget, no end, no arrival) are one *stretch*: their times are an arithmetic
-series, because the cache that they read grows evenly, so any number of them is one event.
-"""
+"""One modelled engine of the simulator, its loop over sizes instead of tensors, and what comes out. No torch."""
 
 from __future__ import annotations
 
-import heapq
 import math
+from array import array
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from skipdecode.engine.depth import BudgetPolicy, RowView
 from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.errors import ScheduleError
-from skipdecode.performance.batch_cost import StepCost
-from skipdecode.performance.simulate.totals import Totals
+from skipdecode.performance.cost import CostModel, tokens_read
 from skipdecode.performance.simulate.traces import Arrival
-from skipdecode.schedule import Schedule
 
-__all__ = ["Worker"]
-
-
-class _Row:
-    """An admitted request. While it decodes, it reads `reads` + `slope` · clock cached tokens in each of its layers."""
-
-    __slots__ = ("admitted", "arrival", "budget", "end", "joined", "left", "number", "reads", "slope")
-
-    def __init__(self, number: int, arrival: Arrival, admitted: float) -> None:
-        self.number = number
-        self.admitted = admitted
-        self.arrival = arrival
-        self.left = arrival.prompt_tokens
-        self.joined = self.end = self.budget = 0
-        self.reads = self.slope = 0.0
+__all__ = ["Simulation", "Worker", "spread"]
 
 
-class Worker:
-    """A modelled engine.
+@dataclass
+class Simulation:
+    """What came out, over all workers.
 
     Parameters
     ----------
-    cost : StepCost
-    budgets : Schedule or BudgetPolicy
-        A policy is asked for every row and token, which makes every step an event.
-    scheduler : Scheduler
-        Of this worker alone.
-    totals : Totals
-        Where it adds up; may be shared.
-    prompt_chunk : int
-        Most prompt tokens of one forward.
+    workers, max_rows : int
+        Modelled engines, and most rows of each.
+    seconds : float
+        From the first arrival to the end of the last request.
+    finished, new_tokens, prompt_tokens, steps : int
+        Requests finished, tokens put out, tokens of prompts run, decode steps.
+    row_steps, token_layers, layer_reads : int
+        Tokens fed back; layers run on them; layers that decode steps ran for any row.
+    prompt_seconds, decode_seconds : float
+        Busy time of each kind.
+    row_seconds : float
+        Sum over requests of the time that they held a row.
+    first_token, between_tokens, whole : array of float
+        Seconds from arrival to the first token, between tokens of a request, from arrival to the last token.
+    """
+
+    workers: int
+    max_rows: int
+    seconds: float = 0.0
+    finished: int = 0
+    new_tokens: int = 0
+    prompt_tokens: int = 0
+    steps: int = 0
+    row_steps: int = 0
+    token_layers: int = 0
+    layer_reads: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    row_seconds: float = 0.0
+    first_token: array[float] = field(default_factory=lambda: array("d"))
+    between_tokens: array[float] = field(default_factory=lambda: array("d"))
+    whole: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, of all workers together."""
+        return self.new_tokens / self.seconds if self.seconds else math.inf
+
+    @property
+    def requests_per_second(self) -> float:
+        """Requests finished a second."""
+        return self.finished / self.seconds if self.seconds else math.inf
+
+    @property
+    def layers_per_step(self) -> float:
+        """Layers that a decode step runs for any of its rows, on average."""
+        return self.layer_reads / max(1, self.steps)
+
+    @property
+    def layers_per_token(self) -> float:
+        """Layers that a fed back token runs, on average."""
+        return self.token_layers / max(1, self.row_steps)
+
+    @property
+    def rows_per_step(self) -> float:
+        """Rows of a decode step, on average."""
+        return self.row_steps / max(1, self.steps)
+
+    @property
+    def busy(self) -> float:
+        """Share of the time that a worker runs anything. Not a load: one row keeps a worker as busy as all rows do."""
+        busy = self.prompt_seconds + self.decode_seconds
+        return busy / (self.workers * self.seconds) if self.seconds else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the workers' rows that hold a request, over the whole time."""
+        return self.row_seconds / (self.workers * self.max_rows * self.seconds) if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; latencies in seconds, as `spread` gives them."""
+        return {
+            "workers": self.workers,
+            "max_rows": self.max_rows,
+            "requests": self.finished,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_second,
+            "requests_per_s": self.requests_per_second,
+            "layers_per_step": self.layers_per_step,
+            "layers_per_token": self.layers_per_token,
+            "rows_per_step": self.rows_per_step,
+            "busy": self.busy,
+            "occupancy": self.occupancy,
+            "prompt_seconds": self.prompt_seconds,
+            "decode_seconds": self.decode_seconds,
+            "first_token_s": spread(self.first_token),
+            "inter_token_s": spread(self.between_tokens),
+            "request_s": spread(self.whole),
+        }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 90th and 99th percentile, largest value; 0 without values.
+
+    A percentile is the least value that at least this share of the values does not exceed.
+    """
+    found = np.asarray(values if len(values) else [0.0])
+    percentiles = {f"p{p}": float(np.percentile(found, p, method="inverted_cdf")) for p in (50, 90, 99)}
+    return {"mean": float(found.mean())} | percentiles | {"max": float(found.max())}
+
+
+@dataclass(eq=False, slots=True)
+class _Row:
+    """An admitted request."""
+
+    number: int
+    arrival: Arrival
+    admitted: float
+    budget: int
+    left: int  # prompt tokens that have not run
+    output: int = 0  # tokens put out
+    last: float = 0.0  # when the latest was
+
+
+class Worker:
+    """A modelled engine, with a scheduler of its own; it adds up in `result`, which may be shared.
+
+    Attributes
+    ----------
+    finished : int
+        Requests that the latest step finished.
     """
 
     def __init__(
-        self,
-        cost: StepCost,
-        budgets: Schedule | BudgetPolicy,
-        scheduler: Scheduler,
-        totals: Totals,
-        prompt_chunk: int,
+        self, cost: CostModel, policy: BudgetPolicy, scheduler: Scheduler, result: Simulation, prompt_chunk: int
     ) -> None:
-        self._cost, self._scheduler, self._totals, self._chunk = cost, scheduler, totals, prompt_chunk
-        if isinstance(budgets, Schedule):
-            self._policy: BudgetPolicy | None = None
-            self._prompt_budget = len(budgets.prompt_layers())
-            self._changes = _changes(budgets)
-        else:
-            self._policy = budgets
-            self._prompt_budget = budgets.prompt_budget()
-            self._changes = ()
-        self.end: float | None = None  # when the forward or stretch under way ends; None: idle
+        self._cost, self._policy, self._scheduler, self._result = cost, policy, scheduler, result
+        self._chunk = prompt_chunk
+        self._steps = [cost.at(rows) for rows in range(1, scheduler.max_rows + 1)]
         self._new: list[RequestSize] = []
         self._arrivals: dict[int, Arrival] = {}
         self._starting: list[_Row] = []
-        self._running: dict[int, _Row] = {}
-        self._clock = 0  # decode steps done
-        self._due: list[tuple[int, int, int]] = []  # (clock, request, change or -1): what happens to running rows
-        self._levels: dict[int, list[float]] = {}  # by budget: rows, and the sums of their reads and slopes
-        self._began = self._last = 0.0
-        self._fresh: list[tuple[float, int]] = []  # rows that have not decoded: time of their first token, how many
-        self._steps = 0  # of the stretch under way; 0: prompts run
-        self._line = (0.0, 0.0)
-        self._prompts: list[_Row] = []
-        self._prompt_load = 0
-
-    # ------------------------------------------------------------------ what the simulator calls
+        self._running: list[_Row] = []
+        self._idle = True
+        self.finished = 0
 
     def submit(self, number: int, arrival: Arrival) -> bool:
-        """Take a request; returns whether `end` has changed."""
+        """Take a request; returns whether the worker must be woken for it."""
         self._arrivals[number] = arrival
         self._new.append(RequestSize(arrival.limit, arrival.prompt_tokens, number))
-        if self.end is None:
-            self.end = arrival.seconds  # wakes up once all that arrive now are here
-            return True
-        if self._steps <= 1 or arrival.seconds >= self.end:
-            return False
-        # The step under way ends, then the request may join: cut the stretch there.
-        steps = _steps_until(arrival.seconds - self._began, *self._line, self._steps)
-        if steps == self._steps:
-            return False
-        self._steps = steps
-        self.end = self._began + _sum(*self._line, steps)
-        return True
+        idle, self._idle = self._idle, False
+        return idle
 
-    def advance(self) -> int:
-        """Go past `end`; returns the number of requests that have finished."""
-        now = self.end or 0.0
-        before = self._totals.finished
-        if self._prompts:
-            self._finish_prompts(now)
-        elif self._steps:
-            self._finish_stretch(now)
-            self._next(now)
-        else:
-            self._next(now)
-        return self._totals.finished - before
-
-    # ------------------------------------------------------------------ what happens next
-
-    def _next(self, now: float) -> None:
-        if self._new:
-            self._scheduler.submit(self._new)
-            self._new = []
+    def step(self, now: float) -> float | None:
+        """As `Engine.step`: admit, run prompts, decode a token a row; returns when it ends, None with nothing to do."""
+        self.finished = 0
+        self._scheduler.submit(self._new)
+        self._new = []
         for size in self._scheduler.admit(len(self._starting) + len(self._running)):
-            self._starting.append(_Row(size.request, self._arrivals.pop(size.request), now))
-        self._steps = 0
-        if self._starting:
-            self._start_prompts(now)
-        elif self._running:
-            self._start_stretch(now, math.inf)
-        else:
-            self.end = None
+            arrival = self._arrivals.pop(size.request)
+            budget = self._policy.prompt_budget()
+            self._starting.append(_Row(size.request, arrival, now, budget, arrival.prompt_tokens))
+        if not self._starting and not self._running:
+            self._idle = True
+            return None
+        put_out = False
+        while self._starting:
+            now, any_done = self._run_prompts(now)
+            put_out = put_out or any_done
+            if self._running:
+                break
+        if self._running and not (put_out and self._starting):
+            now = self._decode(now)
+        return now
 
-    def _start_prompts(self, now: float) -> None:
-        room, self._prompts = self._chunk, []
+    def _run_prompts(self, began: float) -> tuple[float, bool]:
+        """One forward over the prompts that are due; returns when it ends, and whether one of them is through."""
+        room = self._chunk
         for row in self._starting:
             part = min(row.left, room)
-            if not part:
-                break
             row.left -= part
             room -= part
-            self._prompts.append(row)
-        self._prompt_load = self._chunk - room
-        self._began = now
-        self.end = now + self._cost.prompt_seconds(self._prompt_load, self._prompt_budget)
-
-    def _finish_prompts(self, now: float) -> None:
-        totals = self._totals
-        totals.prompt_tokens += self._prompt_load
-        totals.prompt_seconds += now - self._began
-        done = [row for row in self._prompts if not row.left]
-        self._prompts = []
-        del self._starting[: len(done)]
-        totals.new_tokens += len(done)
-        joined = 0
+            if not room:
+                break
+        tokens = self._chunk - room
+        seconds = self._cost.prompt_seconds(tokens, self._policy.prompt_budget())
+        self._result.prompt_tokens += tokens
+        self._result.prompt_seconds += seconds
+        done = [row for row in self._starting if not row.left]
+        self._starting = [row for row in self._starting if row.left]
+        self._running += done
         for row in done:
-            totals.first_token.add(now - row.arrival.seconds)
-            if row.arrival.new_tokens == 1:
-                self._finish(row, now)
-            else:
-                self._join(row)
-                joined += 1
-        if joined:
-            self._fresh.append((now, joined))
-        if self._starting and not self._running:
-            self._start_prompts(now)
-        elif not self._running or (done and self._starting):
-            self._next(now)
+            self._put_out(row, began + seconds)
+        return began + seconds, bool(done)
+
+    def _decode(self, began: float) -> float:
+        rows, result, cost = self._running, self._result, self._cost
+        for row in rows:
+            self._grant(row)
+        rows.sort(key=attrgetter("budget"), reverse=True)
+        seconds = self._steps[len(rows) - 1].fixed_seconds
+        read = 0.0
+        # The layers between two depths run on exactly the rows that are at least that deep.
+        for count, (row, below) in enumerate(zip(rows, [*(row.budget for row in rows[1:]), 0], strict=True)):
+            read += tokens_read(row.arrival.prompt_tokens + row.output, cost.window, cost.window_share)
+            if layers := row.budget - below:
+                step = self._steps[count]
+                seconds += layers * (step.layer_seconds + step.kv_seconds * read)
+        result.steps += 1
+        result.row_steps += len(rows)
+        result.token_layers += sum(row.budget for row in rows)
+        result.layer_reads += rows[0].budget
+        result.decode_seconds += seconds
+        for row in list(rows):
+            self._put_out(row, began + seconds)
+        return began + seconds
+
+    def _grant(self, row: _Row) -> None:
+        position = row.output - 1
+        budget = self._policy.next_budget(RowView(row.number, position, row.budget, 0.0))
+        if budget > row.budget:
+            raise ScheduleError(
+                f"the policy raised request {row.number} from {row.budget} to {budget} layers at position "
+                f"{position}: a budget may only fall"
+            )
+        row.budget = budget
+
+    def _put_out(self, row: _Row, now: float) -> None:
+        """A token of a row."""
+        result, arrival = self._result, row.arrival
+        result.new_tokens += 1
+        if row.output:
+            result.between_tokens.append(now - row.last)
         else:
-            self._start_stretch(now, 1)
-
-    # ------------------------------------------------------------------ rows
-
-    def _join(self, row: _Row) -> None:
-        row.joined, row.end = self._clock, self._clock + row.arrival.new_tokens - 1
-        self._running[row.number] = row
-        heapq.heappush(self._due, (row.end, row.number, -1))
-        if self._policy is None:
-            row.budget = self._changes[0][1]
-            self._push_change(row, 1)
-        else:
-            row.budget = self._prompt_budget
-        row.reads, row.slope = row.arrival.prompt_tokens + 1 - row.joined, 1.0
-        window = self._cost.window
-        if self._cost.window_share and window:
-            kink = self._clock + window - row.arrival.prompt_tokens - 1
-            if kink <= self._clock:
-                self._pass_window(row)
-            elif kink < row.end:
-                heapq.heappush(self._due, (kink, row.number, -2))
-        self._count(row, 1)
-
-    def _push_change(self, row: _Row, change: int) -> None:
-        if change < len(self._changes) and (clock := row.joined + self._changes[change][0]) < row.end:
-            heapq.heappush(self._due, (clock, row.number, change))
-
-    def _pass_window(self, row: _Row) -> None:
-        """From here on windowed layers read no more than the window."""
-        share = self._cost.window_share
-        row.reads = row.reads * (1 - share) + share * self._cost.window
-        row.slope = 1 - share
-
-    def _count(self, row: _Row, times: int) -> None:
-        level = self._levels.setdefault(row.budget, [0, 0.0, 0.0])
-        level[0] += times
-        level[1] += times * row.reads
-        level[2] += times * row.slope
-        if not level[0]:
-            del self._levels[row.budget]
-
-    def _finish(self, row: _Row, now: float) -> None:
-        totals = self._totals
-        totals.finished += 1
-        totals.row_seconds += now - row.admitted
-        totals.whole.add(now - row.arrival.seconds)
-        totals.last_end = max(totals.last_end, now)
-
-    # ------------------------------------------------------------------ decoding
-
-    def _start_stretch(self, now: float, most: float) -> None:
-        if self._policy is not None:
-            most = 1
-            self._ask(self._policy)
-        self._steps = int(min(most, self._due[0][0] - self._clock))
-        self._line = self._step_line()
-        self._began = now
-        self.end = now + _sum(*self._line, self._steps)
-
-    def _ask(self, policy: BudgetPolicy) -> None:
-        for row in self._running.values():
-            position = self._clock - row.joined
-            budget = policy.next_budget(RowView(row.number, position, row.budget, 0.0))
-            if budget > row.budget:
-                raise ScheduleError(
-                    f"the policy raised request {row.number} from {row.budget} to {budget} layers at position "
-                    f"{position}: a budget may only fall"
-                )
-            if budget != row.budget:
-                self._count(row, -1)
-                row.budget = budget
-                self._count(row, 1)
-
-    def _step_line(self) -> tuple[float, float]:
-        """Seconds of the next step, and by how much each further one takes longer."""
-        cost, rows, reads, slope = self._cost, 0, 0.0, 0.0
-        first, growth = cost.fixed_seconds(len(self._running)), 0.0
-        # Rows in depth order: the layers between two depths run on exactly the rows that are at least that deep.
-        for depth, below in pairwise([*sorted(self._levels, reverse=True), 0]):
-            level = self._levels[depth]
-            rows += int(level[0])
-            reads += level[1]
-            slope += level[2]
-            layers = depth - below
-            read = layers * cost.kv_seconds(rows)
-            first += layers * cost.layer_seconds(rows) + read * (reads + slope * self._clock)
-            growth += read * slope
-        return first, growth
-
-    def _finish_stretch(self, now: float) -> None:
-        totals, steps, rows = self._totals, self._steps, len(self._running)
-        first, growth = self._line
-        totals.steps += steps
-        totals.row_steps += steps * rows
-        totals.new_tokens += steps * rows
-        totals.token_layers += steps * sum(depth * int(level[0]) for depth, level in self._levels.items())
-        totals.layer_reads += steps * max(self._levels)
-        totals.decode_seconds += now - self._began
-        self._note_gaps(first, growth, steps, rows)
-        self._clock += steps
-        self._last = now
-        while self._due and self._due[0][0] <= self._clock:
-            _, number, change = heapq.heappop(self._due)
-            row = self._running[number]
-            self._count(row, -1)
-            if change == -1:
-                del self._running[number]
-                self._finish(row, now)
-                continue
-            if change == -2:
-                self._pass_window(row)
-            else:
-                row.budget = self._changes[change][1]
-                self._push_change(row, change + 1)
-            self._count(row, 1)
-
-    def _note_gaps(self, first: float, growth: float, steps: int, rows: int) -> None:
-        """Times between tokens: the first step's from each row's token before, prompts' forwards included."""
-        gaps = self._totals.between_tokens
-        if not self._fresh and self._began == self._last:
-            gaps.add_line(first, growth, steps, rows)
-            return
-        end, old = self._began + first, rows
-        for time, count in self._fresh:
-            gaps.add(end - time, count)
-            old -= count
-        self._fresh = []
-        if old:
-            gaps.add(end - self._last, old)
-        if steps > 1:
-            gaps.add_line(first + growth, growth, steps - 1, rows)
-
-
-def _changes(schedule: Schedule) -> Sequence[tuple[int, int]]:
-    """Positions at which the budget changes, with the new one; position 0 first."""
-    budgets = schedule.budgets
-    return [(i, b) for i, b in enumerate(budgets) if i == 0 or b != budgets[i - 1]]
-
-
-def _sum(first: float, growth: float, steps: int) -> float:
-    return steps * first + growth * (steps * (steps - 1) / 2)
-
-
-def _steps_until(seconds: float, first: float, growth: float, most: int) -> int:
-    """The fewest steps, 1 to `most`, that take `seconds` or more."""
-    low, high = 1, most
-    while low < high:
-        middle = (low + high) // 2
-        if _sum(first, growth, middle) >= seconds:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+            result.first_token.append(now - arrival.seconds)
+        row.output += 1
+        row.last = now
+        if row.output == arrival.new_tokens:
+            self._running.remove(row)
+            self.finished += 1
+            result.finished += 1
+            result.row_seconds += now - row.admitted
+            result.whole.append(now - arrival.seconds)

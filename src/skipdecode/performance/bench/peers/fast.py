@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +20,8 @@ from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.open_model import open_model
 from skipdecode.engine.requests import Request
 from skipdecode.errors import UnfitModelError, UsageError
-from skipdecode.performance.bench.peers.base import Peer
-from skipdecode.performance.cost import CostModel
+from skipdecode.performance.bench.peers import Peer
+from skipdecode.performance.cost import CostModel, StepCost
 from skipdecode.performance.machine import synchronize
 from skipdecode.schedule import Schedule
 
@@ -30,10 +31,7 @@ _LINEARS = ("qkv", "out", "mlp_in", "mlp_out")
 
 
 class _Shifted:
-    """A budget policy whose schedule may be changed between runs; the token at position 0 counts as the prompt's last.
-
-    All schedules must have one drop order.
-    """
+    """A budget policy whose schedule, of one drop order, may change between runs; position 0 is the prompt's last."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -54,16 +52,12 @@ class EnginePeer(Peer):
 
     Parameters
     ----------
-    model : transformers causal LM
     fast : FastModel, optional
         Its fast path, where it is open already.
     quantization : {"int8", "int4"}, optional
         Type of the weights that the fast path is to read. Default: the model's own.
 
-    Raises
-    ------
-    UsageError
-        If the model has no fast path.
+    Raises UsageError if the model has no fast path.
     """
 
     skips = True
@@ -90,16 +84,8 @@ class EnginePeer(Peer):
         spec, geometry = self.fast._spec, self._geometry
         layers = sum(_bytes(getattr(layer, name)) for layer in spec.layers for name in _LINEARS)
         rows = batch * spec.embedding.shape[1] * spec.embedding.element_size()
-        cache = batch * geometry.kv_bytes_per_token()
-        return CostModel(
-            geometry.num_layers,
-            batch,
-            fixed_seconds=_bytes(spec.head) + rows,
-            layer_seconds=layers / geometry.num_layers,
-            kv_seconds=cache,
-            window=geometry.window,
-            window_share=len(geometry.windowed) / geometry.num_layers,
-        )
+        step = StepCost(batch, _bytes(spec.head) + rows, layers / geometry.num_layers, geometry.kv_bytes_per_token())
+        return replace(super().reads(batch), steps=(step,))
 
     def prepare(self, batch: int, prompt: int, new: int) -> None:
         self.__dict__.pop("_engine", None)  # the one before, with its memory, which the new one may take over
@@ -138,6 +124,16 @@ class EnginePeer(Peer):
 
     def decode_seconds(self, schedule: Schedule) -> float:
         return sum(self.step_seconds(schedule))
+
+    def prompt_seconds(self, batch: int, prompt: int) -> float:
+        """Seconds of a full-depth forward over the rows' prompts, with the choice of the first token."""
+        full = Schedule.full(self.fast.num_layers)
+        engine = FastEngine(self.fast, full, max_rows=batch, prompt_tokens=batch * prompt)
+        engine.submit([Request((0,) * prompt, 1)] * batch)
+        synchronize(self.fast.device)
+        start = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - start
 
 
 def _bytes(spec: LinearSpec) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from skipdecode.errors import MissingExtraError, SkipDecodeError, UsageError
 from skipdecode.performance.bench.gguf_file import write_gguf
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
@@ -27,14 +27,9 @@ _CACHE_BYTES = 2  # of an element: its cache is f16
 
 
 class LlamaCppPeer(Peer):
-    """llama.cpp on the CPU with as many threads as torch has.
+    """llama.cpp on the CPU with as many threads as torch has, on a model of a type that `write_gguf` takes.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        Of a type that `write_gguf` takes.
-    kind : str
-        Type of the weights, one of `skipdecode.performance.bench.gguf_file.KINDS`.
+    `kind` is the type of the weights, one of `skipdecode.performance.bench.gguf_file.KINDS`.
 
     Raises
     ------
@@ -99,7 +94,7 @@ class LlamaCppPeer(Peer):
     def reads(self, batch: int) -> CostModel:
         geometry = self._geometry
         cache = geometry.kv_bytes_per_token() / geometry.dtype_bytes * _CACHE_BYTES
-        return CostModel(geometry.num_layers, batch, self._sizes.head, self._sizes.layer, batch * cache)
+        return CostModel.of_step(geometry.num_layers, batch, self._sizes.head, self._sizes.layer, cache)
 
     def close(self) -> None:
         if self._batch is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skipdecode.errors import UsageError
-from skipdecode.performance.bench.peers.base import Peer
+from skipdecode.performance.bench.peers import Peer
 from skipdecode.schedule import Schedule
 
 __all__ = ["VllmPeer"]
@@ -20,12 +20,7 @@ _SHARE_OF_FREE = 0.6  # of a GPU's memory
 
 class VllmPeer(Peer):
     """vLLM's offline `LLM`. Decode steps cannot be timed apart from prompts, so their time is a difference: that of a
-    whole run less that of a run for one token a row.
-
-    Raises
-    ------
-    UsageError
-        If vLLM is not installed.
+    whole run less that of a run for one token a row. Raises UsageError where vLLM is not installed.
     """
 
     name = "vllm"

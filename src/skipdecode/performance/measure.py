@@ -1,0 +1,284 @@
+"""What decode steps and prompts of a model cost on the machine at hand, by the rows, the layers and the cached tokens.
+
+Times real steps, of the package's own engine or of transformers' `generate`, under constant schedules, kind after kind
+in turn, so that a change of the machine's speed meets all of them. The keys and values behind a step are made up, not
+computed: only how many there are matters to the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from skipdecode.common.environment import cpu_model, usable_cores
+from skipdecode.common.files import write_whole
+from skipdecode.common.paths import cache_dir
+from skipdecode.engine import kernels
+from skipdecode.engine.fast_model import FastModel
+from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.models.families import unwrap
+from skipdecode.performance.bench.peers.fast import EnginePeer
+from skipdecode.performance.bench.peers.generate import GatedPeer
+from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_read
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.schedule import Schedule
+
+__all__ = ["CostMeter", "fitted", "measure_cost"]
+
+_LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
+_PROMPT_TOKENS = 512  # of one forward, as in the engine
+_LEAST_SECONDS = 0.1  # timed of each kind of step
+_MOST_REPEATS = 20
+_VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")
+
+
+def measure_cost(
+    model: Any,
+    fast: FastModel | None = None,
+    *,
+    batch: int = 1,
+    prompt_len: int = 64,
+    repeats: int = 3,
+    steps: int = 8,
+    reuse: bool = True,
+    progress: bool = False,
+) -> CostModel:
+    """The cost model of a transformers causal LM on this machine, for steps of `batch` rows.
+
+    Kept per model, dtype, batch, engine, machine and versions in the user's cache.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+        A causal LM of a supported family, on its device, in its dtype; nothing attached.
+    fast, prompt_len, steps
+        See `CostMeter`.
+    repeats : int
+        Runs of each kind. The median over all of their steps counts.
+    reuse : bool
+        Return the figures of an earlier calibration of the same model, batch, machine and versions, if there are any.
+
+    Raises
+    ------
+    UsageError
+        A number is out of range, the text does not fit the model's context, or the figures make no sense.
+    UnsupportedModelError, AlreadyAttachedError
+        The model cannot be gated.
+    """
+    if repeats < 1:
+        raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
+    inner = unwrap(model)
+    prompts = (prompt_len, min(batch * prompt_len, _PROMPT_TOKENS))
+    meter = CostMeter(inner, fast, rows=(batch,), prompt_len=prompt_len, prompts=prompts, steps=steps)
+    key = _key(inner, batch, fast)
+    path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
+    if reuse and (kept := _read(path, key)) is not None:
+        return kept
+    meter.run(repeats, _LEAST_SECONDS, progress=progress)
+    cost = meter.cost()
+    with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next run a calibration, no more.
+        write_whole(path, json.dumps({"key": key, "cost": cost.to_dict()}, indent=1))
+    return cost
+
+
+def _key(model: Any, batch: int, fast: FastModel | None) -> dict[str, Any]:
+    """All that a calibration holds for: sizes and kernels, dtype, batch, engine, machine, threads and versions."""
+    config = model.config
+    settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
+    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
+    engine = "transformers"
+    if fast is not None:
+        version = hashlib.sha256(sources).hexdigest()[:16]
+        engine = f"fast, {fast.kernel} kernels {version}, {fast.quantization or 'own'} weights"
+    return {
+        "model": hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest(),
+        "attention": str(config._attn_implementation),
+        "dtype": str(model.dtype),
+        "batch": batch,
+        "engine": engine,
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _read(path: Path, key: dict[str, Any]) -> CostModel | None:
+    """The cost model kept at `path`, if there is one for this key that can be read and knows prompts."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kept = CostModel.from_dict(data["cost"])
+        return kept if data["key"] == key and kept.prompts else None
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return None
+
+
+class CostMeter:
+    """Times steps and prompts of a model, round after round.
+
+    On a machine whose speed changes, run some rounds before and some after what the cost is to explain.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        Nothing attached.
+    fast : FastModel, optional
+        Its fast path: time the package's own engine. Default: transformers' `generate`.
+    rows : iterable of int
+        Numbers of rows to know.
+    prompt_len : int
+        Cached tokens of a row when a run begins, and most tokens of a prompt.
+    prompts : iterable of int
+        Tokens of prompts' forwards, in prompts of `prompt_len` tokens.
+    steps : int
+        Timed steps of a run.
+
+    Raises UsageError if a number is below 1, the model has one layer only, or the text does not fit its context.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fast: FastModel | None = None,
+        *,
+        rows: Iterable[int] = (1,),
+        prompt_len: int = 64,
+        prompts: Iterable[int] = (64,),
+        steps: int = 8,
+    ) -> None:
+        rows, prompts = sorted(set(rows)), sorted(set(prompts))
+        for name, value in (("batch", min(rows)), ("prompt_len", prompt_len), ("steps", steps)):
+            if value < 1:
+                raise UsageError(f"{name}={value} is not accepted: give 1 or more")
+        self._geometry = ModelGeometry.from_config(model.config)
+        layers = self._geometry.num_layers
+        if layers < 2:
+            raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
+        depths = {layers, (layers + 1) // 2, max(1, layers // 8)}
+        more = min(_LONGER, _room(model, prompt_len + steps + 2))
+        self._length = steps
+        # Step k of a run finds the prompt, the first token and the k tokens before it in the cache.
+        self._grown = (steps + 1) / 2 + 1
+        # By rows and cached tokens, seconds by depth: full, half and few layers, and full depth behind a longer text.
+        self._steps: dict[tuple[int, int], dict[int, list[float]]] = {}
+        for count in rows:
+            self._steps[count, prompt_len] = {depth: [] for depth in sorted(depths, reverse=True)}
+            if more:
+                self._steps[count, prompt_len + more] = {layers: []}
+        sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
+        self._prompts: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
+        self._peer = GatedPeer(model) if fast is None else EnginePeer(model, fast)
+
+    def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
+        """Time every kind `rounds` times after a warm-up, and on until each was timed for `least_seconds` in all.
+
+        Steps of well under a millisecond are so timed more often: a single disturbance must not count.
+        """
+        kinds = [times for depths in self._steps.values() for times in depths.values()]
+        total = (rounds + 1) * (len(kinds) + len(self._prompts))
+        with tqdm(total=total, desc="calibrating", unit="run", disable=None if progress else True) as bar:
+            for attempt in range(_MOST_REPEATS * rounds):
+                if attempt > rounds and min(map(sum, kinds)) >= least_seconds:
+                    break
+                self._round(bar, keep=attempt > 0)
+
+    @torch.inference_mode()
+    def _round(self, bar: Any, *, keep: bool) -> None:
+        for (rows, tokens), depths in self._steps.items():
+            self._peer.prepare(rows, tokens + 1, self._length + 1)
+            for depth, times in depths.items():
+                seconds = self._peer.step_seconds(Schedule.constant(self._geometry.num_layers, depth, warmup_layers=0))
+                times += seconds if keep else []
+                bar.update()
+        for (rows, tokens), times in self._prompts.items():
+            took = self._peer.prompt_seconds(rows, tokens)
+            times += [took] if keep else []
+            bar.update()
+
+    def cost(self) -> CostModel:
+        """From the medians of all rounds so far, to plan for the most rows; UsageError before the first round."""
+        if not all(times for depths in self._steps.values() for times in depths.values()):
+            raise UsageError("nothing was timed yet: run a round first")
+        steps = {
+            (rows, depth, tokens + self._grown): statistics.median(times)
+            for (rows, tokens), depths in self._steps.items()
+            for depth, times in depths.items()
+        }
+        prompts = {rows * tokens: statistics.median(times) for (rows, tokens), times in self._prompts.items()}
+        return fitted(self._geometry, steps, prompts)
+
+
+def fitted(
+    geometry: ModelGeometry, steps: Mapping[tuple[int, int, float], float], prompts: Mapping[int, float]
+) -> CostModel:
+    """The cost model behind measured seconds, least squares over the depths.
+
+    Parameters
+    ----------
+    steps : mapping
+        Seconds of a step by its rows, the layers it ran, and the cached tokens of a row: for each number of rows two
+        depths or more with equally many tokens, full depth among them. Full depth behind a longer text gives the cost
+        of the cache read.
+    prompts : mapping
+        Seconds of a full-depth forward by its prompt tokens.
+
+    Raises UsageError if depths are missing, or fewer layers took no less time.
+    """
+    found = [_fitted_step(geometry, rows, steps) for rows in sorted({rows for rows, _, _ in steps})]
+    fixed = found[0][0].fixed_seconds
+    return CostModel(
+        geometry.num_layers,
+        found[-1][0].rows,
+        tuple(step for step, _ in found),
+        tuple(PromptCost(n, max(0.0, took - fixed) / geometry.num_layers) for n, took in sorted(prompts.items())),
+        geometry.window,
+        geometry.window_share,
+        "measured",
+        max(residual for _, residual in found),
+    )
+
+
+def _fitted_step(
+    geometry: ModelGeometry, rows: int, steps: Mapping[tuple[int, int, float], float]
+) -> tuple[StepCost, float]:
+    """The parts of a step of `rows` rows, and the largest relative distance between the fit and a measurement."""
+    full = geometry.num_layers
+    mine = {(depth, tokens): seconds for (count, depth, tokens), seconds in steps.items() if count == rows}
+    short, long = (pick(tokens for _, tokens in mine) for pick in (min, max))
+    by_depth = {depth: seconds for (depth, tokens), seconds in mine.items() if tokens == short}
+    if len(by_depth) < 2 or full not in by_depth:
+        raise UsageError(f"steps of {list(by_depth)} layers: at least two depths, one of them {full}, are needed")
+    layer, fixed = statistics.linear_regression(list(by_depth), list(by_depth.values()))
+    if fixed < 0:
+        layer, fixed = statistics.linear_regression(list(by_depth), list(by_depth.values()), proportional=True)
+    if layer <= 0:
+        raise UsageError("steps with fewer layers took no less time: measure again on a quieter machine")
+    read, longer = (rows * tokens_read(tokens, geometry.window, geometry.window_share) for tokens in (short, long))
+    kv = max(0.0, mine[full, long] - by_depth[full]) / (full * (longer - read)) if longer > read else 0.0
+    # Noise may not make the read dearer than the whole layer of which it is a part.
+    kv = min(kv, layer / max(read, 1))
+    residual = max(abs(fixed + layer * depth - seconds) / seconds for depth, seconds in by_depth.items())
+    return StepCost(rows, fixed, layer - kv * read, kv), residual
+
+
+def _room(model: Any, tokens: int) -> int:
+    """Tokens that still fit the model's context after `tokens`."""
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is None:
+        return _LONGER
+    if tokens > context:
+        raise UsageError(
+            f"the model's context is {context} tokens, but the calibration takes {tokens}: lower prompt_len"
+        )
+    return int(context) - tokens

@@ -1,0 +1,45 @@
+"""A clock that only work moves on, so that what is measured is known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from skipdecode.engine.dense_model import DenseModel
+from skipdecode.engine.fast_model import NativeModel
+from skipdecode.performance.bench.peers import fast as fast_peers
+from skipdecode.performance.bench.peers import generate as generate_peers
+
+FIXED, LAYER, TOKEN, CACHED = 1.0, 0.25, 0.0625, 2**-10
+"""Seconds of a forward of the fast engine, of each layer that it runs, of each token in it, of each cached token read.
+
+Powers of two, whose sums are exact. A forward through transformers costs its layers alone, at 1 s each.
+"""
+
+
+def count_time(monkeypatch: Any) -> SimpleNamespace:
+    """Replace the clock of what measures; returns it (`now`)."""
+    clock = SimpleNamespace(now=0.0)
+    for module in (fast_peers, generate_peers):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    call = GradientCheckpointingLayer.__call__
+    forwards = {kind: kind.forward for kind in (NativeModel, DenseModel)}
+
+    def counted_forward(model: Any, rows: Any, kv: Any) -> Any:
+        clock.now += FIXED
+        for count in filter(None, rows.counts):
+            clock.now += LAYER + count * TOKEN
+            if len(set(rows.slots)) == len(rows.slots):  # a decode step: prompts are not charged for attention
+                clock.now += CACHED * sum(position + 1 for position in rows.positions[:count])
+        return forwards[type(model)](model, rows, kv)
+
+    def counted_layer(layer: Any, *arguments: Any, **keywords: Any) -> Any:
+        clock.now += 1.0
+        return call(layer, *arguments, **keywords)
+
+    for kind in forwards:
+        monkeypatch.setattr(kind, "forward", counted_forward)
+    monkeypatch.setattr(GradientCheckpointingLayer, "__call__", counted_layer)
+    return clock
