@@ -11,11 +11,11 @@ from skipdecode import Schedule
 from skipdecode.evaluation.methods.base import Generation, Method, fed_tokens
 from skipdecode.evaluation.methods.full import Full
 from skipdecode.evaluation.methods.scheduled import Scheduled
-from skipdecode.evaluation.metrics import MetricOptions, make_metrics
+from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.records import Record, Records
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import evaluate
-from skipdecode.evaluation.settings import Settings, Subject
+from skipdecode.evaluation.settings import MetricOptions, Settings, Subject
 from skipdecode.evaluation.tasks import Task
 from tiny import LAYERS, tiny_model
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.evaluation.metrics import MeanMetric, MetricOptions
+from skipdecode.evaluation.metrics import MeanMetric
+from skipdecode.evaluation.settings import MetricOptions
 
 __all__ = ["Cider", "Meteor"]
 

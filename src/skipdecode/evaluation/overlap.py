@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.evaluation.metrics import MeanMetric, Metric, MetricOptions, Table
+from skipdecode.evaluation.metrics import MeanMetric, Metric, Table
+from skipdecode.evaluation.settings import MetricOptions
 
 __all__ = ["Bleu", "Chrf", "Rouge1", "Rouge2", "RougeL"]
 
