@@ -13,10 +13,10 @@ from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.evaluation.methods.base import Generation, Method
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
-from skipdecode.evaluation.metrics import MetricOptions, make_metrics
+from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import evaluate
-from skipdecode.evaluation.settings import Settings, Subject
+from skipdecode.evaluation.settings import MetricOptions, Settings, Subject
 from tiny import LAYERS, tiny_model
 
 WORDS = [

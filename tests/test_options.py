@@ -90,9 +90,7 @@ def bounded() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("verb", "name"), bounded())
 def test_every_verb_refuses_it_before_anything_is_loaded(verb: str, name: str, capsys: Any):
     config = importlib.import_module(f"skipdecode.cli.{verb}").Config
-    needed = [
-        f for f in config.__dataclass_fields__.values() if f.name in kinds(config) and f.default is f.default_factory
-    ]
+    needed = [f for f in fields(config) if f.name in kinds(config) and f.default is MISSING]
     words = [w for f in needed for w in (["/nowhere"] if f.metadata["positional"] else [f"--{f.name}", "/nowhere"])]
     flag = "--" + name.replace("_", "-")
     assert main([verb, *words, flag, "-1"]) == 2

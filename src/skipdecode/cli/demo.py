@@ -60,11 +60,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
     max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
     rounds: int = option("times that every schedule runs, in turn; the fastest counts", default=2, least=1)
     quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)
-    dtype: str = option(
-        "of the weights",
-        default="float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    dtype: str = option("of the weights", default="float32", choices=("auto", "float32", "bfloat16", "float16"))
     json: bool = option("print one JSON document instead", default=False)
 
 

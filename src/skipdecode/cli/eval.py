@@ -29,7 +29,7 @@ from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
 from skipdecode.data.report import note
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.evaluation.settings import Progress, Settings
+from skipdecode.evaluation.settings import MetricOptions, Progress, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +46,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Settings, MethodOptions, ModelOptions, EngineOptions):
+class Config(Settings, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
@@ -66,12 +66,6 @@ class Config(Settings, MethodOptions, ModelOptions, EngineOptions):
         "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's); with --compare also "
         "exact_match, token_agreement, top1_agreement, kl, loss",
         default=(),
-    )
-    bertscore_model: str = option(
-        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
-    )
-    bertscore_layers: int | None = option(
-        "its layer that is compared (default: bert_score's table)", default=None, least=1
     )
     bad_records: str = option(
         "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
@@ -135,7 +129,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 def _evaluate(config: Config) -> int:
     from skipdecode.data.source import load_records
     from skipdecode.data.tasks import load_task
-    from skipdecode.evaluation.metrics import METRICS
+    from skipdecode.evaluation.metrics import METRICS, make_metrics
     from skipdecode.evaluation.results import check_directory, is_unfinished
 
     each = each_method(config, config.methods) if config.methods else [config]
@@ -150,16 +144,9 @@ def _evaluate(config: Config) -> int:
         METRICS.check(metric)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
     _note_left_out(records.skipped)
-    metrics = _metrics(config, task)
+    metrics = make_metrics(config.metrics or task.metrics, config.part(MetricOptions))
     _show(config, _runs(config, each, task, records, metrics, directory), ())
     return 0
-
-
-def _metrics(config: Config, task: Task) -> list[Metric]:
-    from skipdecode.evaluation.metrics import MetricOptions, make_metrics
-
-    options = MetricOptions(config.bertscore_model, config.bertscore_layers, config.device)
-    return make_metrics(config.metrics or task.metrics, options)
 
 
 def _runs(

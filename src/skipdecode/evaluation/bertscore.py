@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
-from skipdecode.evaluation.metrics import MeanMetric, MetricOptions
+from skipdecode.evaluation.metrics import MeanMetric
+from skipdecode.evaluation.settings import MetricOptions
 
 __all__ = ["BertScore"]
 

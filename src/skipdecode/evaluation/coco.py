@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.evaluation.metrics import MeanMetric, MetricOptions
+from skipdecode.evaluation.metrics import MeanMetric
+from skipdecode.evaluation.settings import MetricOptions
 
 __all__ = ["Cider", "Meteor"]
 

