@@ -160,7 +160,6 @@ def _runs(
     from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.methods.scheduled import on_engine
-    from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
     from skipdecode.models.families import unwrap
@@ -169,17 +168,7 @@ def _runs(
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = _recipe(loaded)
     _check_template(recipe, task)
-    layers = loaded.num_layers
-    seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
-    methods: dict[Path, Method] = {}
-    for one in each:
-        method, origin = choose_method(one, layers, carried=loaded.schedule, default_seq_len=seq_len)
-        note(f"{method.name}: {origin}")
-        place = directory / _folder(method.name) if config.methods else directory
-        if place in methods:
-            raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
-        methods[place] = method
+    methods = _chosen(config, each, task, loaded, directory)
     bound, full = on_engine(list(methods.values()), loaded.model, config.engine, note, config.weights)
     note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
     subject = Subject(
@@ -199,10 +188,9 @@ def _runs(
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
     }
-    methods = dict(zip(methods, bound, strict=True))
     return evaluate(
         subject,
-        methods,
+        dict(zip(methods, bound, strict=True)),
         task,
         records,
         metrics,
@@ -213,6 +201,25 @@ def _runs(
         skip_bad=config.bad_records == "skip",
         progress=_Bars(),
     )
+
+
+def _chosen(
+    config: Config, each: Sequence[Config], task: Task, loaded: LoadedModel, directory: Path
+) -> dict[Path, Method]:
+    """The methods by the directory of their results, which can take them."""
+    from skipdecode.evaluation.results import check_directory, is_unfinished
+
+    seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
+    methods: dict[Path, Method] = {}
+    for one in each:
+        method, origin = choose_method(one, loaded.num_layers, carried=loaded.schedule, default_seq_len=seq_len)
+        note(f"{method.name}: {origin}")
+        place = directory / _folder(method.name) if config.methods else directory
+        if place in methods:
+            raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
+        check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
+        methods[place] = method
+    return methods
 
 
 def _folder(name: str) -> str:

@@ -55,16 +55,15 @@ def evaluate(
     skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> list[Run]:
-    """Generate, score and save. A run that was interrupted goes on with the batches and the methods that are left.
+    """Generate, score and save; the runs in the order of `methods`.
 
-    Several methods take turns on each batch and share full depth beside them.
+    A run that was interrupted goes on with the batches and the methods that are left. Several methods take turns on
+    each batch and share full depth beside them.
 
     Parameters
     ----------
     methods : mapping of Path to Method
         What is evaluated, by the directory that gets its ``run.json`` and ``outputs.jsonl``.
-    metrics : sequence of Metric
-        From `make_metrics`.
     out : Path
         The directory that keeps finished batches until all methods are saved.
     config : mapping
@@ -73,11 +72,6 @@ def evaluate(
         Replace runs that are in the directories already.
     skip_bad : bool
         Leave out records whose prompt is too long for the model, instead of refusing them; `progress` is told.
-
-    Returns
-    -------
-    list of Run
-        In the order of `methods`.
 
     Raises
     ------

@@ -45,8 +45,6 @@ def solve(
         Wall-clock speed-up over full depth, 1 or more. Prompts are not part of the decode phase.
     seq_len : int
         Generation positions over which the budgets fall.
-    use : {"lockstep", "continuous"}
-        Rows start together, or have ages of their own.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
@@ -67,11 +65,7 @@ def solve(
     label = name or f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
 
     def schedule_of(mean: float) -> Schedule:
-        first = max(least, min(cost.num_layers, mean * (1 + decay)))
-        last = max(least, min(first, 2 * mean - first))
-        if positions == 1:
-            first = last = (first + last) / 2
-        budgets = layer_order.linear(first, last, positions)
+        budgets = _decay(mean, decay, positions, least, cost.num_layers)
         return Schedule(cost.num_layers, order, budgets, warmup_layers, prompt, label)
 
     def reaches(schedule: Schedule) -> bool:
@@ -83,6 +77,15 @@ def solve(
     if not reaches(schedule_of(fewest)):
         raise TargetError(_out_of_reach(cost, target_speedup, least, prompt_len, tokens))
     return schedule_of(_largest(lambda mean: reaches(schedule_of(mean)), fewest, cost.num_layers))
+
+
+def _decay(mean: float, spread: float, positions: int, least: int, most: int) -> tuple[int, ...]:
+    """The linear decay with this mean, within `least` and `most` layers."""
+    first = max(least, min(most, mean * (1 + spread)))
+    last = max(least, min(first, 2 * mean - first))
+    if positions == 1:
+        first = last = (first + last) / 2
+    return layer_order.linear(first, last, positions)
 
 
 def _largest(holds: Callable[[float], bool], low: float, high: float) -> float:
