@@ -16,7 +16,7 @@ from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import evaluate
-from skipdecode.evaluation.settings import MetricOptions, Settings, Subject
+from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject
 from tiny import LAYERS, tiny_model
 
 WORDS = [
@@ -77,7 +77,7 @@ def quality_runs(place: Path) -> dict[str, Run]:
     records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
     subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2})
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
-    settings = Settings(batch_size=3, resamples=50)
+    settings = EvaluationSettings(batch_size=3, resamples=50)
     place.mkdir(parents=True, exist_ok=True)
     runs = evaluate(subject, methods, TASK, records, metrics, settings, out=place, config=about)
     return dict(zip((path.name for path in methods), runs, strict=True))

@@ -21,7 +21,7 @@ from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.meter import LossMeter, identity_of
 from skipdecode.calibration.order import block_influence
 from skipdecode.calibration.run import calibrate
-from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
@@ -152,7 +152,7 @@ def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
         ids = torch.tensor([example.prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
         rows.append(Example(example.id, example.prompt, tuple(out[0, ids.shape[1] :].tolist())))
-    settings = Settings(nominal_speedup=2.0, candidates=3)
+    settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         found = calibrate(settings, goal, [0.0] * LAYERS, meter_of(attachment, rows, tmp_path / "m.jsonl"))

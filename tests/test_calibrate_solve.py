@@ -15,7 +15,7 @@ from skipdecode.calibration import curve as curve_module
 from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
 from skipdecode.calibration.goal import deepest_flat, paper_within, set_goal
 from skipdecode.calibration.order import greedy_order, greedy_trials
-from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.calibration.workload import Workload, layers_only
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel
@@ -173,18 +173,18 @@ def test_baselines_reach_the_target_and_waste_little(target, lengths):
 
 
 def test_goals(tmp_path):
-    goal = set_goal(Settings(target_speedup=2.0), COST, 10, [20] * 4, LAYERS)
+    goal = set_goal(CalibrationSettings(target_speedup=2.0), COST, 10, [20] * 4, LAYERS)
     assert goal.workload.speedup(goal.paper) >= 2
     assert goal.workload.seconds(goal.even) == goal.workload.seconds(goal.paper)
-    nominal = set_goal(Settings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
+    nominal = set_goal(CalibrationSettings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
     assert nominal.paper.budgets == Schedule.from_speedup(LAYERS, 2, 20).budgets
-    flat = set_goal(Settings(target_speedup=2.0, use="continuous"), COST, 10, [20] * 4, LAYERS)
+    flat = set_goal(CalibrationSettings(target_speedup=2.0, use="continuous"), COST, 10, [20] * 4, LAYERS)
     assert flat.paper.is_flat
     assert flat.least == flat.paper.budgets[0]
     with pytest.raises(TargetError, match=r"out of reach.*2 of 12 layers.*the bound is 3\.\d+x at batch 4"):
-        set_goal(Settings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
+        set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
     with pytest.raises(TargetError, match=r"with 8 of 12 layers, the fewest that --least"):
-        set_goal(Settings(target_speedup=2.0, least=8), COST, 10, [20] * 4, LAYERS)
+        set_goal(CalibrationSettings(target_speedup=2.0, least=8), COST, 10, [20] * 4, LAYERS)
     with pytest.raises(UsageError, match="--least 1 is not accepted for 12 layers: give 2 to 12"):
-        set_goal(Settings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
+        set_goal(CalibrationSettings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
     assert layers_only(LAYERS).speedup(Schedule.constant(LAYERS, 4), 0, 9) == 3

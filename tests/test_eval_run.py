@@ -28,7 +28,7 @@ from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, buckets_of, check_directory, load_run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.scores import free_running, ratio_score
-from skipdecode.evaluation.settings import Settings, Subject
+from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from tiny import LAYERS, tiny_model
 
@@ -51,7 +51,7 @@ def model() -> Any:
 def evaluated(model: Any, out: Path, method: Method, **settings: Any) -> Run:
     out.mkdir(parents=True, exist_ok=True)
     subject = Subject(model, byte_tokenizer(), {2}, context=256)
-    options = Settings(**{"batch_size": 3, "resamples": 50, **settings})
+    options = EvaluationSettings(**{"batch_size": 3, "resamples": 50, **settings})
     metrics = make_metrics(["bleu", "rougeL"])
     (run,) = evaluate(subject, {out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"})
     return run
@@ -251,7 +251,7 @@ def test_batches_hold_every_record_once_longest_first():
 @pytest.mark.parametrize("name", ["batch_size", "max_new_tokens", "resamples", "samples"])
 def test_settings_out_of_range_are_refused(name: str):
     with pytest.raises(OptionError, match=f"{name}=0 is not accepted"):
-        Settings(**{name: 0})
+        EvaluationSettings(**{name: 0})
 
 
 # ---------------------------------------------------------------------- comparison and files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 import pytest

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.calibration.workload import Workload, layers_only
 from skipdecode.errors import TargetError, UsageError
 from skipdecode.performance.cost import CostModel
@@ -25,8 +25,6 @@ class Goal:
 
     Parameters
     ----------
-    workload : Workload
-        Cost and lengths.
     limit : float
         Most seconds (layers, for a nominal target) of the decode phase.
     least : int
@@ -45,7 +43,9 @@ class Goal:
     even: Schedule
 
 
-def set_goal(settings: Settings, cost: CostModel | None, prompt_len: int, lengths: Sequence[int], layers: int) -> Goal:
+def set_goal(
+    settings: CalibrationSettings, cost: CostModel | None, prompt_len: int, lengths: Sequence[int], layers: int
+) -> Goal:
     """The goal for texts of these lengths (generated tokens, end token included).
 
     Parameters
@@ -82,7 +82,7 @@ def set_goal(settings: Settings, cost: CostModel | None, prompt_len: int, length
     return Goal(workload, limit, least, seq_len, paper, paper.reordered("even", name="even"))
 
 
-def _limit(settings: Settings, workload: Workload, seq_len: int) -> float:
+def _limit(settings: CalibrationSettings, workload: Workload, seq_len: int) -> float:
     if settings.target_speedup is not None:
         return workload.full_seconds / settings.target_speedup
     layers = workload.cost.num_layers
@@ -90,7 +90,7 @@ def _limit(settings: Settings, workload: Workload, seq_len: int) -> float:
     return workload.seconds(named.flattened() if settings.use == "continuous" else named)
 
 
-def _out_of_reach(settings: Settings, workload: Workload, floor: int) -> str:
+def _out_of_reach(settings: CalibrationSettings, workload: Workload, floor: int) -> str:
     layers = workload.cost.num_layers
     asked = settings.least or floor
     fewest = Schedule.constant(layers, asked, warmup_layers=0, drop_order=range(layers - 1))

@@ -39,16 +39,10 @@ class LossMeter:
     ----------
     attachment : Attachment
         Its schedule changes with every measurement.
-    examples : sequence of Example
-        The records.
     store : KeptValues
         What was measured before is not measured again.
     part : str
         Name of these records in the store.
-    batch_size : int
-        Records in a forward pass.
-    pad_id : int
-        Token that pads.
     advance : callable
         Told after each batch under a schedule.
     """

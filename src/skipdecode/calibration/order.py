@@ -51,7 +51,7 @@ def greedy_order(
     layers : sequence of int
         Layers that may go.
     drops : int
-        Rounds.
+        Layers that go, one a round.
     candidates : int
         Layers tried in a round after the first.
     prior : mapping of int to float

@@ -10,7 +10,7 @@ from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucke
 from skipdecode.calibration.goal import Goal
 from skipdecode.calibration.meter import LossMeter
 from skipdecode.calibration.order import Round, greedy_order, greedy_trials
-from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.schedule import Schedule
 
 __all__ = ["Calibration", "Verdict", "calibrate", "trials"]
@@ -44,14 +44,12 @@ class Calibration:
     ----------
     schedule : Schedule
         The calibrated schedule: of those under the calibrated order, the one that measured best within the limit.
-    order : tuple of int
-        Drop order.
     rounds : tuple of Round
         The greedy search; empty for another method.
     influence : tuple of float
         Block influence of each layer.
     table : LossTable
-        Under the calibrated order.
+        Losses under the calibrated order.
     starts : tuple of int
         First positions of the buckets.
     verdicts : tuple of Verdict
@@ -80,7 +78,7 @@ class Calibration:
 
 
 def calibrate(
-    settings: Settings,
+    settings: CalibrationSettings,
     goal: Goal,
     influence: Sequence[float],
     meter: LossMeter,
@@ -98,8 +96,6 @@ def calibrate(
         Measures the records to learn from.
     held_out : LossMeter, optional
         Measures records with other prompts, for the check.
-    name : str
-        Name of the calibrated schedule.
     """
     layers = goal.workload.cost.num_layers
     droppable = range(settings.warmup_layers, layers - 1)
@@ -127,7 +123,7 @@ def calibrate(
     return Calibration(result, order, tuple(rounds), tuple(influence), table, starts, tuple(verdicts))
 
 
-def trials(settings: Settings, goal: Goal) -> tuple[int, int]:
+def trials(settings: CalibrationSettings, goal: Goal) -> tuple[int, int]:
     """About how many schedules `calibrate` measures on the records, and on those held out."""
     layers = goal.workload.cost.num_layers
     drops = layers - goal.least
@@ -140,19 +136,24 @@ def trials(settings: Settings, goal: Goal) -> tuple[int, int]:
 
 
 def measured_table(
-    meter: LossMeter, num_layers: int, order: Sequence[int], budgets: Sequence[int], settings: Settings
+    meter: LossMeter, num_layers: int, order: Sequence[int], budgets: Sequence[int], settings: CalibrationSettings
 ) -> LossTable:
     """Losses at each of the budgets under a drop order."""
     schedules = [_without(num_layers, order[: num_layers - budget], settings) for budget in budgets]
     return LossTable(meter.counts, dict(zip(budgets, meter.sums(schedules), strict=True)))
 
 
-def _without(num_layers: int, gone: Sequence[int], settings: Settings) -> Schedule:
+def _without(num_layers: int, gone: Sequence[int], settings: CalibrationSettings) -> Schedule:
     return Schedule(num_layers, tuple(gone), (num_layers - len(gone),), settings.warmup_layers)
 
 
 def _curves(
-    settings: Settings, goal: Goal, table: LossTable, starts: Sequence[int], order: tuple[int, ...], name: str
+    settings: CalibrationSettings,
+    goal: Goal,
+    table: LossTable,
+    starts: Sequence[int],
+    order: tuple[int, ...],
+    name: str,
 ) -> list[Schedule]:
     """Curves under the calibrated order within the limit: solved, flat, and the paper's."""
     workload = goal.workload
@@ -188,7 +189,7 @@ def _cut(budgets: Sequence[int], seq_len: int) -> tuple[int, ...]:
 
 
 def _verdict(
-    schedule: Schedule, settings: Settings, goal: Goal, meter: LossMeter, held_out: LossMeter | None
+    schedule: Schedule, settings: CalibrationSettings, goal: Goal, meter: LossMeter, held_out: LossMeter | None
 ) -> Verdict:
     table = measured_table(meter, schedule.num_layers, schedule.drop_order, sorted(set(schedule.budgets)), settings)
     return Verdict(

@@ -9,14 +9,14 @@ from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import Use
 
-__all__ = ["Method", "Settings"]
+__all__ = ["CalibrationSettings", "OrderMethod"]
 
-Method = Literal["greedy", "block-influence"]
+OrderMethod = Literal["greedy", "block-influence"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Options):
-    """Settings of a calibration; each field's help text is its documentation.
+class CalibrationSettings(Options):
+    """How a calibration is done; each field's help text is its documentation.
 
     Raises
     ------
@@ -36,7 +36,7 @@ class Settings(Options):
         "lockstep: all rows of a batch start together; continuous: rows of mixed ages, which asks for a flat schedule",
         default="lockstep",
     )
-    method: Method = option(
+    method: OrderMethod = option(
         "of the drop order: greedy by the measured loss, or block-influence, which takes one pass", default="greedy"
     )
     candidates: int = option("greedy: layers tried in each round after the first", default=6, least=1)

@@ -30,8 +30,6 @@ class Workload:
 
     Parameters
     ----------
-    cost : CostModel
-        Seconds of a step.
     prompt_len : int
         Prompt tokens of a row.
     steps : tuple of float

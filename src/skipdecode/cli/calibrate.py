@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.calibration.settings import Settings
+from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import check_out, read_cost
@@ -26,7 +26,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
-from skipdecode.data.report import note
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 
@@ -45,7 +45,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Settings, RecordOptions):
+class Config(CalibrationSettings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     model: str = option("directory (of a model or an adapter), hub id or smollm2-135m", positional=True)
@@ -144,8 +144,6 @@ def _measure(
     check: list[Example],
     out: Path,
 ) -> Calibration:
-    from tqdm import tqdm
-
     from skipdecode.calibration.meter import LossMeter, identity_of
     from skipdecode.calibration.order import block_influence
     from skipdecode.calibration.run import calibrate, trials
@@ -159,7 +157,7 @@ def _measure(
     store = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     attachment: Attachment
-    bar = tqdm(desc="measuring", unit="batch")
+    bar = progress_bar(None, "batch", name="measuring")
     with bar, attach(loaded.model, Schedule.full(goal.workload.cost.num_layers)) as attachment:
 
         def meter(examples: list[Example], part: str) -> LossMeter:

@@ -166,7 +166,7 @@ def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     """Every schedule on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
     from tqdm import tqdm
 
-    from skipdecode.data.report import note
+    from skipdecode.common.progress import note
     from skipdecode.engine.opening import end_tokens, open_engines
     from skipdecode.engine.requests import Request
 

@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +24,9 @@ from skipdecode.cli.options import EngineOptions, ModelOptions
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
-from skipdecode.data.report import note
+from skipdecode.common.progress import note
 from skipdecode.errors import SkipDecodeError, UsageError
-from skipdecode.evaluation.settings import MetricOptions, Progress, Settings
+from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +43,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Settings, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
+class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
@@ -131,6 +128,7 @@ def _evaluate(config: Config) -> int:
     from skipdecode.data.tasks import load_task
     from skipdecode.evaluation.metrics import METRICS, make_metrics
     from skipdecode.evaluation.results import check_directory, is_unfinished
+    from skipdecode.evaluation.run import note_left_out
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
@@ -143,7 +141,7 @@ def _evaluate(config: Config) -> int:
     for metric in config.metrics:
         METRICS.check(metric)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
-    _note_left_out(records.skipped)
+    note_left_out(records.skipped)
     metrics = make_metrics(config.metrics or task.metrics, config.part(MetricOptions))
     _show(config, _runs(config, each, task, records, metrics, directory), ())
     return 0
@@ -194,12 +192,12 @@ def _runs(
         task,
         records,
         metrics,
-        config.part(Settings),
+        config.part(EvaluationSettings),
         out=directory,
         config=about,
         overwrite=config.overwrite,
         skip_bad=config.bad_records == "skip",
-        progress=_Bars(),
+        progress=True,
     )
 
 
@@ -249,30 +247,3 @@ def _check_template(recipe: dict[str, Any] | None, task: Task) -> None:
         return
     if tuned is not None and tuned != (task.prompt, task.chat):
         note(f"the model was tuned with the prompt {tuned[0]!r}, chat={tuned[1]}; this task's differs")
-
-
-class _Bars(Progress):
-    """See `Progress`."""
-
-    @contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Any]:
-        """See `Progress.stage`."""
-        # A log file gets a line now and then, a terminal a moving bar.
-        pause = 0.2 if sys.stderr.isatty() else 10.0
-        from tqdm import tqdm
-
-        with tqdm(total=total, desc=name, unit="record", mininterval=pause, file=sys.stderr) as bar:
-            yield bar
-
-    def left_out(self, records: Sequence[tuple[int, str]]) -> None:
-        """See `Progress.left_out`."""
-        _note_left_out(records)
-
-
-def _note_left_out(records: Sequence[tuple[int, str]]) -> None:
-    """Say how many records are left out, and the line and reason of the first ones; nothing if there are none."""
-    if records:
-        lines = ", ".join(f"{line} ({reason})" for line, reason in records[:5])
-        more = " ..." if len(records) > 5 else ""
-        noun = "record" if len(records) == 1 else "records"
-        note(f"{len(records)} {noun} left out; lines {lines}{more}")

@@ -26,6 +26,7 @@ from skipdecode.cli.options import (
     with_breaks,
 )
 from skipdecode.common.options import option
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -94,7 +95,6 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     from skipdecode.data.output import check_output, open_writer
-    from skipdecode.data.report import note
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
@@ -153,7 +153,7 @@ def _source(config: Config) -> PromptSource:
 
 
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
-    from skipdecode.data.report import note, schedule_line
+    from skipdecode.data.summary import schedule_line
     from skipdecode.engine.opening import open_engines
     from skipdecode.models.loading.hub import load_model
 
@@ -205,15 +205,20 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
 
 def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int) -> RunSummary:
     from skipdecode.data.records import SeenIds
-    from skipdecode.data.report import BadRows, note, progress_bar
     from skipdecode.data.run import generate_rows, refuse_bad_rows
+    from skipdecode.data.summary import BadRows
 
     if config.on_error == "stop":
         refuse_bad_rows(source.records(config.field), job.encoder)
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
-    with progress_bar(rows, writer.rows_before) as progress:
+    with progress_bar(rows, "row", done=writer.rows_before) as bar:
+
+        def progress(ended: int, summary: RunSummary) -> None:
+            bar.set_postfix_str(f"{summary.tokens_per_s:.0f} tokens/s", refresh=False)
+            bar.update(ended)
+
         # All rows are read for their ids, those too that an earlier run finished.
         records = (r for r in ids.watch(source.records(config.field)) if not writer.is_done(r.index))
         summary = generate_rows(
@@ -227,7 +232,7 @@ def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter,
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:
     from skipdecode.common.environment import environment
     from skipdecode.common.files import write_whole
-    from skipdecode.data.report import note, summary_lines
+    from skipdecode.data.summary import summary_lines
 
     for line in summary_lines(summary):
         note(line)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Options, option
-from skipdecode.data.report import note
+from skipdecode.common.progress import note
 from skipdecode.errors import DataError
 
 if TYPE_CHECKING:

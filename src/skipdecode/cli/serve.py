@@ -60,7 +60,7 @@ def run(config: Config) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
-    from skipdecode.data.report import note
+    from skipdecode.common.progress import note
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import is_loopback, open_socket, run_server
 
@@ -99,7 +99,7 @@ def _name(config: Config) -> str:
 
 
 def _service(config: Config) -> Service:
-    from skipdecode.data.report import note
+    from skipdecode.common.progress import note
     from skipdecode.models.loading.hub import load_model
     from skipdecode.serving.service import open_service
 

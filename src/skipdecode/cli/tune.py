@@ -18,7 +18,7 @@ from skipdecode.cli.options.records import RecordOptions, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
-from skipdecode.data.report import note
+from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig

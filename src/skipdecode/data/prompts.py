@@ -49,7 +49,6 @@ class PromptEncoder:
 
     Parameters
     ----------
-    tokenizer : transformers tokenizer
     context : int or None
         Tokens the model can see at once (`context_length`): a prompt must leave room for one more.
     chat : bool

@@ -35,9 +35,8 @@ class RowMaker:
 
     Parameters
     ----------
-    tokenizer : transformers tokenizer
     stop : StopStrings, optional
-        Cut off the text.
+        What ends a text; it is cut off with all that follows.
     include_prompt : bool
         Repeat the prompt as it was tokenised.
     """
@@ -65,7 +64,6 @@ class Job:
 
     Parameters
     ----------
-    encoder : PromptEncoder
     make_engine : callable
         From a number of rows to an engine under the job's schedule.
     sampling : Sampling
@@ -74,9 +72,6 @@ class Job:
         Most new tokens of a row; rows near the end of the context have room for fewer.
     ends : frozenset of int
         A row ends after any of these tokens.
-    make : RowMaker
-    batch_size : int
-        Rows decoded together.
     full_depth : callable, optional
         From a number of rows to an engine at full depth: some batches are then timed on both.
     """
@@ -184,7 +179,7 @@ def generate_rows(
     records : iterable of Record
         Rows that the writer does not have yet, in input order.
     rows : int
-        How many those are.
+        How many records there are.
     report : callable
         Told of each row that cannot be generated; such a row is written as ``{"id", "line", "error"}``.
     progress : callable

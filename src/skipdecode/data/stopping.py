@@ -33,9 +33,8 @@ class StopStrings:
 
     Parameters
     ----------
-    tokenizer : transformers tokenizer
     strings : sequence of str
-        None empty.
+        Texts that end a row, none of them empty.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:

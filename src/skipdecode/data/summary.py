@@ -1,4 +1,4 @@
-"""What a run did and cost, and the speed of the schedule next to that of full depth."""
+"""What a run did and cost, the speed of its schedule next to that of full depth, and what its user is told of both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from skipdecode.common.progress import note
+from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
+from skipdecode.schedule import Schedule
 
-__all__ = ["RunSummary", "SpeedComparison"]
+__all__ = ["BadRows", "RunSummary", "SpeedComparison", "schedule_line", "summary_lines"]
+
+_BAD_ROWS_SHOWN = 20
 
 
 @dataclass
@@ -62,10 +67,8 @@ class RunSummary:
 
     Parameters
     ----------
-    num_layers : int
-        Decoder layers of the model.
     stats : EngineStats
-        Of the rows generated now.
+        Figures of the rows generated now.
     rows, bad_rows : int
         Rows of the input that are in the output now, and how many of them are error rows.
     rows_resumed : int
@@ -120,3 +123,71 @@ class RunSummary:
 
 def _ratio(value: float, by: float) -> float | None:
     return value / by if by else None
+
+
+# ---------------------------------------------------------------------- in words
+
+
+class BadRows:
+    """Names bad rows by line, the first few of them; all are in the output."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, prompt: EncodedPrompt) -> None:
+        """A row that cannot be generated."""
+        self._count += 1
+        if self._count <= _BAD_ROWS_SHOWN:
+            note(f"line {prompt.record.line}: {prompt.error}; the row is skipped")
+        elif self._count == _BAD_ROWS_SHOWN + 1:
+            note("more rows are skipped; the output holds the error of each")
+
+
+def schedule_line(schedule: Schedule, origin: str) -> str:
+    """The schedule in words."""
+    if schedule.is_full:
+        return f"full depth, {schedule.num_layers} layers ({origin})"
+    first, last = schedule.budgets[0], schedule.budgets[-1]
+    depth = f"{first}" if first == last else f"{first} to {last}"
+    return f"schedule {schedule.name}: {depth} of {schedule.num_layers} layers ({origin})"
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    """The figures of a run, a few lines."""
+    resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
+    stats, layers = summary.stats, summary.stats.mean_layers
+    lines = [
+        f"{summary.rows} rows{resumed}; {stats.new_tokens} new tokens in {summary.seconds:.1f} s, "
+        f"{summary.tokens_per_s:.1f} tokens/s in the model"
+    ]
+    if layers is not None:
+        lines.append(
+            f"{layers:.1f} of {summary.num_layers} layers for a token on average "
+            f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
+            f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
+        )
+    if summary.comparison is not None:
+        lines.append(_comparison_line(summary.comparison))
+    if summary.bad_rows:
+        lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")
+    return lines
+
+
+def _comparison_line(comparison: SpeedComparison) -> str:
+    found = comparison.to_dict()
+    if found is None:
+        return "no comparison: no row took a second token"
+    return (
+        f"decoding, {found['batches']} batches: {found['full_decode_tokens_per_s']:.1f} tokens/s at full depth, "
+        f"{found['decode_tokens_per_s']:.1f} under the schedule: {found['measured_decode_speedup']:.2f}x measured, "
+        f"{found['nominal_speedup']:.2f}x nominal"
+    )
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

@@ -57,7 +57,7 @@ class Task:
     metrics : tuple of str
         Names of the default metrics.
     max_new_tokens : int
-        Longest output.
+        Longest output, in tokens.
     chat : bool
         Put the prompt into the model's chat template, as one message of the user.
     merge_same_prompt : bool

@@ -83,7 +83,7 @@ class Outputs:
     tokens, full : list of list of int
         The method's, and full depth's (empty if it was not run).
     timing, full_timing : Timing
-        The same of times.
+        The times of each.
     """
 
     def __init__(self, side: Side, full: Side | None) -> None:
@@ -140,8 +140,6 @@ def generate_all(
         Full depth among them, unless that is left out.
     kept : KeptValues
         Batches that an earlier, interrupted run finished; takes those that this one finishes.
-    batch_size : int
-        Rows of a batch, for all.
     progress : callable
         Told after each batch how many records it finished.
     """

@@ -38,8 +38,6 @@ class Metric(ABC):
 
     Attributes
     ----------
-    name : str
-        Its name in `METRICS`.
     signature : str
         Library, version and settings; two scores compare only if it is the same.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.generate import Outputs
     from skipdecode.evaluation.methods.base import Method
     from skipdecode.evaluation.scores import Scored
-    from skipdecode.evaluation.settings import Settings
+    from skipdecode.evaluation.settings import EvaluationSettings
 
 __all__ = [
     "OUTPUTS_FILE",
@@ -165,7 +165,7 @@ def run_document(
     method: Method,
     scored: Scored,
     outputs: Outputs,
-    settings: Settings,
+    settings: EvaluationSettings,
 ) -> dict[str, Any]:
     """The document of a method's results, JSON-ready.
 
@@ -197,7 +197,7 @@ def run_document(
     }
 
 
-def _speed(method: Method, outputs: Outputs, settings: Settings) -> dict[str, Any]:
+def _speed(method: Method, outputs: Outputs, settings: EvaluationSettings) -> dict[str, Any]:
     yardstick = method.full_depth
     measured = outputs.speedup(seed=settings.seed, resamples=settings.resamples)
     nominal = 1.0 if yardstick else None if method.schedule is None else method.schedule.nominal_speedup

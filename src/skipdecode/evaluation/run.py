@@ -10,13 +10,15 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from skipdecode.common.journal import KeptValues
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.records import Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.generate import Outputs, batches, generate_all
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
@@ -31,14 +33,12 @@ from skipdecode.evaluation.results import (
     save_run,
 )
 from skipdecode.evaluation.scores import Scored, free_running
-from skipdecode.evaluation.settings import Progress, Settings, Subject
+from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["evaluate"]
-
-Table = NDArray[np.float64]
+__all__ = ["evaluate", "note_left_out"]
 
 
 def evaluate(
@@ -47,13 +47,13 @@ def evaluate(
     task: Task,
     records: Records,
     metrics: Sequence[Metric],
-    settings: Settings,
+    settings: EvaluationSettings,
     *,
     out: Path,
     config: Mapping[str, Any],
     overwrite: bool = False,
     skip_bad: bool = False,
-    progress: Progress | None = None,
+    progress: bool = False,
 ) -> list[Run]:
     """Generate, score and save; the runs in the order of `methods`.
 
@@ -71,27 +71,28 @@ def evaluate(
     overwrite : bool
         Replace runs that are in the directories already.
     skip_bad : bool
-        Leave out records whose prompt is too long for the model, instead of refusing them; `progress` is told.
+        Leave out records whose prompt is too long for the model, and say which, instead of refusing them.
+    progress : bool
+        Show bars.
 
     Raises
     ------
     SkipDecodeError
         A method that does not fit the model, prompts too long for it, results that cannot be written.
     """
-    told = progress or Progress()
     settings = _settled(subject, list(methods.values()), task, settings)
-    records, prompts = _encoded(subject, task, records, settings, skip_bad, told)
+    records, prompts = _encoded(subject, task, records, settings, skip_bad)
     about = _about(config, task, records, settings)
     runs = []
     with closing(_begun(out, about, methods, prompts, overwrite)) as kept:
-        found = _generate(subject, list(methods.values()), prompts, kept, settings, told)
+        found = _generate(subject, list(methods.values()), prompts, kept, settings, progress)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
         for (directory, method), outputs in zip(methods.items(), found, strict=True):
             if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
                 runs.append(load_run(directory))
                 continue
-            scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, told)
+            scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, progress)
             rows = _rows(subject, task, records, prompts, outputs, scored)
             data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
             runs.append(save_run(directory, data, rows))
@@ -103,7 +104,9 @@ def evaluate(
 # ---------------------------------------------------------------------- steps
 
 
-def _settled(subject: Subject, methods: Sequence[Method], task: Task, settings: Settings) -> Settings:
+def _settled(
+    subject: Subject, methods: Sequence[Method], task: Task, settings: EvaluationSettings
+) -> EvaluationSettings:
     """The settings with what the task and the methods say; raises SkipDecodeError for a method that does not fit."""
     for method in methods:
         method.check(subject.model)
@@ -116,7 +119,7 @@ def _settled(subject: Subject, methods: Sequence[Method], task: Task, settings: 
 
 
 def _encoded(
-    subject: Subject, task: Task, records: Records, settings: Settings, skip_bad: bool, progress: Progress
+    subject: Subject, task: Task, records: Records, settings: EvaluationSettings, skip_bad: bool
 ) -> tuple[Records, list[list[int]]]:
     """The records whose prompts fit, and the prompts' tokens."""
     room = None if subject.context is None else subject.context - (settings.max_new_tokens or 0)
@@ -126,11 +129,20 @@ def _encoded(
             f"{subject.context} tokens; give fewer"
         )
     fitting, prompts = encode_prompts(task.template(), records, subject.tokenizer, room=room, skip_bad=skip_bad)
-    progress.left_out(fitting.skipped[len(records.skipped) :])
+    note_left_out(fitting.skipped[len(records.skipped) :])
     return fitting, prompts
 
 
-def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Settings) -> dict[str, Any]:
+def note_left_out(rejects: Sequence[Reject]) -> None:
+    """Say how many records are left out, and the line and reason of the first ones; nothing if there are none."""
+    if rejects:
+        lines = ", ".join(f"{line} ({reason})" for line, reason in rejects[:5])
+        more = " ..." if len(rejects) > 5 else ""
+        noun = "record" if len(rejects) == 1 else "records"
+        note(f"{len(rejects)} {noun} left out; lines {lines}{more}")
+
+
+def _about(config: Mapping[str, Any], task: Task, records: Records, settings: EvaluationSettings) -> dict[str, Any]:
     return {
         **config,
         "task": asdict(task),
@@ -158,8 +170,8 @@ def _generate(
     methods: Sequence[Method],
     prompts: list[list[int]],
     kept: KeptValues,
-    settings: Settings,
-    progress: Progress,
+    settings: EvaluationSettings,
+    progress: bool,
 ) -> list[Outputs]:
     """The outputs of each method, next to the one full depth that ran beside all on the same engine."""
     sides = list(methods)
@@ -167,7 +179,7 @@ def _generate(
         there = {side.engine for side in sides if side.full_depth}
         used = {side.engine for side in sides}
         sides += [full for full in subject.full if full.engine in used - there]
-    with progress.stage("generate", len(prompts)) as bar:
+    with progress_bar(len(prompts), "record", name="generate", shown=progress) as bar:
         found = generate_all(
             subject.model,
             sides,
@@ -219,15 +231,15 @@ def _score(
     prompts: list[list[int]],
     outputs: Outputs,
     task: Task,
-    settings: Settings,
-    progress: Progress,
+    settings: EvaluationSettings,
+    progress: bool,
 ) -> Scored:
     texts = _texts(subject, task, outputs.tokens)
     references = [record.references for record in records.items]
     tables: dict[str, Table] = {}
     signatures: dict[str, str] = {}
     for metric in metrics:
-        with progress.stage(metric.name, len(texts)) as bar:
+        with progress_bar(len(texts), "record", name=metric.name, shown=progress) as bar:
             tables[metric.name] = metric.statistics(texts, references)
             bar.update(len(texts))
         signatures[metric.name] = metric.signature
@@ -245,7 +257,7 @@ def _teacher_forced(
     prompts: list[list[int]],
     outputs: Outputs,
     batch_size: int,
-    progress: Progress,
+    progress: bool,
 ) -> dict[str, Table]:
     """The loss of references, fidelity along full depth's outputs where there are any; nothing without a schedule."""
     layers = len(decoder_layers(unwrap(subject.model)))
@@ -257,7 +269,8 @@ def _teacher_forced(
     if outputs.full:
         texts.append((teacher_forced, outputs.full))
     tables: dict[str, Table] = {}
-    with progress.stage("teacher-forced", len(prompts) * len(texts)) as bar:
+    total = len(prompts) * len(texts)
+    with progress_bar(total, "record", name="teacher-forced", shown=progress) as bar:
         for measure, given in texts:
             for indices in batches([len(p) for p in prompts], batch_size):
                 rows, forced = [prompts[i] for i in indices], [given[i] for i in indices]

@@ -75,7 +75,7 @@ class Scored:
     Parameters
     ----------
     tables : mapping of str to ndarray, shape (records, k)
-        Statistics.
+        Statistics of each record.
     signatures : mapping of str to str
         Library, version and settings of each metric; a fidelity figure's is its definition.
     """

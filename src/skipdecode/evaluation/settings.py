@@ -1,9 +1,8 @@
-"""What an evaluation is told: how it is done, what is evaluated, and who hears of its progress."""
+"""What an evaluation is told: how it is done, and what is evaluated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,11 @@ from skipdecode.common.options import Options, option
 if TYPE_CHECKING:
     from skipdecode.evaluation.methods.base import Method
 
-__all__ = ["MetricOptions", "Progress", "Settings", "Subject"]
+__all__ = ["EvaluationSettings", "MetricOptions", "Subject"]
 
 
 @dataclass(frozen=True)
-class Settings(Options):
+class EvaluationSettings(Options):
     """How a run is done; each field's help text is its documentation. Raises UsageError if a value is out of range."""
 
     batch_size: int = option("rows decoded together, also at full depth", default=16, least=1)
@@ -47,7 +46,7 @@ class MetricOptions(Options):
 
 
 def _full_depth() -> tuple[Method, ...]:
-    # Settings are read for --help, without torch.
+    # The settings are read for --help, without torch.
     from skipdecode.evaluation.methods.base import Untouched
     from skipdecode.evaluation.methods.scheduled import Full
 
@@ -62,8 +61,6 @@ class Subject:
     ----------
     model : transformers causal LM
         In eval mode, nothing attached.
-    tokenizer : transformers tokenizer
-        The model's.
     eos : set of int
         Tokens that end an output.
     context : int, optional
@@ -77,19 +74,3 @@ class Subject:
     eos: set[int]
     context: int | None = None
     full: Sequence[Method] = field(default_factory=_full_depth)
-
-
-class Progress:
-    """Told what is being done; this one says nothing."""
-
-    def stage(self, name: str, total: int) -> AbstractContextManager[Any]:
-        """A context whose value has ``update(count)``, for a stage of `total` records."""
-        return nullcontext(_Silent())
-
-    def left_out(self, records: Sequence[tuple[int, str]]) -> None:
-        """Line and reason of each record that is not evaluated, if any."""
-
-
-class _Silent:
-    def update(self, count: int) -> None:
-        """Nothing."""

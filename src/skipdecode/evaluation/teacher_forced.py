@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.scores import table_of
 from skipdecode.models.attach import attach
 from skipdecode.schedule import Schedule
 
 __all__ = ["reference_loss", "teacher_forced"]
-
-Table = NDArray[np.float64]
 
 
 def teacher_forced(
@@ -57,21 +54,9 @@ def teacher_forced(
 def reference_loss(
     model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
 ) -> dict[str, Table]:
-    """Cross-entropy of one batch along given texts, without gradients.
+    """The table of loss: cross-entropy of one batch along its references, each with its end token.
 
-    Parameters
-    ----------
-    model : transformers causal LM
-        With nothing attached.
-    schedule : Schedule
-        Token j of a reference runs `schedule.layers(j)`.
-    prompts, references : sequence of sequence of int
-        Token ids, each reference with its end token.
-
-    Returns
-    -------
-    dict of str to ndarray, shape (rows, 2)
-        The table of loss.
+    Arguments and table are as those of `teacher_forced`.
     """
     batch = _Batch(prompts, references, model.device)
     with torch.inference_mode(), attach(model, schedule):

@@ -21,8 +21,6 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     Parameters
     ----------
-    config : PreTrainedConfig
-        Config of the causal LM.
     prompt_length : int, optional
         Columns that are prompt, cached ones included. Without it, every forward is taken as prompt until a single token
         is fed on a filled cache.

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import DTYPES, load_config, load_model
 from skipdecode.models.loading.locate import adapter_dir, base_name
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
-from skipdecode.models.loading.store import find_model, note
+from skipdecode.models.loading.store import find_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.geometry import ConfigReader, ModelGeometry
 from skipdecode.performance.machine import measure_machine

@@ -45,7 +45,7 @@ def html_report(sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title:
     Parameters
     ----------
     sources : sequence of Source
-        At least one.
+        What is reported: one file or more.
     pairs : sequence of Pair
         Runs compared, from `compare_runs`.
 

@@ -40,13 +40,13 @@ class Picture:
     Parameters
     ----------
     caption : str
-        Under it.
+        Text under the figure.
     label : str
         What it shows, in words, for those who do not see it.
     numbers : Table, optional
         What was drawn.
     wide : bool
-        Over the whole width.
+        Take the whole width of the page.
     """
 
     figure: Any

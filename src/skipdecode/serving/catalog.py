@@ -21,10 +21,9 @@ class NamedSchedule:
     Parameters
     ----------
     name : str
-        As it is reported.
+        The name that is reported.
     label : str
         As it is counted: of loaded schedules the name, else "budget".
-    schedule : Schedule
     """
 
     name: str
@@ -80,12 +79,12 @@ class Catalog:
     carried : Schedule or None
         The checkpoint's own: the default. Without it, that is full depth.
     others : iterable of Schedule
-        Further ones. Two of one name get a number.
+        Further schedules; two of one name get a number.
 
     Attributes
     ----------
     loaded : dict of str to Schedule
-        All of them by name, full depth included.
+        All schedules by name, full depth included.
     default : str
         Name of the schedule of requests that ask for none.
 

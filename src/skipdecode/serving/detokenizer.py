@@ -25,9 +25,8 @@ class Detokenizer:
 
     Parameters
     ----------
-    tokenizer : transformers tokenizer
     stops : tuple of str
-        The text ends before the first of them. None empty.
+        The text ends before the first of them; none is empty.
 
     Attributes
     ----------

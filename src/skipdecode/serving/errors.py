@@ -46,16 +46,12 @@ class ApiError(HTTPException):
 
     Parameters
     ----------
-    status : int
-        HTTP status.
     code : str
-        For programs; the list is in docs/serve.md.
+        A word for programs; the list is in docs/serve.md.
     message : str
         For people: what was wrong and what is accepted.
     param : str, optional
-        The field.
-    headers : dict of str to str, optional
-        Further headers.
+        The field of the request that is not accepted.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Group:
     Parameters
     ----------
     make : callable
-        A new engine.
+        Makes a new engine.
     order : tuple of int or None
         The order in which layers are dropped here; None: any schedule runs here.
     """

@@ -103,7 +103,7 @@ class Middleware:
     keys : ApiKeys
         For everything but the page, the health checks and the description of the interface.
     max_body_bytes : int
-        Size of a request's body.
+        Largest size of a request's body.
     paths : iterable of str
         Paths that are counted by their own names; all others are counted as "other".
     local_only : bool

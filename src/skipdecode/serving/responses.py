@@ -149,10 +149,8 @@ class ResponseBuilder(ABC):
 
     Parameters
     ----------
-    body : GenerationRequest
-        What the client sent.
     model : str
-        The served name.
+        The model's name as clients see it.
     token_text : callable
         Text of a single token, for log-probabilities.
     """

@@ -54,11 +54,10 @@ def open_service(
     model : PreTrainedModel or PeftModel
         Its projection weights may be fused in place.
     name : str
-        As clients see it.
+        The model's name as clients see it.
     carried, others
         See `Catalog`.
-    engine : {"auto", "fast", "transformers"}
-    weights : {"model", "int8", "int4"}
+    engine, weights : str
         See `skipdecode.engine.opening.open_fast`.
     note : callable
         Told one line where the choice of the engine needs a word.

@@ -25,9 +25,9 @@ def vllm_command(
     model : str
         As `skipdecode.models.loading.hub.load_model` takes it; no adapter.
     name : str
-        As clients see the model.
+        The model's name as clients see it.
     schedules : sequence of Schedule
-        Beside the checkpoint's own.
+        Schedules beside the checkpoint's own.
 
     Raises
     ------

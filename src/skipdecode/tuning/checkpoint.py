@@ -143,17 +143,13 @@ def save_tuned(
     model : PreTrainedModel or PeftModel
         A PeftModel's adapter is written alone.
     tokenizer : PreTrainedTokenizerBase or None
-        Written beside it.
-    schedule : Schedule
-        The one that the model was tuned for.
+        Written beside the weights.
     directory : Path
         Replaced if it exists.
     base_name : str, optional
         How an adapter's file names its base model: a hub id, a directory, or a name that `load_model` takes.
     state_dict : dict, optional
         The weights, where they are not the model's own (gathered from several devices).
-    adapter_dtype : {"float32", "float16"}
-        Type of the numbers in an adapter's file.
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -37,7 +37,7 @@ class Batch:
     prompt_length : int
         The column at which every response starts.
     ids : tuple of str
-        The records.
+        What the records are called.
     """
 
     input_ids: Tensor
@@ -91,12 +91,8 @@ class GroupedBatches:
 
     Parameters
     ----------
-    examples : sequence of Example
-        The records.
     batch_size : int
         Records in a batch; the last batch of an epoch may hold fewer.
-    seed : int
-        Seed of the order.
     start : int
         Number of the first batch.
     """

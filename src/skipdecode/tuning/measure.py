@@ -75,9 +75,7 @@ def compare_speed(
     model : Module
         Prepared by the accelerator, with gradients on; they are dropped.
     attachment : Attachment
-        The model's; its schedule is restored.
-    schedule : Schedule
-        Timed against full depth.
+        It is on the model; its schedule is restored.
     batches : sequence of Batch
         Two or more; the first warms up and is not counted.
     """

@@ -119,10 +119,8 @@ class Objective:
     ----------
     teacher : Teacher or None
         Asked only when `weight` is above 0.
-    weight : float
-        w above, 0 to 1.
-    temperature : float
-        T above.
+    weight, temperature : float
+        w and T of the module's text.
     """
 
     def __init__(self, teacher: Teacher | None = None, weight: float = 0.0, temperature: float = 1.0) -> None:

@@ -19,8 +19,6 @@ class RunLog:
 
     Parameters
     ----------
-    directory : Path
-        Where the log lies.
     keep_steps : int
         Rows of later steps are dropped: those that a killed run wrote after its last checkpoint, and that come again.
     tensorboard : bool

@@ -43,9 +43,7 @@ class TrainStep:
     accelerator : accelerate.Accelerator
         Its number of accumulation steps is the number of batches of a step.
     model, optimizer
-        Prepared by it.
-    objective : Objective
-        What is minimised.
+        Prepared by the accelerator.
     clip : float
         Largest norm of the gradient; 0 does not clip.
     """

@@ -11,7 +11,6 @@ import copy
 import functools
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object, set_seed
-from tqdm import tqdm
 
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.files import copy_files
+from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import attach
@@ -71,12 +70,8 @@ class Tuner:
         Trained in place; a LoRA adapter is added unless `config.full`.
     tokenizer : PreTrainedTokenizerBase
         It pads, and is saved with the model.
-    train, dev : sequence of Example
-        Records.
     schedule : Schedule
-        The target.
-    config : TuneConfig
-        Everything else.
+        What the model is tuned for.
     out : Path
         Directory of the run: the log, checkpoints while it runs, the best model at the end.
     base_name : str, optional
@@ -170,9 +165,7 @@ class Tuner:
         first = progress.step * config.accumulation * world
         numbers = GroupedBatches(self._train, config.batch_size, seed=config.seed, start=first)
         mine = islice(numbers, rank, None, world)
-        bar = tqdm(
-            total=config.steps, initial=progress.step, desc="tune", unit="step", disable=not main, file=sys.stderr
-        )
+        bar = progress_bar(config.steps, "step", name="tune", done=progress.step, shown=main)
         try:
             while progress.step < config.steps:
                 batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]

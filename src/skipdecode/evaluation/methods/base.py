@@ -30,7 +30,7 @@ class Generation:
     tokens : list of list of int
         New tokens of each row; the end token, where one came, is the last.
     prompt_seconds : float
-        Time in prompts' forwards.
+        Time in the forwards of prompts.
     decode_seconds : float
         All other time.
     layer_tokens : int
@@ -56,7 +56,7 @@ class Method(ABC):
     Attributes
     ----------
     name : str
-        For tables.
+        Label in tables.
     schedule : Schedule or None
         The schedule, where the method is one.
     max_batch : int or None
@@ -97,8 +97,6 @@ class Method(ABC):
             In eval mode, nothing attached; left as it was.
         prompts : sequence of sequence of int
             Token ids, none empty.
-        max_new_tokens : int
-            Longest output.
         eos : set of int
             Tokens that end a row.
         rows : int

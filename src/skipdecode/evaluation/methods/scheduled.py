@@ -24,8 +24,6 @@ class Scheduled(Method):
 
     Parameters
     ----------
-    schedule : Schedule
-        For a model of its number of layers.
     source : EngineSource, optional
         Engines of the model that is decoded.
     """
@@ -94,13 +92,10 @@ def on_engine(
     ----------
     methods : sequence of Method
         As made: schedules through transformers.
-    model : PreTrainedModel or PeftModel
-    engine : {"auto", "fast", "transformers"}
+    engine, weights : str
         See `skipdecode.engine.opening.open_fast`.
     note : callable
         Told one line where the choice needs a word.
-    weights : {"model", "int8", "int4"}
-        See `open_fast`.
 
     Raises
     ------

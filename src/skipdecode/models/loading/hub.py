@@ -58,11 +58,9 @@ class LoadedModel:
     tokenizer : transformers tokenizer or None
         Pads on the left; its pad token is the end token where the checkpoint names none.
     name : str
-        As it was asked for.
+        The name that was asked for.
     path : Path
         The directory it was read from; of a hub id, its snapshot in the hub's own cache.
-    schedule : Schedule or None
-        The schedule that the checkpoint carries.
     """
 
     model: Any

@@ -14,9 +14,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading.hub_probe import ask_hub
-from skipdecode.models.loading.store import add_model, find_model, note
+from skipdecode.models.loading.store import add_model, find_model
 
 __all__ = ["HUB_ID", "NAME", "fetch", "known_config"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from skipdecode.common.paths import cache_dir
+from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError
 
-__all__ = ["SOURCE_FILE", "CachedModel", "add_model", "cached_models", "find_model", "note"]
+__all__ = ["SOURCE_FILE", "CachedModel", "add_model", "cached_models", "find_model"]
 
 SOURCE_FILE = "skipdecode-source.txt"
 
@@ -30,8 +30,6 @@ class CachedModel:
 
     Parameters
     ----------
-    name : str
-        The name that `load_model` takes.
     bytes : int
         Size of all its files.
     source : str
@@ -66,8 +64,6 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
 
     Parameters
     ----------
-    name : str
-        The model's name.
     build : callable
         Fills the empty directory it is given and returns the source of the weights, in words.
 
@@ -89,11 +85,6 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
             "directory you can write to"
         ) from e
     return final
-
-
-def note(text: str) -> None:
-    """A line for the user about work that takes a while, on stderr."""
-    print(f"skipdecode: {text}", file=sys.stderr, flush=True)
 
 
 def _root() -> Path:

@@ -48,15 +48,15 @@ class Series:
     Parameters
     ----------
     name : str
-        In the legend; none if empty.
+        Its name in the legend; empty: it has no entry there.
     line : {"-", ":", "--", ""}
-        How they are joined.
+        How the points are joined.
     markers : bool
         Draw the points themselves.
     color : int, optional
         Which of the palette's colours; default: the series' place. -1 is the text's colour.
     faint : bool
-        In the background.
+        Draw it in the background.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Chart:
     diagonal : str
         Name of the line y = x, if it is to be drawn.
     from_zero, log : bool
-        Of the y axis.
+        Whether the y axis begins at 0, and whether it is logarithmic.
     ticks : sequence of str
         Names of x = 0, 1, 2, … in place of numbers.
     """

@@ -42,9 +42,9 @@ def depth_figure(
     positions : int, optional
         How many are shown. Default: the schedule's `seq_len`.
     title : str
-        Over the picture. Default: the schedule's name.
+        Title of the picture. Default: the schedule's name.
     size : (float, float)
-        Inches.
+        Width and height in inches.
     """
     figure = new_figure(*size)
     with styled():
