@@ -93,4 +93,4 @@ def use_hub(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-    monkeypatch.setattr(hub_probe, "_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(hub_probe, "TIMEOUT_SECONDS", 1.0)

@@ -62,7 +62,7 @@ def test_the_curve_is_the_best_of_all_that_never_rise_and_fit(problem):
 def test_with_few_points_kept_it_still_fits_and_is_no_worse_than_flat(problem):
     losses, costs, limit = problem
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve_module, "_MOST", 3)
+        patch.setattr(curve_module, "MOST_POINTS", 3)
         found = best_curve(losses, costs, limit)
     flat = best_flat(losses, costs, limit)
     if flat is None:

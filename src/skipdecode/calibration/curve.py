@@ -7,7 +7,7 @@ depth more than on that of the tokens before it.
 Losses and costs of the buckets add up, so the best way on depends on the past only through the cost so far and the last
 budget. For each last budget the partial curves that no other one beats in both cost and loss are kept (a Pareto front),
 so the result is the optimum, not the relaxation that a Lagrange multiplier finds, which misses curves between the
-corners of the trade-off. Fronts of more than `_MOST` points are thinned by cost; costs of those kept stay exact.
+corners of the trade-off. Fronts of more than `MOST_POINTS` points are thinned by cost; costs of those kept stay exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skipdecode.errors import ScheduleError
 
 __all__ = ["LossTable", "best_curve", "best_flat", "bucket_starts"]
 
-_MOST = 4000
+MOST_POINTS = 4000
 _SLACK = 1 + 1e-12
 # (cost, loss, chain of budgets back to the first bucket)
 _Point = tuple[float, float, Any]
@@ -150,13 +150,13 @@ def _front(left: list[_Point], right: list[_Point]) -> list[_Point]:
     for point in heapq.merge(left, right, key=lambda p: p[:2]):
         if not kept or point[1] < kept[-1][1]:
             kept.append(point)
-    return kept if len(kept) <= _MOST else _thinned(kept)
+    return kept if len(kept) <= MOST_POINTS else _thinned(kept)
 
 
 def _thinned(front: list[_Point]) -> list[_Point]:
-    """The best point of each of `_MOST` cells of cost, and the cheapest."""
+    """The best point of each of `MOST_POINTS` cells of cost, and the cheapest."""
     low, high = front[0][0], front[-1][0]
-    cells = {int((point[0] - low) / (high - low) * _MOST): point for point in front}
+    cells = {int((point[0] - low) / (high - low) * MOST_POINTS): point for point in front}
     return [front[0], *(point for point in cells.values() if point is not front[0])]
 
 

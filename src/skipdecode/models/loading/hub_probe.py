@@ -11,7 +11,7 @@ from typing import Literal
 
 __all__ = ["HubAnswer", "ask_hub"]
 
-_TIMEOUT_SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def ask_hub(repo_id: str) -> HubAnswer:
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
-        info = HfApi().model_info(repo_id, timeout=_TIMEOUT_SECONDS)
+        info = HfApi().model_info(repo_id, timeout=TIMEOUT_SECONDS)
     except HFValidationError:
         return HubAnswer("absent", "it has not the form of a hub id")
     except GatedRepoError:

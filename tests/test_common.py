@@ -1,4 +1,4 @@
-"""Values that are kept while a run goes on: all that were whole come back, and another run's are refused by name.
+"""What every room uses: values kept while a run goes on, names imported on first use, freed memory.
 
 Rows of `skipdecode generate` are in a journal too: tests/test_output.py.
 """
@@ -6,13 +6,16 @@ Rows of `skipdecode generate` are in a journal too: tests/test_output.py.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skipdecode.common.journal import KeptValues, is_begun
-from skipdecode.errors import OutputError
+from skipdecode.common.registry import Registry
+from skipdecode.errors import OutputError, UsageError
 
 SETTINGS = {"model": "m", "records": {"sha256": "abc"}}
 
@@ -58,3 +61,50 @@ def test_a_file_of_another_kind_is_refused_and_left_alone(tmp_path: Path, conten
     with pytest.raises(OutputError, match="holds no measurements of this version: move it away"):
         opened(path)
     assert path.read_text() == content
+
+
+# ---------------------------------------------------------------------- names
+
+
+def test_get_imports_only_what_is_asked_for():
+    registry = Registry("thing", {"sqrt": "math:sqrt", "broken": "no_such_module:x"})
+    assert registry.get("sqrt")(9) == 3
+    assert "no_such_module" not in sys.modules
+    with pytest.raises(ModuleNotFoundError):
+        registry.get("broken")
+
+
+def test_unknown_name_lists_the_choices_and_the_nearest():
+    registry = Registry("metric", {"bleu": "a:b", "chrf": "a:c"})
+    with pytest.raises(UsageError, match=r"unknown metric 'blue' \(did you mean 'bleu'\?\): accepted are bleu, chrf"):
+        registry.get("blue")
+
+
+# ---------------------------------------------------------------------- freed memory
+
+USE_MEMORY = """
+import ctypes, platform, resource
+from skipdecode.common.allocator import keep_freed_memory
+done = keep_freed_memory()
+import mmap
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def use():
+    b = bytearray(64 << 20)
+    return len(b)
+use()
+before = faults()
+for _ in range(5):
+    use()
+print(done, faults() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="malloc of the GNU C library")
+def test_large_blocks_of_freed_memory_are_not_faulted_in_again():
+    done, faults = subprocess.run(
+        [sys.executable, "-c", USE_MEMORY], capture_output=True, text=True, check=True
+    ).stdout.split()
+    # 64 MiB are 16,384 pages; returned to the kernel in between, five uses would fault them all five times.
+    assert done == "True"
+    assert int(faults) < 2000
