@@ -15,7 +15,8 @@ from checkpoints import logits, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.hub import cached_models, load_config, load_model
+from skipdecode.models.loading.hub import load_config, load_model
+from skipdecode.models.loading.store import cached_models
 from tiny import tiny_model
 
 

@@ -37,7 +37,7 @@ def _report() -> dict[str, Any]:
     import torch
 
     from skipdecode import __version__
-    from skipdecode.common.paths import cache_dir
+    from skipdecode.common.files import cache_dir
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading.store import cached_models
 

@@ -1,15 +1,27 @@
-"""Small files that are there whole or not at all."""
+"""Small files that are there whole or not at all, and where this package keeps those of its own."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 from skipdecode.errors import OutputError
 
-__all__ = ["copy_files", "write_whole"]
+__all__ = ["cache_dir", "copy_files", "write_whole"]
+
+
+def cache_dir() -> Path:
+    """The cache directory: ``SKIPDECODE_CACHE``, else ``skipdecode`` in the platform's cache directory.
+
+    The platform's is ``LOCALAPPDATA`` on Windows and elsewhere ``XDG_CACHE_HOME``, by default ``~/.cache``.
+    """
+    if own := os.environ.get("SKIPDECODE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "skipdecode"
 
 
 def copy_files(source: Path, target: Path) -> None:

@@ -20,8 +20,7 @@ import transformers
 from tqdm import tqdm
 
 from skipdecode.common.environment import cpu_model, usable_cores
-from skipdecode.common.files import write_whole
-from skipdecode.common.paths import cache_dir
+from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.engine import kernels
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.errors import DataError, OutputError, UsageError

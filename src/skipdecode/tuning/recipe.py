@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, UsageError
 from skipdecode.schedule import Schedule
 
@@ -67,12 +68,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     DataError
         If the file cannot be read or is no recipe.
     """
-    try:
-        recipe = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"recipe {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise DataError(f"recipe {path}: not JSON: {error}") from None
+    recipe = read_json(path)
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
         raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
     if recipe.get("kind", _KIND) != _KIND:

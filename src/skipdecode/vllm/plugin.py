@@ -2,7 +2,8 @@
 
 vLLM lets each architecture bring a class that checks and changes the engine's config. `register` puts such a class in
 front of every architecture's. For a model that carries a schedule it turns the plugin on, or refuses the engine in one
-line; others it leaves alone.
+line; others it leaves alone. Requests are checked where they come in, in vLLM's front end: there a refusal is the
+client's answer (HTTP 400).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from skipdecode.errors import RefusedEngineError, SkipDecodeError
+from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.gates import check_architecture
 from skipdecode.vllm.settings import KEY, PluginSettings
@@ -141,9 +142,7 @@ def _change(config: Any, settings: PluginSettings) -> None:
     stages = parallel.pipeline_parallel_size
     if stages > 1:
         _set_environment(_PARTITION_VARIABLE, ",".join(map(str, layers_of_stages(settings.schedules[0], stages))))
-    from skipdecode.vllm.admission import check_requests
-
-    check_requests()
+    _check_requests()
 
 
 def _set_environment(name: str, value: str) -> None:
@@ -164,6 +163,63 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+# ---------------------------------------------------------------------- requests
+
+
+def _check_requests() -> None:
+    """Have vLLM's input processor check requests for engines that skip; may be called again."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    process = InputProcessor.process_inputs
+    if hasattr(process, "checks_schedules"):
+        return
+
+    @functools.wraps(process)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process(self, *args, **kwargs)
+        if (settings := _settings_of(self)) is not None:
+            try:
+                _admit(request, settings)
+            except SkipDecodeError as e:
+                # The error that vLLM's server answers with HTTP 400.
+                raise VLLMValidationError(str(e)) from e
+        return request
+
+    checked.checks_schedules = True  # type: ignore[attr-defined]
+    InputProcessor.process_inputs = checked
+
+
+def _settings_of(processor: Any) -> PluginSettings | None:
+    if "skipdecode_settings" not in processor.__dict__:
+        processor.skipdecode_settings = PluginSettings.of_engine(processor.vllm_config)
+    found: PluginSettings | None = processor.skipdecode_settings
+    return found
+
+
+def _admit(request: Any, settings: PluginSettings) -> None:
+    """Refuse what cannot be right; keep prompts of different depth apart in the prefix cache.
+
+    Raises
+    ------
+    ScheduleError
+        An unknown schedule.
+    UnsupportedFeatureError
+        A request whose prompt goes on after its answer.
+    """
+    if getattr(request, "resumable", False):
+        raise UnsupportedFeatureError(
+            "streaming input does not work with skipped layers: send the whole text as a new prompt"
+        )
+    schedule = settings.schedules[settings.index_of(request)]
+    depth = schedule.prompt_layers()
+    if len(depth) < schedule.num_layers:
+        request.cache_salt = f"{request.cache_salt or ''}|skipdecode prompt layers {depth}"
+
+
+# ---------------------------------------------------------------------- pipeline stages
 
 
 def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:

@@ -5,9 +5,11 @@ Travels between vLLM's processes as JSON in `VllmConfig.additional_config["skipd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
+from skipdecode.common.options import Options, option
+from skipdecode.common.registry import check_name
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
@@ -18,25 +20,16 @@ KEY = "skipdecode"
 _FULL = "full"  # the schedule that is always there
 
 Mode = Literal["auto", "nested", "where"]
-Policy = Literal["continuous", "waves"]
-_FIELDS = ("schedules", "mode", "policy", "join_below", "machine")
 
 
 @dataclass(frozen=True)
-class PluginSettings:
-    """The plugin's settings.
+class PluginSettings(Options):
+    """The plugin's settings; each field's help text is its documentation.
 
     Parameters
     ----------
     schedules : tuple of Schedule
         They go by their names; the first serves requests that ask for none.
-    mode : {"auto", "nested", "where"}
-        Whether a layer computes only the rows that need it, or all of them and puts the others back; "auto" asks the
-        cost model in every step.
-    policy : {"continuous", "waves"}
-        Admit whenever there is room, or only while few requests run or all are near their least depth.
-    join_below : float
-        Waves: admit while no more than this share of the slots is running.
     machine : (float, float), optional
         Bytes and operations a second for the cost model; measured at start where they are not given.
 
@@ -47,24 +40,25 @@ class PluginSettings:
     """
 
     schedules: tuple[Schedule, ...]
-    mode: Mode = "auto"
-    policy: Policy = "continuous"
-    join_below: float = 0.25
+    mode: Mode = option(
+        "nested: a layer computes only the rows that need it; where: it computes all and puts the others back; auto "
+        "asks the cost model in every step",
+        default="auto",
+    )
+    policy: Literal["continuous", "waves"] = option(
+        "continuous: admit whenever there is room; waves: only while few requests run, or all near their least depth",
+        default="continuous",
+    )
+    join_below: float = option("waves: the share of the slots up to which few run", default=0.25, least=0, most=1)
     machine: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.schedules:
             raise ScheduleError("no schedule was given: put one into config.json, key 'skipdecode'")
         names = [s.name for s in self.schedules]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ScheduleError(f"schedule name {twice[0]!r} is given twice: give each schedule a name of its own")
-        for field, choices in (("mode", get_args(Mode)), ("policy", get_args(Policy))):
-            if getattr(self, field) not in choices:
-                raise UsageError(
-                    f"skipdecode: {field}={getattr(self, field)!r} is not accepted: give one of {', '.join(choices)}"
-                )
-        if not isinstance(self.join_below, int | float) or not 0 <= self.join_below <= 1:
-            raise UsageError(f"skipdecode: join_below={self.join_below!r} is not accepted: give a number from 0 to 1")
         for schedule in self.schedules:
             schedule.check_fits(self.schedules[0].num_layers)
 
@@ -86,14 +80,10 @@ class PluginSettings:
         ScheduleError
             With the names that are loaded.
         """
-        if name is None:
-            return 0
-        for number, schedule in enumerate(self.schedules):
-            if schedule.name == name:
-                return number
-        raise ScheduleError(
-            f"unknown schedule {name!r}: this server has {', '.join(repr(s.name) for s in self.schedules)}"
-        )
+        names = [s.name for s in self.schedules]
+        if name is not None and name not in names:
+            raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, names))}")
+        return 0 if name is None else names.index(name)
 
     def index_of(self, request: Any) -> int:
         """The number of the schedule that one of vLLM's requests asks for; raises as `index` does."""
@@ -108,7 +98,7 @@ class PluginSettings:
 
     @classmethod
     def from_config(cls, carried: Any, options: Any) -> Self | None:
-        """Settings from the checkpoint's schedule and the user's options, either of which may be missing.
+        """Settings from the checkpoint's schedule and the user's options; None where neither has a schedule.
 
         Parameters
         ----------
@@ -116,11 +106,6 @@ class PluginSettings:
             Value of `skipdecode` in the model's config.
         options : dict or None
             Value of `skipdecode` in `additional_config`: fields of this class, `schedules` as a list of dictionaries.
-
-        Returns
-        -------
-        Settings or None
-            None where there is no schedule.
         """
         options = _known({} if options is None else options)
         schedules = [] if carried is None else [Schedule.from_dict(carried)]
@@ -140,13 +125,13 @@ class PluginSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: options for `from_config`."""
-        values = {name: getattr(self, name) for name in _FIELDS[1:]}
-        return {"schedules": [s.to_dict() for s in self.schedules]} | values
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {"schedules": [s.to_dict() for s in self.schedules]}
 
 
 def _known(options: Any) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise UsageError(f"skipdecode: options are a JSON object, not {type(options).__name__}")
-    if unknown := sorted(set(options) - set(_FIELDS)):
-        raise UsageError(f"skipdecode: unknown option {unknown[0]!r}: accepted are {', '.join(_FIELDS)}")
+    for name in options:
+        check_name("option", name, [f.name for f in fields(PluginSettings)])
     return dict(options)

@@ -17,7 +17,7 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from skipdecode.common.paths import cache_dir
+from skipdecode.common.files import cache_dir
 
 __all__ = ["KernelBuildError", "load_library"]
 

@@ -17,19 +17,9 @@ from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, 
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
-from skipdecode.models.loading.store import CachedModel, cached_models
 from skipdecode.schedule import Schedule
 
-__all__ = [
-    "DTYPES",
-    "SCHEDULE_FILE",
-    "CachedModel",
-    "LoadedModel",
-    "cached_models",
-    "choose_device",
-    "load_config",
-    "load_model",
-]
+__all__ = ["DTYPES", "SCHEDULE_FILE", "LoadedModel", "choose_device", "load_config", "load_model"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SCHEDULE_FILE = "skipdecode.json"
@@ -233,11 +223,9 @@ def _adapter_schedule(adapter: Path, config: Any) -> Schedule | None:
 def _read_schedule(data: Any, config: Any, where: str) -> Schedule:
     try:
         schedule = Schedule.from_dict(data)
+        schedule.check_fits(config.get_text_config(decoder=True).num_hidden_layers)
     except ScheduleError as e:
         raise ScheduleError(f"{where}: {e}") from e
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    if schedule.num_layers != layers:
-        raise ScheduleError(f"{where}: the schedule is for {schedule.num_layers} layers, the model has {layers}")
     return schedule
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from skipdecode.common.paths import cache_dir
+from skipdecode.common.files import cache_dir
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError
 
