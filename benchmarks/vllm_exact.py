@@ -74,7 +74,7 @@ def by_vllm(folder: str, texts: Tokens, ends: list[int], options: Any) -> tuple[
     sampling = SamplingParams(temperature=0, max_tokens=options.new_tokens, stop_token_ids=ends, detokenize=False)
     found = {}
     for mode in MODES:
-        skipping.mode = mode
+        skipping.choice.mode = mode
         outputs = llm.generate([{"prompt_token_ids": t} for t in texts], sampling, use_tqdm=False)
         found[mode] = [list(o.outputs[0].token_ids) for o in outputs]
     return found, statistics.median(seconds)

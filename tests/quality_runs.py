@@ -11,7 +11,7 @@ from skipdecode import Schedule
 from skipdecode.data.records import Record
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.evaluation.methods.base import Generation, Method
+from skipdecode.evaluation.methods.base import Generation, Method, Untouched
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run
@@ -75,7 +75,7 @@ def quality_runs(place: Path) -> dict[str, Run]:
     save_tiny_encoder(encoder, REFERENCES)
     metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
     records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
-    subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2})
+    subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2}, full=(Full(), Untouched()))
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = EvaluationSettings(batch_size=3, resamples=50)
     place.mkdir(parents=True, exist_ok=True)

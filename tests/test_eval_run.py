@@ -21,7 +21,7 @@ from skipdecode.data.tasks import Task
 from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.generate import batches
-from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.methods.base import Method, Untouched
 from skipdecode.evaluation.methods.drafting import SelfSpeculation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import make_metrics
@@ -50,7 +50,7 @@ def model() -> Any:
 
 def evaluated(model: Any, out: Path, method: Method, **settings: Any) -> Run:
     out.mkdir(parents=True, exist_ok=True)
-    subject = Subject(model, byte_tokenizer(), {2}, context=256)
+    subject = Subject(model, byte_tokenizer(), {2}, context=256, full=(Full(), Untouched()))
     options = EvaluationSettings(**{"batch_size": 3, "resamples": 50, **settings})
     metrics = make_metrics(["bleu", "rougeL"])
     (run,) = evaluate(subject, {out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"})

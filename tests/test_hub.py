@@ -61,7 +61,7 @@ def test_a_checkpoint_carries_its_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("carried", "message"),
     [
-        (Schedule.constant(LAYERS + 1, 4).to_dict(), f"is for {LAYERS + 1} layers, the model has {LAYERS}"),
+        (Schedule.constant(LAYERS + 1, 4).to_dict(), f"is for {LAYERS + 1} layers, but the model has {LAYERS}"),
         (SCHEDULE.to_dict() | {"budgets": [3, 4]}, "config.json: budgets are not nested"),
         ([1, 2], "config.json: a schedule is a JSON object"),
     ],

@@ -98,7 +98,7 @@ def paper(name: str = "skipdecode", **changes: Any) -> Schedule:
 
 def set_mode(llm: Any, mode: str) -> None:
     """Skip in another way from here on, which saves the start of an engine."""
-    runner_of(llm).skipping.mode = mode
+    runner_of(llm).skipping.choice.mode = mode
 
 
 def runner_of(llm: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.options import Options, option
@@ -45,14 +45,6 @@ class MetricOptions(Options):
     device: str | None = None
 
 
-def _full_depth() -> tuple[Method, ...]:
-    # The settings are read for --help, without torch.
-    from skipdecode.evaluation.methods.base import Untouched
-    from skipdecode.evaluation.methods.scheduled import Full
-
-    return (Full(), Untouched())
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is evaluated.
@@ -73,4 +65,4 @@ class Subject:
     tokenizer: Any
     eos: set[int]
     context: int | None = None
-    full: Sequence[Method] = field(default_factory=_full_depth)
+    full: Sequence[Method] = ()

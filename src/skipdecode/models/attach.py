@@ -12,7 +12,7 @@ from torch import Tensor
 from skipdecode.errors import AlreadyAttachedError, AttachError, ScheduleError, UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
-from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats
+from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
 from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
 from skipdecode.models.plan import StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
@@ -219,7 +219,7 @@ class Attachment:
         elif not isinstance(cache, SkipCache):
             if self._schedule.is_full:
                 return None
-            GenerationOptions.refuse_cache(cache)
+            raise UnsupportedFeatureError(foreign_cache(cache))
         if prompt_length is not None:
             cache.prompt_length = int(prompt_length)
         positions = cache.next_positions(columns)
@@ -246,10 +246,11 @@ class Attachment:
         if self._paused:
             return plain(**kwargs)
         options = GenerationOptions(kwargs, generation_config, self._model.generation_config)
-        if self._schedule.is_full and options.refusal() is not None:
+        if (refusal := options.refusal()) is not None:
+            if not self._schedule.is_full:
+                raise UnsupportedFeatureError(refusal)
             with self.paused():
                 return plain(**kwargs)
-        options.check()
         if self._model.training and any(getattr(layer, "gradient_checkpointing", False) for layer in self._layers):
             raise UnsupportedFeatureError(
                 "generate in training mode with gradient checkpointing is not supported: checkpointed layers keep no "

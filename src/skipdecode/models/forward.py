@@ -13,7 +13,7 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 
-__all__ = ["CallArguments", "ForwardSlot", "GenerationOptions", "GenerationStats"]
+__all__ = ["CallArguments", "ForwardSlot", "GenerationOptions", "GenerationStats", "foreign_cache"]
 
 _NO_STATES = "skipped layers have nothing to report; leave it out, or use attachment.paused()"
 _ROLLBACK = "it rolls the cache back, and skipped layers have nothing to roll back to"
@@ -183,13 +183,8 @@ class GenerationOptions:
                 return int(candidate.shape[1])
         return None
 
-    def check(self) -> None:
-        """Raise UnsupportedFeatureError, naming the option and the reason, if one breaks cached skipping."""
-        if (reason := self.refusal()) is not None:
-            raise UnsupportedFeatureError(reason)
-
     def refusal(self) -> str | None:
-        """Why the call cannot run under a schedule, if so."""
+        """Why the call cannot run under a schedule, if so: the option that breaks cached skipping, and the reason."""
         advice = "leave it out, or detach first"
         for name, reason in _REFUSED_IF_SET.items():
             value = self.value(name)
@@ -204,15 +199,11 @@ class GenerationOptions:
                 f"model uses, can leave skipped layers empty; {advice}"
             )
         past = self._given.get("past_key_values")
-        return None if past is None or isinstance(past, SkipCache) else _foreign(past)
-
-    @staticmethod
-    def refuse_cache(past: Any) -> None:
-        """Raise UnsupportedFeatureError for a cache that is not ours."""
-        raise UnsupportedFeatureError(_foreign(past))
+        return None if past is None or isinstance(past, SkipCache) else foreign_cache(past)
 
 
-def _foreign(past: Any) -> str:
+def foreign_cache(past: Any) -> str:
+    """Why a cache that is not ours is refused."""
     return (
         f"past_key_values of type {type(past).__name__} is not supported: pass a cache that an attached model "
         "returned, or attachment.new_cache()"

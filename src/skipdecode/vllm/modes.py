@@ -28,7 +28,7 @@ class ModeChoice:
     Attributes
     ----------
     mode : {"auto", "nested", "where"}
-        Anything but "auto" settles the matter.
+        Anything but "auto" settles the matter; may be set between steps.
     builders : int
         Metadata builders that each selection of rows takes.
     """

@@ -19,7 +19,7 @@ from skipdecode.models.gate import with_mixin
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.modes import ModeChoice
-from skipdecode.vllm.settings import Mode, PluginSettings
+from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import LayerLimits, StepBatch, StepRows
 
 if current_platform.is_cpu():
@@ -89,15 +89,6 @@ class Skipping:
         self._schedule_of: dict[str, int] = {}
         self._step: StepRows | None = None
 
-    @property
-    def mode(self) -> Mode:
-        """How rows are skipped; may be set between steps."""
-        return self._choice.mode
-
-    @mode.setter
-    def mode(self, mode: Mode) -> None:
-        self._choice.mode = mode
-
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
         layers, axis = find_layers(model, self._config.model_config.architecture)
@@ -107,12 +98,12 @@ class Skipping:
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
         self._gates = LayerGates(layers, axis)
-        self._choice = ModeChoice(self._settings, self._config, self._device)
+        self.choice = ModeChoice(self._settings, self._config, self._device)
 
     def watch(self, groups: Any) -> None:
         """The KV cache is there, and with it the builders of attention metadata."""
         self._metadata = StepMetadata(groups, self._layer_names)
-        self._choice.builders = self._metadata.num_builders
+        self.choice.builders = self._metadata.num_builders
 
     def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
         """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
@@ -132,7 +123,7 @@ class Skipping:
         # Without metadata it is a dummy run, of which `order` knows nothing.
         if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
-        put_back = self._choice.puts_back(step)
+        put_back = self.choice.puts_back(step)
         if not put_back:
             self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
         self._gates.begin(step, put_back, self._device)
