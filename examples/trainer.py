@@ -15,8 +15,8 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from skipdecode import Schedule, attach
-from skipdecode.data.examples import load_examples
-from skipdecode.data.template import Template
+from skipdecode.data.prompts import load_examples
+from skipdecode.data.records import Template
 from skipdecode.models.loading.hub import load_model
 
 

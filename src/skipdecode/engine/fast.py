@@ -242,8 +242,10 @@ class FastEngine(Engine):
             if row.fed == len(row.request.prompt):
                 done.append(row)
                 wanted.append(len(tokens) - 1)
-        counts = self._order.counts(budgets)
-        logits = self.model.forward(TokenRows(tokens, slots, positions, counts, wanted or [len(tokens) - 1]), self.kv)
+        rows = TokenRows(tokens, slots, positions, self._order.counts(budgets), wanted)
+        if self.model.projects and budgets[0] == budgets[-1]:
+            rows = rows.last_tokens_first()
+        logits = self.model.forward(rows._replace(wanted=rows.wanted or [0]), self.kv)
         self.model.wait()
         self._note_kv()
         self.stats.prompt_tokens += len(tokens)

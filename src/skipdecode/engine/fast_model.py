@@ -36,6 +36,9 @@ class TokenRows(NamedTuple):
         How many rows, from the first, run each layer.
     wanted : list of int
         Rows whose logits are wanted.
+    stored : list of int, optional
+        For each layer: the number of rows, from the first, whose keys and values it stores; see `StackInput`. Only for
+        models that project (`FastModel.projects`).
     """
 
     tokens: list[int]
@@ -43,6 +46,19 @@ class TokenRows(NamedTuple):
     positions: list[int]
     counts: list[int]
     wanted: list[int]
+    stored: list[int] | None = None
+
+    def last_tokens_first(self) -> TokenRows:
+        """Rows of prompts that all run the same layers, the wanted ones in front.
+
+        Nobody reads what the top layer makes of the others: they leave their keys and values there and do not run it.
+        """
+        last = set(self.wanted)
+        order = self.wanted + [row for row in range(len(self.tokens)) if row not in last]
+        tokens, slots, positions = ([each[row] for row in order] for each in self[:3])
+        counts = list(self.counts)
+        counts[max(layer for layer, count in enumerate(counts) if count)] = len(last)
+        return TokenRows(tokens, slots, positions, counts, list(range(len(last))), self.counts)
 
 
 class FastModel(ABC):
@@ -65,11 +81,14 @@ class FastModel(ABC):
         What computes: the C++ kernels or torch operators.
     hint : str
         Why the C++ kernels are not used; "" if they are, or were not wanted.
+    projects : bool
+        Whether a layer can store rows' keys and values without running (`TokenRows.stored`).
     quantization : {"int8", "int4"} or None
         Type of the weights that are read, where these are quantised copies.
     """
 
     kernel: ClassVar[str]
+    projects: ClassVar[bool] = False
     hint: str = ""
     quantization: Quantization | None = None
 
@@ -148,6 +167,7 @@ class NativeModel(FastModel):
     """
 
     kernel = "native"
+    projects = True
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
         self.quantization = quantization
@@ -169,7 +189,7 @@ class NativeModel(FastModel):
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        self._stack(StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts))
+        self._stack(StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts, rows.stored))
         wanted = len(rows.wanted)
         if wanted != count or rows.wanted[-1] != count - 1:
             hidden = hidden[rows.wanted]

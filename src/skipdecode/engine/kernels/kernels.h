@@ -49,6 +49,7 @@ struct LayerArgs {
 struct StackArgs {
   const LayerArgs* layers;
   const int32_t* counts;  // [layers]: rows, from the first, that run each layer
+  const int32_t* stored;  // [layers], not below counts: rows, from the first, whose keys and values each layer stores
   float *hidden, *qkv, *attended, *wide;
   void* pages;
   const int32_t *table, *slots, *positions;  // table: [layers, slots, table_width]

@@ -70,7 +70,7 @@ class StackArgs(ctypes.Structure):
     """A stack of them."""
 
     _fields_ = _fields(
-        (_POINTER, "layers counts hidden qkv attended wide pages table slots positions seconds"),
+        (_POINTER, "layers counts stored hidden qkv attended wide pages table slots positions seconds"),
         (_INT64, "count page_tokens table_width table_layer"),
         (_INT32, "page_dtype padding"),
     )
@@ -155,8 +155,8 @@ class NativeStack:
         rows = given.hidden.shape[0]
         if rows > self._rows:
             self._allocate(rows)
-        counts = array("i", given.counts)
-        args.counts = counts.buffer_info()[0]
+        counts, stored = array("i", given.counts), array("i", given.stored or given.counts)
+        args.counts, args.stored = counts.buffer_info()[0], stored.buffer_info()[0]
         args.hidden, args.pages, args.table = given.hidden.data_ptr(), pages.data_ptr(), table.data_ptr()
         args.slots, args.positions = given.slots.data_ptr(), given.positions.data_ptr()
         args.page_tokens, args.page_dtype = pages.shape[3], WEIGHT_DTYPES[pages.dtype]

@@ -20,6 +20,7 @@ constexpr int kRows = 2, kCols = 4, kThinRows = 4, kThinCols = 3, kThinMost = 6,
 #endif
 constexpr int64_t kPanel = 2 * kCols;       // activation rows that meet a strip of weights in L1, if that holds them
 constexpr int64_t kMostRows = 128;          // activation rows packed at a time
+constexpr int64_t kShareFrom = 32;          // activation rows that threads pack for each other
 constexpr int64_t kStrip = LANES;           // weight rows whose sums are held
 constexpr int64_t kSlabBytes = 128 * 1024;  // weights that stay in L2 while the panels pass
 constexpr int64_t kChunkBytes = 24 * 1024;  // a panel's columns that stay in L1 beside the weights that stream past them
@@ -180,7 +181,8 @@ void strip(const LinearArgs& a, const Panel& p, float* y, const T& t, int64_t li
   }
 }
 
-// Rows x through the prologue: all threads do so, which is cheaper than a barrier and than fetching another core's lines.
+// Rows x through the prologue. Of few rows, each thread packs all for itself, which is cheaper than a barrier and than fetching
+// another core's lines.
 template <class F>
 void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
   constexpr int64_t kWidth = F::kParts * LANES;
@@ -223,17 +225,20 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
   const int64_t cols = thin ? Thin<F>::M : kCols;
   static thread_local std::vector<vf> memory;
   const int64_t room = kPanel * kStrip * Thin<F>::R;
-  memory.resize(room + m * padded / kStep * F::kParts);
-  float* packed = (float*)(memory.data() + room);
+  const int64_t size = m * padded / kStep * F::kParts;  // of all panels
+  const bool share = team.size > 1 && m >= kShareFrom;
+  memory.resize(room + (share ? 0 : size));
+  float* packed = share ? team.shared(size * LANES) : (float*)(memory.data() + room);
   Panel made[kMostRows / kCols];
   for (int64_t i = 0; i < panels; i++) {
     const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, cols));
     float* out = packed + i * most * padded / kStep * kWidth;
     made[i] = {out, rows, group, columns, padded, depth};
-    pack_panel<F>(a, made[i], x + i * most * a.ldx, out);
+    if (!share || i % team.size == team.id) pack_panel<F>(a, made[i], x + i * most * a.ldx, out);
   }
-  const int64_t share = parts_of(parts_of(a.n, team.size), Thin<F>::R) * Thin<F>::R;
-  const int64_t begin = std::min(a.n, team.id * share), end = std::min(a.n, begin + share);
+  if (share) team.wait();
+  const int64_t each = parts_of(parts_of(a.n, team.size), Thin<F>::R) * Thin<F>::R;
+  const int64_t begin = std::min(a.n, team.id * each), end = std::min(a.n, begin + each);
   if (thin) pass<Thin<F>>(a, made, panels, y, begin, end, memory.data());
   else pass<Wide<F>>(a, made, panels, y, begin, end, memory.data());
 }

@@ -145,6 +145,9 @@ class StackInput(NamedTuple):
         (rows,), int32 on the CPU.
     counts : list of int
         How many rows, from the first, run each layer.
+    stored : list of int, optional
+        How many rows, from the first, leave their keys and values in each layer: those that run it, and others that
+        are only projected. Default: `counts`.
     """
 
     hidden: torch.Tensor
@@ -153,3 +156,4 @@ class StackInput(NamedTuple):
     slots: torch.Tensor
     positions: torch.Tensor
     counts: list[int]
+    stored: list[int] | None = None

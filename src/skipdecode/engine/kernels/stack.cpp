@@ -27,22 +27,38 @@ LinearArgs with(LinearArgs a, int64_t m, const float* x, float* y, int32_t accum
   return a;
 }
 
+// The rows of the fused weights that make keys and values, behind `queries` rows that make queries.
+LinearArgs keys_and_values(LinearArgs a, int64_t queries) {
+  a.w = (const char*)a.w + queries * a.ldw, a.n -= queries;
+  if (a.bias) a.bias += queries;
+  if (a.dtype == kInt8) a.scales = (const float*)a.scales + queries;
+  if (a.dtype == kInt4) a.scales = (const int32_t*)a.scales + queries * a.ldw * 2 / 32;
+  return a;
+}
+
 void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock) {
   const LayerArgs& layer = s.layers[index];
-  const int64_t n = s.counts[index];
+  const int64_t n = s.counts[index], stored = s.stored[index];
   const bool timed = clock.seconds != nullptr;
   AttentionArgs attention = layer.attention;
-  attention.qkv = s.qkv, attention.out = s.attended, attention.pages = s.pages, attention.n = n;
+  attention.qkv = s.qkv, attention.out = s.attended, attention.pages = s.pages, attention.n = stored;
   attention.table = s.table + index * s.table_layer, attention.slots = s.slots, attention.positions = s.positions;
   attention.page_tokens = s.page_tokens, attention.table_width = s.table_width, attention.dtype = s.page_dtype;
   const auto end = [&](Phase phase) {
     team.wait();
     clock.note(phase, timed);
   };
-  linear_share(with(layer.qkv, n, s.hidden, s.qkv, 0), team);
+  if (n) linear_share(with(layer.qkv, n, s.hidden, s.qkv, 0), team);
+  if (stored > n) {
+    const int64_t queries = attention.heads * attention.dim;
+    const LinearArgs rest = keys_and_values(layer.qkv, queries);
+    linear_share(with(rest, stored - n, s.hidden + n * rest.ldx, s.qkv + n * rest.ldy + queries, 0), team);
+  }
   end(kQkv);
   append_share(attention, team);
   end(kAppend);
+  if (!n) return;
+  attention.n = n;
   attend_share(attention, team);
   end(kAttend);
   linear_share(with(layer.out, n, s.attended, s.hidden, 1), team);
@@ -56,8 +72,9 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
 template <class Work>
 void with_team(Work work) {
   Barrier barrier;
+  std::vector<float> memory;
 #pragma omp parallel
-  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+  work(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier, &memory});
 }
 
 }  // namespace
@@ -66,11 +83,11 @@ extern "C" void skipdecode_linear(const LinearArgs* a) {
   with_team([a](const Team& team) { linear_share(*a, team); });
 }
 
-// The layers with a count, first to last; ldx and ldy of their operations fit the buffers.
+// The layers that run or store rows, first to last; ldx and ldy of their operations fit the buffers.
 extern "C" void skipdecode_stack(const StackArgs* s) {
   with_team([s](const Team& team) {
     Clock clock{team.id ? nullptr : s->seconds, omp_get_wtime()};
     for (int64_t i = 0; i < s->count; i++)
-      if (s->counts[i]) run_layer(*s, i, team, clock);
+      if (s->stored[i]) run_layer(*s, i, team, clock);
   });
 }

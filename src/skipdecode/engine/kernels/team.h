@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include <sched.h>
 
@@ -40,8 +41,18 @@ class Barrier {
   alignas(64) std::atomic<int> phase_{0};
 };
 
+constexpr int64_t kLine = 16;  // numbers of a cache line
+
 struct Team {
   int64_t id, size;
   Barrier* barrier;
+  std::vector<float>* memory;  // that all threads see
   void wait() const { barrier->wait(size); }
+  // Room for `floats` numbers that all threads see; what it held is not needed any more. All threads must ask.
+  float* shared(int64_t floats) const {
+    wait();
+    if (id == 0 && (int64_t)memory->size() < floats + kLine) memory->resize(floats + kLine);
+    wait();
+    return (float*)(((uintptr_t)memory->data() + 63) & ~(uintptr_t)63);
+  }
 };
