@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
 from skipdecode.engine.fast_model import FastModel, TokenRows
 from skipdecode.engine.kernels import KernelChoice
@@ -89,10 +89,10 @@ class FastEngine(Engine):
         self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
-        self.name, self.num_layers = self.model.name, self.model.num_layers
+        self.name = self.model.name
         self._policy = _policy(schedule)
-        self.schedule = self._policy.schedule
-        self.schedule.check_fits(self.num_layers)
+        self._policy.schedule.check_fits(self.model.num_layers)
+        super().__init__(self._policy.schedule)
         self._order = DepthOrder(self.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
@@ -100,31 +100,18 @@ class FastEngine(Engine):
             raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
         self.kv: KV = self.model.new_kv()
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
-        self.stats = EngineStats()
         self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
         self._submitted = 0
         self._starting: list[_Row] = []
         self._running: list[_Row] = []
-        self._begin = time.perf_counter()
 
     # ------------------------------------------------------------------ public
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | BudgetPolicy | None = None) -> list[int]:
-        """Queue requests; returns their numbers.
+        """See `Engine`; a schedule or policy of the requests' own must drop layers in the engine's order.
 
-        Parameters
-        ----------
-        requests : iterable of Request
-        schedule : Schedule or BudgetPolicy, optional
-            Of these requests, in place of the engine's; it must drop layers in the engine's order.
-
-        Raises
-        ------
-        ScheduleError
-            If the schedule drops layers in another order.
-        UsageError
-            If a request cannot ever run: too long for the model, a token outside its vocabulary, or more keys and
-            values than `kv_bytes`.
+        Refused are texts too long for the model, tokens outside its vocabulary, and more keys and values than
+        `kv_bytes`.
         """
         batch = list(requests)
         policy = self._policy if schedule is None else _policy(schedule)
@@ -309,7 +296,7 @@ class FastEngine(Engine):
             row.logprob = logprob
             reason = finish_reason(row.request, row.output)
             position = len(row.output) - 1
-            times = now - self._begin, now - start
+            times = now - self.began, now - start
             outputs.append(StepOutput(row.number, position, token, logprob, row.budget, reason, *times, top))
             if reason is not None:
                 self._running.remove(row)

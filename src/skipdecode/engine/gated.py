@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import Request, StepOutput, finish_reason
 from skipdecode.engine.sampling import RowSampler, choose, likeliest
 from skipdecode.engine.scheduler import RequestSize, Scheduler
@@ -74,10 +74,8 @@ class GatedEngine(Engine):
 
     def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
         self._model = unwrap(model)
-        self.num_layers = len(decoder_layers(self._model))
-        schedule.check_fits(self.num_layers)
-        self.schedule = schedule
-        self.stats = EngineStats()
+        schedule.check_fits(len(decoder_layers(self._model)))
+        super().__init__(schedule)
         self._max_rows, self._in_order = max_rows, in_order
         accepted = inspect.signature(type(self._model).forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -87,7 +85,6 @@ class GatedEngine(Engine):
         self._schedules: dict[int, Schedule] = {}
         self._submitted = 0
         self._wave: _Wave | None = None
-        self._begin = time.perf_counter()
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """See `Engine`."""
@@ -172,7 +169,7 @@ class GatedEngine(Engine):
         for row, token, logprob, top in zip(wave.rows, tokens, logprobs, tops, strict=True):
             row.output.append(token)
             reason = finish_reason(row.request, row.output)
-            times = now - self._begin, now - start
+            times = now - self.began, now - start
             outputs.append(StepOutput(row.number, wave.position, token, logprob, layers, reason, *times, top))
         wave.position += 1
         wave.ids = torch.tensor(tokens, device=self._model.device).unsqueeze(1)
