@@ -11,12 +11,11 @@ from typing import Any
 
 from transformers import Cache
 
-from skipdecode.engine import fast, gated
+from skipdecode.engine import sampling
 from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import NativeModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
-from skipdecode.engine.sampling import choose
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.bench.peers import Peer, Rows, token_times
 from skipdecode.performance.bench.peers.generate import TransformersPeer
@@ -78,7 +77,7 @@ def _recorded(peer: Peer, schedule: Schedule, rows: Rows) -> Recorder:
     engine, recorder = peer.engine(schedule, rows), Recorder(peer.model.device)
     tokens = rows.batch * (rows.prompt + rows.new / 2)  # that a layer's attention reads
     calls = _of_fast(engine, recorder, tokens) if isinstance(engine, FastEngine) else _of_model(peer, recorder, tokens)
-    calls += [(module, "choose", recorder.timed("sampling", choose)) for module in (fast, gated)]
+    calls.append((sampling, "choose", recorder.timed("sampling", sampling.choose)))
     with peer.made_up(engine), replaced(calls):
         recorder.add_steps(token_times(engine, peer.requests(rows)))
     return recorder
