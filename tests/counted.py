@@ -7,10 +7,9 @@ from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from skipdecode.engine import base, fast, gated, sampling
 from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.fast_model import NativeModel
-from skipdecode.performance.bench.peers import fast as fast_peers
-from skipdecode.performance.bench.peers import generate as generate_peers
 
 FIXED, LAYER, TOKEN, CACHED = 1.0, 0.25, 0.0625, 2**-10
 """Seconds of a forward of the fast engine, of each layer that it runs, of each token in it, of each cached token read.
@@ -20,9 +19,9 @@ Powers of two, whose sums are exact. A forward through transformers costs its la
 
 
 def count_time(monkeypatch: Any) -> SimpleNamespace:
-    """Replace the clock of what measures; returns it (`now`)."""
+    """Replace the engines' clock; returns it (`now`)."""
     clock = SimpleNamespace(now=0.0)
-    for module in (fast_peers, generate_peers):
+    for module in (base, fast, gated, sampling):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     call = GradientCheckpointingLayer.__call__
     forwards = {kind: kind.forward for kind in (NativeModel, DenseModel)}

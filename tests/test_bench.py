@@ -14,11 +14,12 @@ import torch
 
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.engine import Engine, GatedEngine
 from skipdecode.errors import UsageError
 from skipdecode.performance import machine
 from skipdecode.performance.bench import measure as measure_module
 from skipdecode.performance.bench.measure import measure
-from skipdecode.performance.bench.peers import Peer, make_peer
+from skipdecode.performance.bench.peers import Peer, Rows, make_peer
 from skipdecode.performance.bench.profile import profile
 from skipdecode.performance.bench.workload import Workload, build
 from skipdecode.performance.geometry import ModelGeometry
@@ -113,12 +114,9 @@ def test_rounds_alternate_between_engines_and_schedules():
             super().__init__(tiny_model("llama"))
             self.name, self.skips = name, skips
 
-        def prepare(self, batch: int, prompt: int, new: int) -> None:
-            self.batch = batch
-
-        def decode_seconds(self, schedule: Schedule) -> float:
-            calls.append((self.name, self.batch, schedule.mean_budget(8)))
-            return 1.0
+        def engine(self, schedule: Schedule, rows: Rows) -> Engine:
+            calls.append((self.name, rows.batch, schedule.mean_budget(8)))
+            return GatedEngine(self.model, schedule, max_rows=rows.batch)
 
     measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2), LAYERS, CPU)
     mean = Schedule.from_speedup(LAYERS, 2, 8).mean_budget(8)
@@ -171,9 +169,7 @@ def test_a_longer_prompt_than_a_forward_of_the_engine_keeps_rows_in_step():
     document = measure([make_peer("fast", model)], Workload((3,), (6, 900), 5, (), 1), LAYERS, CPU)
     short, long = document["rows"]
     assert (short["prompt"], long["prompt"]) == (6, 900)
-    peer = make_peer("fast", model)
-    peer.prepare(3, 900, 5)
-    assert len(peer.step_seconds(Schedule.full(LAYERS))) == 4
+    assert len(make_peer("fast", model).step_seconds(Schedule.full(LAYERS), Rows(3, 900, 5))) == 4
     assert long["bytes_per_step"] > short["bytes_per_step"]
 
 
@@ -238,8 +234,7 @@ def test_a_profiled_model_is_left_as_it_was(engine: str):
     assert profile([peer], Workload((1,), (6,), 5, (), 1), LAYERS, 1e9)["rows"]
     for module, held in before.items():
         assert module.__dict__.keys() == held.keys()
-    first = peer.decode_seconds(Schedule.full(LAYERS))
-    assert first > 0
+    assert peer.decode_seconds(Schedule.full(LAYERS), Rows(1, 6, 5)) > 0
 
 
 @pytest.mark.parametrize(

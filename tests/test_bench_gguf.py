@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skipdecode import Schedule
+from skipdecode.engine import Request
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.performance.bench.gguf_file import KINDS, write_gguf
 from skipdecode.performance.bench.measure import measure
-from skipdecode.performance.bench.peers import make_peer
+from skipdecode.performance.bench.peers import Rows, make_peer
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.geometry import ModelGeometry
 from tiny import LAYERS, tiny_model
@@ -79,14 +80,12 @@ def test_without_llama_cpp_the_extra_is_named(monkeypatch: Any):
 def test_llama_cpp_says_what_transformers_says_for_every_row_of_a_batch(family: str):
     model = plain_model(family)
     peer = make_peer("llama.cpp-f16", model)
-    rows = [[7], [9], [50]]
-    peer.prepare(3, 0, 14)
-    for position in range(6):
-        for row, token in zip(rows, peer.feed([row[-1] for row in rows], position), strict=True):
-            row.append(token)
+    prompts = [(7, 8), (9, 3), (50, 4)]
+    engine = peer.engine(Schedule.full(LAYERS), Rows(3, 2, 12))
+    expected = model.generate(torch.tensor(prompts), max_new_tokens=6, do_sample=False)[:, 2:].tolist()
+    for _ in range(2):  # the second time behind the prompts that the cache holds
+        assert [row.tokens for row in engine.decode([Request(prompt, 6) for prompt in prompts])] == expected
     peer.close()
-    expected = model.generate(torch.tensor([row[:1] for row in rows]), max_new_tokens=6, do_sample=False)
-    assert rows == expected.tolist()
 
 
 @needs_llama_cpp
@@ -105,5 +104,5 @@ def test_rows_of_llama_cpp_count_the_bytes_of_their_type():
     assert quarter / full < 0.3
     assert peers[2].reads(2).step_seconds(LAYERS, 9) < peers[0].reads(2).step_seconds(LAYERS, 9)
     for peer in peers:
-        assert peer.decode_seconds(Schedule.full(LAYERS)) > 0
+        assert peer.decode_seconds(Schedule.full(LAYERS), Rows(2, 6, 5)) > 0
         peer.close()

@@ -290,7 +290,7 @@ def refused(capsys: Any, command: list[str]) -> str:
         (["--nominal-speedup", "20"], "at most 4.00 is possible"),
         (["--target-speedup", "8", "--cost", "{cost}"], "the bound is 3.00x"),
         (["--nominal-speedup", "2", "--cost", "{cost}"], "--cost belongs to --target-speedup"),
-        (["--target-speedup", "2", "--cost", "{data}"], "a cost model must be JSON"),
+        (["--target-speedup", "2", "--cost", "{data}"], "not JSON"),
         (["--nominal-speedup", "2", "--records", "0"], "--records 0 is not accepted: give 1 or more"),
         (["--nominal-speedup", "2", "--candidates", "0"], "--candidates 0 is not accepted"),
         (["--nominal-speedup", "2", "--least", "9"], "--least 9 is not accepted for 8 layers: give 2 to 8"),

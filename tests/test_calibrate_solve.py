@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from skipdecode import Schedule
 from skipdecode.calibration import curve as curve_module
 from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
-from skipdecode.calibration.goal import deepest_flat, paper_within, set_goal
+from skipdecode.calibration.goal import TextCost, deepest_flat, layers_only, paper_within, set_goal
 from skipdecode.calibration.order import greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
-from skipdecode.calibration.workload import Workload, layers_only
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel
 
@@ -137,20 +136,20 @@ def test_buckets_start_at_zero_and_rise(counts, buckets):
 
 
 def test_texts_that_ended_cost_nothing_and_a_batch_waits_for_its_longest():
-    alone = Workload.of_lengths(CostModel.of_step(LAYERS, 1, 0.0, 1.0), 0, [2, 2, 4, 4])
+    alone = TextCost.of_lengths(CostModel.of_step(LAYERS, 1, 0.0, 1.0), 0, [2, 2, 4, 4])
     assert alone.steps == (1.0, 0.5, 0.5)
     schedule = Schedule(LAYERS, tuple(range(1, 11)), (12, 6, 3))
     assert alone.seconds(schedule) == 12 + 3 + 1.5
-    together = Workload.of_lengths(CostModel.of_step(LAYERS, 2, 0.0, 1.0), 0, [2, 2, 4, 4])
+    together = TextCost.of_lengths(CostModel.of_step(LAYERS, 2, 0.0, 1.0), 0, [2, 2, 4, 4])
     assert together.steps == (1.0, 0.75, 0.75)
-    assert Workload.of_lengths(COST, 0, [2, 2, 4, 4], "continuous").steps == alone.steps
+    assert TextCost.of_lengths(COST, 0, [2, 2, 4, 4], "continuous").steps == alone.steps
     with pytest.raises(DataError, match="two tokens"):
-        Workload.of_lengths(COST, 0, [1, 1])
+        TextCost.of_lengths(COST, 0, [1, 1])
 
 
 def test_texts_of_one_length_cost_what_the_cost_model_says():
     schedule = Schedule.from_speedup(LAYERS, 2, 20)
-    workload = Workload.of_lengths(COST, 30, [21] * 5)
+    workload = TextCost.of_lengths(COST, 30, [21] * 5)
     assert workload.seconds(schedule) == pytest.approx(COST.sequence_seconds(schedule, 30, 21))
     assert workload.speedup(schedule) == pytest.approx(COST.speedup(schedule, 30, 21))
 
@@ -158,7 +157,7 @@ def test_texts_of_one_length_cost_what_the_cost_model_says():
 @given(st.floats(1, 3), st.lists(st.integers(2, 30), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_baselines_reach_the_target_and_waste_little(target, lengths):
-    workload = Workload.of_lengths(COST, 10, lengths)
+    workload = TextCost.of_lengths(COST, 10, lengths)
     limit = workload.full_seconds / target
     flat = deepest_flat(workload, limit, 1)
     assert flat is not None

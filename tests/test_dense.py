@@ -29,7 +29,8 @@ from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import EngineSource
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.measure import measure
-from skipdecode.performance.bench.peers.fast import EnginePeer
+from skipdecode.performance.bench.peers import Rows
+from skipdecode.performance.bench.peers.own import FastPeer
 from skipdecode.performance.bench.profile import profile
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.measure import CostMeter
@@ -191,13 +192,14 @@ def test_few_depths_for_a_job_and_no_fewer_layers():
 
 def test_the_bench_times_recorded_steps_only_and_profiles_them():
     model = taped("opt")
-    peer = EnginePeer(model._model, model)
+    peer = FastPeer(model._model, model)
     workload = Workload((1, 3), (6,), 9, (2.0,), 1)
     rows = measure([peer], workload, LAYERS, torch.device("cpu"))["rows"]
     assert [(r["batch"], r["nominal_speedup"]) for r in rows] == [(1, 1), (1, 2), (3, 1), (3, 2)]
-    recorded = len(peer._engine.kv.cache.graphs)
-    peer.decode_seconds(Schedule.full(LAYERS))
-    assert len(peer._engine.kv.cache.graphs) == recorded
+    (cache,) = model._users
+    recorded = len(cache.graphs)
+    peer.decode_seconds(Schedule.full(LAYERS), Rows(3, 6, 9))
+    assert len(cache.graphs) == recorded
     kinds = {r["kind"] for r in profile([peer], workload, LAYERS, 1e9)["rows"]}
     assert {"layer", "sampling", "host"} <= kinds
 

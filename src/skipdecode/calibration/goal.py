@@ -1,22 +1,91 @@
-"""From a target to a limit in seconds, and the baselines to beat there: the paper's schedule, evenly spaced layers."""
+"""From a target to a limit in seconds, and the baselines to beat there: the paper's schedule, evenly spaced layers.
+
+Texts differ in length, so late positions are decoded less often than early ones, and a layer left out there saves less.
+The share of texts that are still being generated is taken from the data: in lockstep a step is made while any of the
+batch's rows goes on, in continuous use every row counts for itself. Pure Python.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 from skipdecode.calibration.settings import CalibrationSettings
-from skipdecode.calibration.workload import Workload, layers_only
-from skipdecode.errors import TargetError, UsageError
-from skipdecode.performance.cost import CostModel
+from skipdecode.errors import DataError, TargetError, UsageError
+from skipdecode.performance.cost import CostModel, Use
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import least_budget
 
-__all__ = ["Goal", "deepest_flat", "paper_within", "set_goal"]
+__all__ = ["Goal", "TextCost", "deepest_flat", "layers_only", "paper_within", "set_goal"]
 
 _MEANS = 2000
 _SLACK = 1 + 1e-12
+
+
+def layers_only(num_layers: int) -> CostModel:
+    """A cost model that counts layers and nothing else: speed-up under it is the paper's nominal one."""
+    return CostModel.of_step(num_layers, 1, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class TextCost:
+    """A cost model with the texts that are decoded.
+
+    Parameters
+    ----------
+    prompt_len : int
+        Prompt tokens of a row.
+    steps : tuple of float
+        Expected decode steps at generation position 0, 1, … of a batch of texts.
+    """
+
+    cost: CostModel
+    prompt_len: int
+    steps: tuple[float, ...]
+
+    @classmethod
+    def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], use: Use = "lockstep") -> Self:
+        """From the texts' lengths in generated tokens, end token included; rows of a batch are drawn independently.
+
+        Raises
+        ------
+        DataError
+            If no text has a decode step: two tokens are the least.
+        """
+        longest = max(lengths, default=0)
+        if longest < 2:
+            raise DataError(
+                "no response has two tokens or more: there is no decode step whose layers could be left out"
+            )
+        going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
+        rows = cost.batch if use == "lockstep" else 1
+        return cls(cost, prompt_len, tuple(1 - (1 - share) ** rows for share in going_on))
+
+    def seconds_at(self, position: int, budget: int) -> float:
+        """Expected seconds of the steps at one position if they run `budget` layers."""
+        return self.steps[position] * self.cost.step_seconds(budget, self.prompt_len + position + 1)
+
+    def seconds(self, schedule: Schedule) -> float:
+        """Expected seconds of the decode phase."""
+        schedule.check_fits(self.cost.num_layers)
+        return sum(self.seconds_at(position, schedule.budget(position)) for position in range(len(self.steps)))
+
+    def speedup(self, schedule: Schedule) -> float:
+        """Speed-up of the decode phase over full depth."""
+        return self.full_seconds / self.seconds(schedule)
+
+    def mean_layers(self, schedule: Schedule) -> float:
+        """Layers that a step runs, on average."""
+        listed = (count * schedule.budget(position) for position, count in enumerate(self.steps))
+        return sum(listed) / sum(self.steps)
+
+    @cached_property
+    def full_seconds(self) -> float:
+        """Expected seconds of the decode phase at full depth."""
+        return self.seconds(Schedule.full(self.cost.num_layers))
 
 
 @dataclass(frozen=True)
@@ -35,7 +104,7 @@ class Goal:
         Baselines of this cost; flat in continuous use.
     """
 
-    workload: Workload
+    workload: TextCost
     limit: float
     least: int
     seq_len: int
@@ -66,7 +135,7 @@ def set_goal(
         low = 0 if name == "--warmup-layers" else floor
         if not low <= value <= most:
             raise UsageError(f"{name} {value} is not accepted for {layers} layers: give {low} to {most}")
-    workload = Workload.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use)
+    workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use)
     ordered = sorted(lengths)
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
     limit = _limit(settings, workload, seq_len)
@@ -82,7 +151,7 @@ def set_goal(
     return Goal(workload, limit, least, seq_len, paper, paper.reordered("even", name="even"))
 
 
-def _limit(settings: CalibrationSettings, workload: Workload, seq_len: int) -> float:
+def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:
     if settings.target_speedup is not None:
         return workload.full_seconds / settings.target_speedup
     layers = workload.cost.num_layers
@@ -90,7 +159,7 @@ def _limit(settings: CalibrationSettings, workload: Workload, seq_len: int) -> f
     return workload.seconds(named.flattened() if settings.use == "continuous" else named)
 
 
-def _out_of_reach(settings: CalibrationSettings, workload: Workload, floor: int) -> str:
+def _out_of_reach(settings: CalibrationSettings, workload: TextCost, floor: int) -> str:
     layers = workload.cost.num_layers
     asked = settings.least or floor
     fewest = Schedule.constant(layers, asked, warmup_layers=0, drop_order=range(layers - 1))
@@ -103,7 +172,7 @@ def _out_of_reach(settings: CalibrationSettings, workload: Workload, floor: int)
     )
 
 
-def paper_within(workload: Workload, limit: float, seq_len: int, warmup_layers: int) -> Schedule:
+def paper_within(workload: TextCost, limit: float, seq_len: int, warmup_layers: int) -> Schedule:
     """The paper's schedule (bottom up, linear) of the largest mean depth whose decode phase takes `limit` at most.
 
     The least flat schedule where none of them is that short.
@@ -118,7 +187,7 @@ def paper_within(workload: Workload, limit: float, seq_len: int, warmup_layers: 
     return Schedule.constant(layers, floor, warmup_layers=warmup_layers, name="paper")
 
 
-def deepest_flat(workload: Workload, limit: float, warmup_layers: int) -> int | None:
+def deepest_flat(workload: TextCost, limit: float, warmup_layers: int) -> int | None:
     """The most layers that all steps may run within the limit; None if even the fewest take longer."""
     layers = workload.cost.num_layers
     for budget in range(layers, least_budget(layers, warmup_layers) - 1, -1):

@@ -12,27 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.engine.base import Engine
+from skipdecode.engine.depth import BudgetPolicy, SchedulePolicy
+from skipdecode.engine.requests import Request, Sampling, StepOutput
+
 if TYPE_CHECKING:
-    from skipdecode.engine.base import Engine
-    from skipdecode.engine.depth import BudgetPolicy, SchedulePolicy
     from skipdecode.engine.fast import FastEngine
     from skipdecode.engine.gated import GatedEngine
     from skipdecode.engine.generate import GenerateEngine
     from skipdecode.engine.opening import open_engines
-    from skipdecode.engine.requests import Request, Sampling, StepOutput
-
-_MODULES = {
-    "BudgetPolicy": "depth",
-    "Engine": "base",
-    "FastEngine": "fast",
-    "GatedEngine": "gated",
-    "GenerateEngine": "generate",
-    "Request": "requests",
-    "Sampling": "requests",
-    "SchedulePolicy": "depth",
-    "StepOutput": "requests",
-    "open_engines": "opening",
-}
 
 __all__ = [
     "BudgetPolicy",
@@ -46,6 +34,8 @@ __all__ = [
     "StepOutput",
     "open_engines",
 ]
+
+_MODULES = {"FastEngine": "fast", "GatedEngine": "gated", "GenerateEngine": "generate", "open_engines": "opening"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,12 +96,16 @@ class Engine(ABC):
     schedule : Schedule
         Under which requests run that bring none of their own.
     stats : EngineStats
+    began : float
+        Reading of `time.perf_counter` from which `StepOutput.seconds` counts.
     """
 
     name: str
-    num_layers: int
-    schedule: Schedule
-    stats: EngineStats
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.num_layers, self.schedule = schedule.num_layers, schedule
+        self.stats = EngineStats()
+        self.began = time.perf_counter()
 
     @abstractmethod
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:

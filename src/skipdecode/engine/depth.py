@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["BudgetPolicy", "DepthOrder", "RowView", "SchedulePolicy"]
+__all__ = ["BudgetPolicy", "DepthOrder", "RowView", "SchedulePolicy", "granted"]
 
 
 class RowView(NamedTuple):
@@ -48,6 +48,17 @@ class BudgetPolicy(Protocol):
 
     def next_budget(self, row: RowView) -> int:
         """Layers of the row's next token; never above `first_budget` or the row's budget before."""
+
+
+def granted(policy: BudgetPolicy, row: RowView) -> int:
+    """Layers of the row's next token; raises ScheduleError if the policy raises them."""
+    budget = policy.next_budget(row)
+    if budget > row.budget:
+        raise ScheduleError(
+            f"the policy raised request {row.request} from {row.budget} to {budget} layers at position {row.position}: "
+            "a budget may only fall"
+        )
+    return budget
 
 
 class SchedulePolicy:

@@ -5,40 +5,34 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from skipdecode.engine.base import Engine, EngineStats
-from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy
+from skipdecode.engine.base import Engine
+from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy, granted
 from skipdecode.engine.fast_model import FastModel, TokenRows
 from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kv import KV
 from skipdecode.engine.open_model import open_model
-from skipdecode.engine.requests import Request, StepOutput, finish_reason
-from skipdecode.engine.sampling import RowSampler, choose, likeliest
+from skipdecode.engine.requests import Request, StepOutput
+from skipdecode.engine.sampling import Row, put_out
 from skipdecode.engine.scheduler import RequestSize, Scheduler
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["FastEngine"]
 
 
-@dataclass(eq=False)
-class _Row:
+@dataclass(eq=False, kw_only=True)
+class _Row(Row):
     """A request that has a slot."""
 
-    number: int
-    request: Request
     policy: BudgetPolicy
     slot: int
     pages: int
-    sampler: RowSampler
-    budget: int
     fed: int = 0  # tokens of prompt and output that have run
-    output: list[int] = field(default_factory=list)
-    logprob: float = 0.0
 
 
 class FastEngine(Engine):
@@ -89,10 +83,10 @@ class FastEngine(Engine):
         self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
-        self.name, self.num_layers = self.model.name, self.model.num_layers
+        self.name = self.model.name
         self._policy = _policy(schedule)
-        self.schedule = self._policy.schedule
-        self.schedule.check_fits(self.num_layers)
+        self._policy.schedule.check_fits(self.model.num_layers)
+        super().__init__(self._policy.schedule)
         self._order = DepthOrder(self.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
@@ -100,31 +94,18 @@ class FastEngine(Engine):
             raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
         self.kv: KV = self.model.new_kv()
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
-        self.stats = EngineStats()
         self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
         self._submitted = 0
         self._starting: list[_Row] = []
         self._running: list[_Row] = []
-        self._begin = time.perf_counter()
 
     # ------------------------------------------------------------------ public
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | BudgetPolicy | None = None) -> list[int]:
-        """Queue requests; returns their numbers.
+        """See `Engine`; a schedule or policy of the requests' own must drop layers in the engine's order.
 
-        Parameters
-        ----------
-        requests : iterable of Request
-        schedule : Schedule or BudgetPolicy, optional
-            Of these requests, in place of the engine's; it must drop layers in the engine's order.
-
-        Raises
-        ------
-        ScheduleError
-            If the schedule drops layers in another order.
-        UsageError
-            If a request cannot ever run: too long for the model, a token outside its vocabulary, or more keys and
-            values than `kv_bytes`.
+        Refused are texts too long for the model, tokens outside its vocabulary, and more keys and values than
+        `kv_bytes`.
         """
         batch = list(requests)
         policy = self._policy if schedule is None else _policy(schedule)
@@ -210,9 +191,15 @@ class FastEngine(Engine):
             request, policy = self._requests.pop(size.request)
             used += size.pages
             self.kv.reserve(self._scheduler.max_rows, size.prompt_tokens + size.new_tokens, used)
-            sampler = RowSampler(request.sampling, request.prompt)
-            budget = policy.prompt_budget()
-            self._starting.append(_Row(size.request, request, policy, self.kv.open(), size.pages, sampler, budget))
+            row = _Row(
+                number=size.request,
+                request=request,
+                budget=policy.prompt_budget(),
+                policy=policy,
+                slot=self.kv.open(),
+                pages=size.pages,
+            )
+            self._starting.append(row)
 
     # ------------------------------------------------------------------ prompts
 
@@ -284,13 +271,8 @@ class FastEngine(Engine):
     def _grant(self, row: _Row) -> None:
         """Ask for the row's next budget; give back pages of layers that it leaves, find room for those that go on."""
         position = len(row.output) - 1
-        budget = row.policy.next_budget(RowView(row.number, position, row.budget, row.logprob))
+        budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))
         if budget != row.budget:
-            if budget > row.budget:
-                raise ScheduleError(
-                    f"the policy raised request {row.number} from {row.budget} to {budget} layers at position "
-                    f"{position}: a budget may only fall"
-                )
             keep = set(self._order.layers(budget))
             self.kv.drop(row.slot, [layer for layer in self._order.layers(row.budget) if layer not in keep])
             row.budget = budget
@@ -298,22 +280,9 @@ class FastEngine(Engine):
             self.kv.extend(row.slot, self._order.layers(budget), row.fed + 1)
 
     def _emit(self, rows: list[_Row], logits: torch.Tensor, start: float) -> list[StepOutput]:
-        before = time.perf_counter()
-        samplers = [row.sampler for row in rows]
-        tokens, logprobs = choose(logits, samplers)
-        tops = likeliest(logits, samplers)
-        now = time.perf_counter()
-        self.stats.sampling_seconds += now - before
-        self.stats.new_tokens += len(rows)
-        outputs = []
-        for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):
-            row.output.append(token)
-            row.logprob = logprob
-            reason = finish_reason(row.request, row.output)
-            position = len(row.output) - 1
-            times = now - self._begin, now - start
-            outputs.append(StepOutput(row.number, position, token, logprob, row.budget, reason, *times, top))
-            if reason is not None:
+        outputs = put_out(self, rows, logits, start)
+        for row, out in zip(rows, outputs, strict=True):
+            if out.finish_reason is not None:
                 self._running.remove(row)
                 self.kv.close(row.slot)
         return outputs

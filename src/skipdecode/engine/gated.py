@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipdecode.engine.base import Engine, EngineStats
-from skipdecode.engine.requests import Request, StepOutput, finish_reason
-from skipdecode.engine.sampling import RowSampler, choose, likeliest
+from skipdecode.engine.base import Engine
+from skipdecode.engine.requests import Request, StepOutput
+from skipdecode.engine.sampling import Row, put_out
 from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.models.attach import Attachment, attach
 from skipdecode.models.cache import SkipCache
@@ -28,21 +28,13 @@ __all__ = ["GatedEngine", "left_pad"]
 
 
 @dataclass(eq=False)
-class _Row:
-    number: int
-    request: Request
-    sampler: RowSampler
-    output: list[int]
-
-
-@dataclass(eq=False)
 class _Wave:
     """Rows that started together."""
 
     schedule: Schedule
     attachment: Attachment
     cache: SkipCache
-    rows: list[_Row]
+    rows: list[Row]
     ids: Tensor
     mask: Tensor
     position: int = 0
@@ -74,10 +66,8 @@ class GatedEngine(Engine):
 
     def __init__(self, model: Any, schedule: Schedule, *, max_rows: int = 8, in_order: bool = False) -> None:
         self._model = unwrap(model)
-        self.num_layers = len(decoder_layers(self._model))
-        schedule.check_fits(self.num_layers)
-        self.schedule = schedule
-        self.stats = EngineStats()
+        schedule.check_fits(len(decoder_layers(self._model)))
+        super().__init__(schedule)
         self._max_rows, self._in_order = max_rows, in_order
         accepted = inspect.signature(type(self._model).forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -87,7 +77,6 @@ class GatedEngine(Engine):
         self._schedules: dict[int, Schedule] = {}
         self._submitted = 0
         self._wave: _Wave | None = None
-        self._begin = time.perf_counter()
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """See `Engine`."""
@@ -153,30 +142,22 @@ class GatedEngine(Engine):
         chosen = [(size.request, self._requests.pop(size.request)) for size in self._queues[schedule].admit(0)]
         for number, _ in chosen:
             del self._schedules[number]
-        rows = [_Row(number, r, RowSampler(r.sampling, r.prompt), []) for number, r in chosen]
+        layers = len(schedule.prompt_layers())
+        rows = [Row(number=number, request=request, budget=layers) for number, request in chosen]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
         attachment = attach(self._model, schedule)
         return _Wave(schedule, attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
+        if wave.position:
+            for row in wave.rows:
+                row.budget = wave.schedule.budget(wave.position - 1)
         logits = self._logits(wave)
-        forwarded = time.perf_counter()
-        samplers = [row.sampler for row in wave.rows]
-        tokens, logprobs = choose(logits, samplers)
-        tops = likeliest(logits, samplers)
-        now = time.perf_counter()
-        prompts = wave.position == 0
-        layers = len(wave.schedule.prompt_layers()) if prompts else wave.schedule.budget(wave.position - 1)
-        self._count(wave, layers, forwarded - start, now - forwarded)
-        outputs = []
-        for row, token, logprob, top in zip(wave.rows, tokens, logprobs, tops, strict=True):
-            row.output.append(token)
-            reason = finish_reason(row.request, row.output)
-            times = now - self._begin, now - start
-            outputs.append(StepOutput(row.number, wave.position, token, logprob, layers, reason, *times, top))
+        self._count(wave, time.perf_counter() - start)
+        outputs = put_out(self, wave.rows, logits, start)
         wave.position += 1
-        wave.ids = torch.tensor(tokens, device=self._model.device).unsqueeze(1)
-        wave.mask = torch.cat((wave.mask, wave.mask.new_ones(len(tokens), 1)), dim=1)
+        wave.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
+        wave.mask = torch.cat((wave.mask, wave.mask.new_ones(len(outputs), 1)), dim=1)
         self._keep([out.finish_reason is None for out in outputs])
         return outputs
 
@@ -192,10 +173,8 @@ class GatedEngine(Engine):
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _count(self, wave: _Wave, layers: int, forward: float, choice: float) -> None:
-        stats, rows = self.stats, len(wave.rows)
-        stats.new_tokens += rows
-        stats.sampling_seconds += choice
+    def _count(self, wave: _Wave, forward: float) -> None:
+        stats, rows, layers = self.stats, len(wave.rows), wave.rows[0].budget
         if wave.position == 0:
             stats.prompt_tokens += sum(len(row.request.prompt) for row in wave.rows)
             stats.prompt_seconds += forward

@@ -7,6 +7,7 @@ One batch a step, from its prompts to its last token. Rows that have ended are d
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -16,14 +17,17 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.base import Engine
 from skipdecode.engine.gated import left_pad
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["GenerateEngine", "TokenClock"]
+__all__ = ["BatchEngine", "GenerateEngine", "LayerCount", "TimedToken", "TokenClock"]
+
+TimedToken = tuple[int, float]
+"""A new token of a row, and what `time.perf_counter` read when it was there."""
 
 
 class TokenClock:
@@ -31,55 +35,79 @@ class TokenClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.times: list[float] = []
-        self.lengths: list[int] = []
-
-    def now(self) -> float:
-        """The time once the device has done its work."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return time.perf_counter()
+        self._times: list[float] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.times.append(self.now())
-        self.lengths.append(input_ids.shape[1])
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        # A method that drafts has several tokens at once.
+        self._times += [time.perf_counter()] * (input_ids.shape[1] - len(self._times))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
+    def times(self, prompt_tokens: int) -> list[float]:
+        """When each token behind the prompt was there."""
+        return self._times[prompt_tokens:]
 
-class GenerateEngine(Engine):
-    """`generate` of an untouched model at full depth, or of a model that `around` has changed.
+
+class LayerCount:
+    """Counts layers x tokens that run within it, by a hook on each layer (microseconds a call).
+
+    Attributes
+    ----------
+    layers, heads : list of float
+        When a layer or the head was called: each call reads its weights once.
+    """
+
+    def __init__(self, model: Any) -> None:
+        model = unwrap(model)
+        self._modules = list(decoder_layers(model))
+        self._head = model.get_output_embeddings()
+        self._total = 0
+        self.layers: list[float] = []
+        self.heads: list[float] = []
+
+    def __enter__(self) -> LayerCount:
+        self._handles = [layer.register_forward_pre_hook(self._add, with_kwargs=True) for layer in self._modules]
+        self._handles.append(self._head.register_forward_pre_hook(self._add_head))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def layers_of(self, rows: list[list[int]], prompt_tokens: int) -> int:
+        """All that ran, less the prompt's one pass."""
+        return self._total - len(self._modules) * prompt_tokens
+
+    def _add(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._total += hidden.shape[0] * hidden.shape[1]
+        self.layers.append(time.perf_counter())
+
+    def _add_head(self, module: Any, args: tuple[Any, ...]) -> None:
+        self.heads.append(time.perf_counter())
+
+
+class BatchEngine(Engine):
+    """What decodes a whole batch at a time, greedily and at full depth; subclasses say how.
 
     Parameters
     ----------
-    model : PreTrainedModel or PeftModel
-        In eval mode, nothing attached; left as it was.
+    num_layers : int
+        Decoder layers of the model.
     max_rows : int
         Rows of a batch.
-    options : mapping, optional
-        Further arguments of `generate`.
-    around : callable, optional
-        Given the end tokens of a batch, a context that holds while it is generated; what entering it gives has
-        ``layers_of(rows, prompt_tokens)``: the layers that the fed tokens of a finished batch ran, summed.
     """
 
-    name = "generate"
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        max_rows: int = 8,
-        options: Mapping[str, Any] | None = None,
-        around: Callable[[frozenset[int]], AbstractContextManager[Any]] | None = None,
-    ) -> None:
-        self._model = model
-        self.num_layers = len(decoder_layers(unwrap(model)))
-        self.schedule = Schedule.full(self.num_layers)
-        self.stats = EngineStats()
-        self._max_rows, self._options, self._around = max_rows, dict(options or {}), around
+    def __init__(self, num_layers: int, max_rows: int) -> None:
+        super().__init__(Schedule.full(num_layers))
+        self._max_rows = max_rows
         self._queue: deque[tuple[int, Request]] = deque()
         self._submitted = 0
-        self._begin = time.perf_counter()
+
+    @abstractmethod
+    def _generate(self, requests: list[Request]) -> list[list[TimedToken]]:
+        """New tokens of each row up to its end; all rows have the same end tokens."""
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """See `Engine`; greedy requests at full depth only."""
@@ -128,23 +156,61 @@ class GenerateEngine(Engine):
         while self._queue and len(batch) < self._max_rows and self._queue[0][1].stop_ids == ends:
             batch.append(self._queue.popleft())
         start = time.perf_counter()
-        rows, first = self._generate([request for _, request in batch], ends)
-        end = time.perf_counter()
-        self.stats.seconds += end - start
-        self.stats.prompt_seconds += first - start
-        self.stats.decode_seconds += end - first
+        rows = self._generate([request for _, request in batch])
+        end, first = time.perf_counter(), min(row[0][1] for row in rows)
+        stats, lengths = self.stats, [len(row) for row in rows]
+        stats.seconds += end - start
+        stats.prompt_seconds += first - start
+        stats.decode_seconds += end - first
+        stats.steps += max(lengths) - 1
+        stats.prompt_tokens += sum(len(request.prompt) for _, request in batch)
+        stats.new_tokens += sum(lengths)
+        stats.fed_tokens += sum(lengths) - len(rows)
+        stats.layer_reads += (max(lengths) - 1) * self.num_layers
         outputs = []
         for (number, request), row in zip(batch, rows, strict=True):
-            for position, token in enumerate(row):
+            before = start
+            for position, (token, at) in enumerate(row):
                 reason: FinishReason | None = None
                 if position == len(row) - 1:
                     reason = "eos" if token in request.stop_ids else "length"
-                times = end - self._begin, end - start
+                times = at - self.began, at - before
                 outputs.append(StepOutput(number, position, token, float("nan"), self.num_layers, reason, *times))
+                before = at
         return sorted(outputs, key=lambda out: out.position)
 
-    def _generate(self, requests: list[Request], ends: frozenset[int]) -> tuple[list[list[int]], float]:
-        """New tokens of each row up to its end, and when the first of them were there."""
+
+class GenerateEngine(BatchEngine):
+    """`generate` of an untouched model at full depth, or of a model that `around` has changed.
+
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+        In eval mode, nothing attached; left as it was.
+    max_rows : int
+        Rows of a batch.
+    options : mapping, optional
+        Further arguments of `generate`.
+    around : callable, optional
+        Given the end tokens of a batch, a context that holds while it is generated; what entering it gives has
+        ``layers_of(rows, prompt_tokens)``: the layers that the fed tokens of a finished batch ran, summed.
+    """
+
+    name = "generate"
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int = 8,
+        options: Mapping[str, Any] | None = None,
+        around: Callable[[frozenset[int]], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        super().__init__(len(decoder_layers(unwrap(model))), max_rows)
+        self._model, self._options, self._around = model, dict(options or {}), around
+
+    def _generate(self, requests: list[Request]) -> list[list[TimedToken]]:
+        ends = requests[0].stop_ids
         pad = min(ends, default=0)
         ids, mask = left_pad([request.prompt for request in requests], pad, self._model.device)
         clock = TokenClock(self._model.device)
@@ -162,22 +228,13 @@ class GenerateEngine(Engine):
                 stopping_criteria=StoppingCriteriaList([clock]),
                 **self._options,
             )
-            clock.now()
-        new = output[:, ids.shape[1] :].tolist()
+            clock(output, None)  # the tokens that it was not told of, if any
+        new, times = output[:, ids.shape[1] :].tolist(), clock.times(ids.shape[1])
         rows = [_until_end(row[: request.max_new_tokens], ends) for row, request in zip(new, requests, strict=True)]
-        self._count(requests, rows, ids.numel(), session)
-        return rows, clock.times[0]
-
-    def _count(self, requests: list[Request], rows: list[list[int]], fed: int, session: Any) -> None:
-        stats = self.stats
         again = sum(len(row) - 1 for row in rows)
-        steps = max(map(len, rows)) - 1
-        stats.steps += steps
-        stats.prompt_tokens += sum(len(request.prompt) for request in requests)
-        stats.new_tokens += sum(map(len, rows))
-        stats.fed_tokens += again
-        stats.layer_reads += steps * self.num_layers
-        stats.token_layers += again * self.num_layers if session is None else session.layers_of(rows, fed)
+        layers = again * self.num_layers if session is None else session.layers_of(rows, ids.numel())
+        self.stats.token_layers += layers
+        return [list(zip(row, times[: len(row)], strict=True)) for row in rows]
 
 
 def _until_end(row: list[int], ends: frozenset[int]) -> list[int]:

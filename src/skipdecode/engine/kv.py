@@ -7,8 +7,8 @@ therefore at most the exact sum of active tokens x layers plus less than one pag
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
@@ -19,27 +19,62 @@ __all__ = ["KV", "PAGE_TOKENS", "PagedKV"]
 PAGE_TOKENS = 16
 
 
-class KV(Protocol):
-    """What the engine needs of a store of keys and values; `PagedKV` says what each part means."""
+class KV(ABC):
+    """What the engine needs of a store of keys and values.
+
+    Attributes
+    ----------
+    page_tokens : int
+        Room is counted in stretches, pages, of this many tokens of one layer of one row.
+    """
 
     page_tokens: int
 
     @property
-    def page_bytes(self) -> int: ...
+    @abstractmethod
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+
     @property
-    def token_bytes(self) -> int: ...
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """Bytes of what is in use."""
+
     @property
-    def bytes_held(self) -> int: ...
-    def pages_for(self, tokens: int) -> int: ...
-    def reserve(self, slots: int, tokens: int, pages: int) -> None: ...
-    def fill(self) -> None: ...
-    def open(self) -> int: ...
-    def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None: ...
-    def drop(self, slot: int, layers: Iterable[int]) -> None: ...
-    def close(self, slot: int) -> None: ...
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.token_bytes * self.page_tokens
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens of one layer."""
+        return -(-tokens // self.page_tokens)
+
+    @abstractmethod
+    def reserve(self, slots: int, tokens: int, pages: int) -> None:
+        """Make room for `slots` rows of up to `tokens` tokens and for `pages` pages; keeps what is held."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Write zeros everywhere, for measurements: memory that was never written is no memory yet."""
+
+    @abstractmethod
+    def open(self) -> int:
+        """A free slot (see `reserve`)."""
+
+    @abstractmethod
+    def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None:
+        """See to it that `layers` can hold `tokens` tokens of a row."""
+
+    @abstractmethod
+    def drop(self, slot: int, layers: Iterable[int]) -> None:
+        """Give back what a row holds of layers that it will not run again."""
+
+    @abstractmethod
+    def close(self, slot: int) -> None:
+        """Give back all of a row."""
 
 
-class PagedKV:
+class PagedKV(KV):
     """Pages of all rows and layers in one tensor, and the tables that say where they are.
 
     Parameters
@@ -76,13 +111,10 @@ class PagedKV:
         self._free_slots: list[int] = []
         self._held: dict[int, list[list[int]]] = {}
 
-    # ------------------------------------------------------------------ sizes
-
     @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        kv, heads, tokens, dim = self._shape
-        return kv * heads * tokens * dim * self.pages.element_size()
+    def token_bytes(self) -> int:
+        kv, heads, _, dim = self._shape
+        return kv * heads * dim * self.pages.element_size()
 
     @property
     def pages_held(self) -> int:
@@ -91,22 +123,9 @@ class PagedKV:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the pages in use."""
         return self.pages_held * self.page_bytes
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return self.page_bytes // self.page_tokens
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens of one layer."""
-        return -(-tokens // self.page_tokens)
-
-    # ------------------------------------------------------------------ room
-
     def reserve(self, slots: int, tokens: int, pages: int) -> None:
-        """Make room for `slots` rows of up to `tokens` tokens and for `pages` pages; keeps what is held."""
         _, old_slots, old_width = self.table.shape
         slots, width = max(slots, old_slots), max(self.pages_for(tokens), old_width)
         if (slots, width) != (old_slots, old_width):
@@ -126,19 +145,14 @@ class PagedKV:
             self._free = list(range(pages - 1, count - 1, -1)) + self._free
 
     def fill(self) -> None:
-        """Write zeros everywhere, for measurements: memory that was never written is no memory yet."""
         self.pages.zero_()
 
-    # ------------------------------------------------------------------ rows
-
     def open(self) -> int:
-        """A free slot (see `reserve`)."""
         slot = self._free_slots.pop()
         self._held[slot] = [[] for _ in range(self.num_layers)]
         return slot
 
     def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None:
-        """See to it that `layers` can hold `tokens` tokens of a row."""
         need, held = self.pages_for(tokens), self._held[slot]
         for layer in layers:
             mine = held[layer]
@@ -148,14 +162,12 @@ class PagedKV:
                 mine.append(page)
 
     def drop(self, slot: int, layers: Iterable[int]) -> None:
-        """Give back what a row holds of layers that it will not run again."""
         held = self._held[slot]
         for layer in layers:
             self._free.extend(reversed(held[layer]))
             held[layer] = []
 
     def close(self, slot: int) -> None:
-        """Give back all of a row."""
         self.drop(slot, range(self.num_layers))
         del self._held[slot]
         self._free_slots.append(slot)

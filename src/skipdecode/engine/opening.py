@@ -119,8 +119,6 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
             raise UsageError(f"--weights {kind} needs the fast engine, which does not cover this model: {e}") from None
         note(f"decoding through transformers, several times slower than the fast engine: {e}")
         return None
-    if fast.hint and kind:
-        raise UsageError(f"--weights {kind} needs the fast engine's kernels: {fast.hint}")
     if fast.hint and engine == "auto":
         note(f"decoding through transformers: {fast.hint}")
         return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Self
 
+from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
 __all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "finish_reason", "row_seed"]
@@ -17,47 +17,31 @@ FinishReason = Literal["eos", "length", "stop"]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Options):
     """How a row's next token is chosen; every row of a batch may have its own.
 
-    Applied in transformers' order: bias, repetition penalty, temperature, top-k, top-p, min-p.
-
-    Parameters
-    ----------
-    temperature : float
-        0 is greedy; above, logits are divided by it.
-    top_k : int
-        Only the k most likely tokens; 0 is all.
-    top_p : float
-        Only the most likely tokens whose probabilities reach p together.
-    min_p : float
-        Only tokens at least this probable relative to the most likely one.
-    repetition_penalty : float
-        Logits of tokens seen in prompt or output are divided by it (multiplied where negative); 1 is none.
-    seed : int, optional
-        Of the row's own random numbers: the same row with the same seed gives the same tokens in any batch.
-    logit_bias : mapping of int to float
-        Added to tokens' logits.
-    top_logprobs : int
-        For each new token, the log-probabilities of this many likeliest ones are wanted (`StepOutput.top`).
+    Applied in transformers' order: bias, repetition penalty, temperature, top-k, top-p, min-p. `logit_bias` is added to
+    the logits of the tokens that it names.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    temperature: float = option("0 is greedy; above, logits are divided by it", default=0.0, least=0)
+    top_k: int = option("only the k most likely tokens; 0 is all", default=0, least=0)
+    top_p: float = option(
+        "only the most likely tokens whose probabilities reach p together", default=1.0, above=0, most=1
+    )
+    min_p: float = option(
+        "only tokens at least this probable relative to the likeliest one", default=0.0, least=0, most=1
+    )
+    repetition_penalty: float = option(
+        "logits of tokens seen in prompt or output are divided by it (multiplied where negative)", default=1.0, above=0
+    )
+    seed: int | None = option(
+        "of the row's own random numbers: the same row and seed give the same tokens in any batch", default=None
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    top_logprobs: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, "0 or more")
-        _check(self.top_k >= 0, "top_k", self.top_k, "a whole number, 0 (all) or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "a number above 0 and up to 1")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number from 0 to 1")
-        _check(self.top_logprobs >= 0, "top_logprobs", self.top_logprobs, "0 or more")
-        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "a number above 0")
+    top_logprobs: int = option(
+        "log-probabilities of this many likeliest tokens are wanted for each new one", default=0, least=0
+    )
 
     def for_row(self, key: int) -> Self:
         """With a seed of the row's own, made from this one's and the row's key: the draws depend on no batch."""
@@ -70,32 +54,20 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt.
-
-    Parameters
-    ----------
-    prompt : tuple of int
-        Token ids, at least one.
-    max_new_tokens : int
-        Most tokens to generate.
-    sampling : Sampling
-        Default: greedy.
-    stop_ids : frozenset of int
-        Tokens that end the output; the token itself is part of it.
-    """
+class Request(Options):
+    """One prompt of at least one token id; a token of `stop_ids` ends the output and is part of it. Default: greedy."""
 
     prompt: tuple[int, ...]
-    max_new_tokens: int
+    max_new_tokens: int = option("most tokens to generate", least=1)
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "prompt", tuple(self.prompt))
         object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
         if not self.prompt:
             raise UsageError("a prompt without tokens is not accepted: give at least one token id")
-        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
 
 
 class StepOutput(NamedTuple):
@@ -145,8 +117,3 @@ def row_seed(seed: int, key: int) -> int:
     """The seed, of 63 bits, of the row `key` of a job whose seed is `seed`."""
     digest = hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _check(ok: bool, name: str, value: object, accepted: str) -> None:
-    if not ok:
-        raise UsageError(f"{name}={value!r} is not accepted: give {accepted}")

@@ -5,13 +5,18 @@ A row's choice depends on its logits and its own generator only, never on the ot
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
+from skipdecode.engine.base import Engine
 from skipdecode.engine.kernels.greedy import greedy
-from skipdecode.engine.requests import Sampling
+from skipdecode.engine.requests import Request, Sampling, StepOutput, finish_reason
 
-__all__ = ["RowSampler", "choose", "likeliest"]
+__all__ = ["Row", "RowSampler", "choose", "likeliest", "put_out"]
 
 
 class RowSampler:
@@ -103,3 +108,36 @@ def likeliest(logits: Tensor, rows: list[RowSampler]) -> list[tuple[tuple[int, f
             values, tokens = logits[i].topk(min(row.sampling.top_logprobs, logits.shape[1]))
             found[i] = tuple(zip(tokens.tolist(), (values - logits[i].logsumexp(-1)).tolist(), strict=True))
     return found
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """A request that has a place in a batch, with its output so far, and the layers of its last token."""
+
+    number: int
+    request: Request
+    budget: int
+    output: list[int] = field(default_factory=list)
+    logprob: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.sampler = RowSampler(self.request.sampling, self.request.prompt)
+
+
+def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor, start: float) -> list[StepOutput]:
+    """Choose the next token of each row from its logits, in a step that began at `start`."""
+    before = time.perf_counter()
+    samplers = [row.sampler for row in rows]
+    tokens, logprobs = choose(logits, samplers)
+    tops = likeliest(logits, samplers)
+    now = time.perf_counter()
+    engine.stats.sampling_seconds += now - before
+    engine.stats.new_tokens += len(rows)
+    outputs = []
+    for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):
+        row.output.append(token)
+        row.logprob = logprob
+        reason = finish_reason(row.request, row.output)
+        times = now - engine.began, now - start
+        outputs.append(StepOutput(row.number, len(row.output) - 1, token, logprob, row.budget, reason, *times, top))
+    return outputs

@@ -9,18 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from skipdecode.engine.kernels.static_cache import GRANULE, StaticCache, row_bucket
+from skipdecode.engine.kv import KV
 
 __all__ = ["StaticKV"]
 
 
-class StaticKV:
-    """The rows in a static cache that is in no other use; see `skipdecode.engine.kv.KV`.
-
-    Attributes
-    ----------
-    page_tokens : int
-        Room is counted in stretches of this many tokens of one layer of one row.
-    """
+class StaticKV(KV):
+    """The rows in a static cache that is in no other use."""
 
     page_tokens = GRANULE
 
@@ -31,29 +26,17 @@ class StaticKV:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
         return self.cache.token_bytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a stretch."""
-        return self.token_bytes * self.page_tokens
 
     @property
     def bytes_held(self) -> int:
         """Bytes of the places in use: whole rows, all layers."""
         return len(self._place) * self.cache.kv.shape[0] * self.cache.capacity * self.token_bytes
 
-    def pages_for(self, tokens: int) -> int:
-        """Stretches that hold `tokens` tokens of one layer."""
-        return -(-tokens // self.page_tokens)
-
     def reserve(self, slots: int, tokens: int, pages: int) -> None:
-        """Make room for `slots` rows of up to `tokens` tokens; keeps what is held."""
         self.cache.ensure(slots, tokens)
 
     def fill(self) -> None:
-        """Write zeros everywhere, for measurements."""
         self.cache.kv.zero_()
 
     def open(self) -> int:
@@ -70,7 +53,6 @@ class StaticKV:
         """Does nothing: a place keeps all layers."""
 
     def close(self, slot: int) -> None:
-        """Give back a row's place."""
         del self._place[slot]
 
     def places(self, slots: Iterable[int]) -> list[int]:

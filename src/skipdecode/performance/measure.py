@@ -1,6 +1,6 @@
 """What decode steps and prompts of a model cost on the machine at hand, by the rows, the layers and the cached tokens.
 
-Times real steps, of the package's own engine or of transformers' `generate`, under constant schedules, kind after kind
+Times real steps, of the package's own engine or of transformers' forward, under constant schedules, kind after kind
 in turn, so that a change of the machine's speed meets all of them. The keys and values behind a step are made up, not
 computed: only how many there are matters to the time.
 """
@@ -25,8 +25,8 @@ from skipdecode.engine import kernels
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.performance.bench.peers.fast import EnginePeer
-from skipdecode.performance.bench.peers.generate import GatedPeer
+from skipdecode.performance.bench.peers import Rows
+from skipdecode.performance.bench.peers.own import FastPeer, GatedPeer
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_read
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
@@ -133,7 +133,7 @@ class CostMeter:
     model : transformers causal LM
         Nothing attached.
     fast : FastModel, optional
-        Its fast path: time the package's own engine. Default: transformers' `generate`.
+        Its fast path: time the package's own engine. Default: transformers' forward.
     rows : iterable of int
         Numbers of rows to know.
     prompt_len : int
@@ -177,7 +177,7 @@ class CostMeter:
                 self._steps[count, prompt_len + more] = {layers: []}
         sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
         self._prompts: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
-        self._peer = GatedPeer(model) if fast is None else EnginePeer(model, fast)
+        self._peer = GatedPeer(model) if fast is None else FastPeer(model, fast)
 
     def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
         """Time every kind `rounds` times after a warm-up, and on until each was timed for `least_seconds` in all.
@@ -192,12 +192,11 @@ class CostMeter:
                     break
                 self._round(bar, keep=attempt > 0)
 
-    @torch.inference_mode()
     def _round(self, bar: Any, *, keep: bool) -> None:
         for (rows, tokens), depths in self._steps.items():
-            self._peer.prepare(rows, tokens + 1, self._length + 1)
             for depth, times in depths.items():
-                seconds = self._peer.step_seconds(Schedule.constant(self._geometry.num_layers, depth, warmup_layers=0))
+                schedule = Schedule.constant(self._geometry.num_layers, depth, warmup_layers=0)
+                seconds = self._peer.step_seconds(schedule, Rows(rows, tokens + 1, self._length + 1))
                 times += seconds if keep else []
                 bar.update()
         for (rows, tokens), times in self._prompts.items():

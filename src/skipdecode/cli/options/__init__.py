@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
 from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
@@ -150,14 +150,10 @@ def read_schedule(path: str) -> Schedule:
 
 def read_cost(path: str) -> CostModel:
     """The cost model of a JSON file, one of its own or the output of skipdecode plan; raises DataError naming it."""
+    values = read_json(Path(path))
+    plan = values.get("cost") if isinstance(values, dict) else None
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        plan = values.get("cost") if isinstance(values, dict) else None
         return CostModel.from_dict(values if plan is None else plan)
-    except OSError as e:
-        raise DataError(f"cannot read the cost model {path}: {e.strerror or e}") from None
-    except ValueError as e:
-        raise DataError(f"{path}: a cost model must be JSON: {e}") from None
     except DataError as e:
         raise DataError(f"{path}: {e}") from None
 

@@ -15,10 +15,10 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.generate import GenerateEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
-from skipdecode.models.families import decoder_layers, find_family, unwrap
+from skipdecode.models.families import find_family, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["GenerateMethod", "Generation", "LayerCount", "Method", "Untouched"]
+__all__ = ["GenerateMethod", "Generation", "Method", "Untouched"]
 
 
 @dataclass(frozen=True)
@@ -156,27 +156,3 @@ class Untouched(GenerateMethod):
     name = "full"
     lossless = True
     full_depth = True
-
-
-class LayerCount:
-    """Counts layers x tokens that run within it, by a hook on each layer (microseconds a call)."""
-
-    def __init__(self, model: Any) -> None:
-        self._layers = decoder_layers(unwrap(model))
-        self._total = 0
-
-    def __enter__(self) -> LayerCount:
-        self._handles = [layer.register_forward_pre_hook(self._add, with_kwargs=True) for layer in self._layers]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def layers_of(self, rows: list[list[int]], prompt_tokens: int) -> int:
-        """All that ran, less the prompt's one pass."""
-        return self._total - len(self._layers) * prompt_tokens
-
-    def _add(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._total += hidden.shape[0] * hidden.shape[1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from skipdecode.engine.generate import LayerCount
 from skipdecode.errors import UsageError
-from skipdecode.evaluation.methods.base import GenerateMethod, LayerCount
+from skipdecode.evaluation.methods.base import GenerateMethod
 from skipdecode.models.families import decoder_layers, unwrap
 
 __all__ = ["PromptLookup", "SelfSpeculation"]

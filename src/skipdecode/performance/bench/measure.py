@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from skipdecode.performance.bench.peers import Peer
+from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.machine import measure_bandwidth
 from skipdecode.schedule import Schedule
@@ -25,22 +25,18 @@ _REFERENCES = ("transformers", "gated")
 
 
 class _Run(NamedTuple):
-    """What is timed: an engine at a nominal speed-up."""
+    """What is timed: an engine at a nominal speed-up, under the schedule that it runs there."""
 
     peer: Peer
     nominal: float
+    schedule: Schedule
 
 
-class _Cell(NamedTuple):
-    """The measurements of one batch size and prompt length."""
+class _Times(NamedTuple):
+    """Of each round, the seconds of a run, and the bandwidth next to it."""
 
-    batch: int
-    prompt: int
-    new: int
-    seconds: dict[_Run, list[float]]
-    bandwidth: dict[_Run, list[float]]
-    bytes: dict[_Run, float]
-    layers: dict[_Run, float]
+    seconds: list[float]
+    bandwidth: list[float]
 
 
 def measure(
@@ -55,36 +51,30 @@ def measure(
         speed-up; ``notes``, lines on what could not be measured.
     """
     schedules = workload.schedules(num_layers)
-    cells = []
-    total = sum(len(_runs(peers, schedules, batch)) for batch, _ in workload.sizes) * workload.rounds
+    cells = [(Rows(*size, workload.new), _runs(peers, schedules, size[0])) for size in workload.sizes]
+    found = []
+    total = sum(len(runs) for _, runs in cells) * workload.rounds
     with tqdm(total=total, unit="run", disable=None if progress else True) as bar:
-        for batch, prompt in workload.sizes:
-            runs = _runs(peers, schedules, batch)
-            cell = _Cell(batch, prompt, workload.new, {run: [] for run in runs}, {run: [] for run in runs}, {}, {})
-            for peer in dict.fromkeys(run.peer for run in runs):
-                peer.prepare(batch, prompt, workload.new)
+        for rows, runs in cells:
+            times = {run: _Times([], []) for run in runs}
             # An engine's schedules in a row, and every other round backwards: memory's speed may change within a round.
             order = sorted(runs, key=lambda run: peers.index(run.peer))
             for number in range(workload.rounds):
                 before = measure_bandwidth(device)
                 for run in order[:: -1 if number % 2 else 1]:
-                    schedule = run.peer.suited(schedules[run.nominal])
-                    cell.seconds[run].append(run.peer.decode_seconds(schedule))
+                    times[run].seconds.append(run.peer.decode_seconds(run.schedule, rows))
                     after = measure_bandwidth(device)
-                    cell.bandwidth[run].append((before + after) / 2)
+                    times[run].bandwidth.append((before + after) / 2)
                     before = after
-                    cell.bytes[run] = run.peer.step_bytes(schedule, batch, prompt, workload.new)
-                    cell.layers[run] = run.peer.mean_layers(schedule, workload.steps)
                     bar.update()
-            cells.append(cell)
-    rows = [_row(cell, run, run.peer.suited(schedules[run.nominal])) for cell in cells for run in cell.seconds]
-    bandwidth = statistics.median(b for row in rows for b in row["bandwidth_gb_s"])
-    return {"bandwidth_gb_s": bandwidth, "rows": rows, "notes": _notes(peers, workload)}
+            found += [_row(rows, times, run) for run in runs]
+    bandwidth = statistics.median(b for row in found for b in row["bandwidth_gb_s"])
+    return {"bandwidth_gb_s": bandwidth, "rows": found, "notes": _notes(peers, workload)}
 
 
 def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -> list[_Run]:
     fit = [p for p in peers if p.max_batch is None or batch <= p.max_batch]
-    return [_Run(p, n) for n in schedules for p in fit if p.skips or n == 1]
+    return [_Run(p, n, p.suited(s)) for n, s in schedules.items() for p in fit if p.skips or n == 1]
 
 
 def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
@@ -96,29 +86,26 @@ def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
     ]
 
 
-def _row(cell: _Cell, run: _Run, schedule: Schedule) -> dict[str, Any]:
-    batch, prompt, new = cell.batch, cell.prompt, cell.new
-    steps = new - 1
-    by_name = {(r.peer.name, r.nominal): values for r, values in cell.seconds.items()}
-    seconds, bandwidth = cell.seconds[run], cell.bandwidth[run]
+def _row(rows: Rows, times: dict[_Run, _Times], run: _Run) -> dict[str, Any]:
+    steps, peer = rows.new - 1, run.peer
+    full = {r.peer.name: found.seconds for r, found in times.items() if r.nominal == 1}
+    seconds, bandwidth = times[run]
     median = statistics.median(seconds)
-    reference = next((by_name[name, 1.0] for name in _REFERENCES if (name, 1.0) in by_name), None)
-    shares = [cell.bytes[run] / b / (s / steps) for s, b in zip(seconds, bandwidth, strict=True)]
+    reference = next((full[name] for name in _REFERENCES if name in full), None)
+    read = peer.step_bytes(run.schedule, rows)
     return {
-        "engine": run.peer.name,
-        "weights": run.peer.weights,
-        "batch": batch,
-        "prompt": prompt,
-        "new": new,
+        "engine": peer.name,
+        "weights": peer.weights,
+        **rows._asdict(),
         "nominal_speedup": run.nominal,
-        "mean_layers": cell.layers[run],
-        "decode_tokens_per_s": batch * steps / median,
+        "mean_layers": peer.mean_layers(run.schedule, rows),
+        "decode_tokens_per_s": rows.batch * steps / median,
         "ms_per_step": median / steps * 1e3,
-        "decode_speedup": _ratio(by_name[run.peer.name, 1.0], seconds),
+        "decode_speedup": _ratio(full[peer.name], seconds),
         "speedup_over_transformers": None if reference is None else _ratio(reference, seconds),
-        "amdahl_bound": run.peer.reads(batch).speedup(schedule, prompt, new),
-        "bytes_per_step": cell.bytes[run],
-        "roofline_share": statistics.median(shares),
+        "amdahl_bound": peer.reads(rows.batch).speedup(run.schedule, rows.prompt, rows.new),
+        "bytes_per_step": read,
+        "roofline_share": statistics.median(read / b / (s / steps) for s, b in zip(seconds, bandwidth, strict=True)),
         "seconds": seconds,
         "bandwidth_gb_s": [b / 1e9 for b in bandwidth],
     }

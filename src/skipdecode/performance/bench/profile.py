@@ -6,18 +6,21 @@ Both are split alike: transformers' norms and activations count with the product
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import Cache
+
+from skipdecode.engine import sampling
 from skipdecode.engine.dense_model import DenseModel
+from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import NativeModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.bench.peers import Peer
-from skipdecode.performance.bench.peers.fast import EnginePeer
+from skipdecode.performance.bench.peers import Peer, Rows, token_times
 from skipdecode.performance.bench.peers.generate import TransformersPeer
-from skipdecode.performance.bench.recorder import Part, Recorder
+from skipdecode.performance.bench.peers.own import FastPeer, GatedPeer
+from skipdecode.performance.bench.recorder import Call, Part, Recorder, replaced
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
@@ -48,59 +51,55 @@ def profile(peers: Sequence[Peer], workload: Workload, num_layers: int, bandwidt
         ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step
         and the share of `bandwidth` (bytes a second) that it reached; ``traceEvents``: Chrome's trace format.
     """
-    rows: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     runs = 0
     for batch, prompt in workload.sizes:
-        cached = batch * (prompt + workload.new / 2)  # tokens that a layer's attention reads
+        rows = Rows(batch, prompt, workload.new)
         for peer in peers:
-            if not isinstance(peer, EnginePeer | TransformersPeer):
+            if not isinstance(peer, FastPeer | GatedPeer | TransformersPeer):
                 continue
-            peer.prepare(batch, prompt, workload.new)
             for nominal, schedule in workload.schedules(num_layers).items():
                 if nominal > 1 and not peer.skips:
                     continue
-                if isinstance(peer, EnginePeer):
-                    recorder = _of_engine(peer, schedule, cached)
-                else:
-                    recorder = _of_transformers(peer, schedule, cached)
+                recorder = _recorded(peer, peer.suited(schedule), rows)
                 runs += 1
                 what = {"engine": peer.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
-                rows += [what | row for row in recorder.table(bandwidth)]
+                found += [what | row for row in recorder.table(bandwidth)]
                 events += recorder.trace(runs, f"{peer.name}, batch {batch}, prompt {prompt}, nominal {nominal:g}x")
-    return {"rows": rows, "traceEvents": events}
+    return {"rows": found, "traceEvents": events}
 
 
-def _of_engine(peer: EnginePeer, schedule: Schedule, tokens: float) -> Recorder:
-    fast = peer.fast
-    schedule = peer.suited(schedule)
-    if fast.captures_graphs:
-        peer.step_seconds(schedule)
-    engine = peer.start(schedule)
-    recorder = Recorder(fast.device)
-    calls: list[tuple[Any, str, Callable[..., Any]]] = [(engine, "_emit", recorder.timed("sampling", engine._emit))]
-    if isinstance(fast, NativeModel):
-        calls += [
-            (fast, "_embed", recorder.timed("embedding", fast._embed)),
-            (fast, "_stack", _noted_stack(fast, recorder, tokens * engine.kv.token_bytes)),
-            (fast, "_head", recorder.timed("head", fast._head, num_bytes=fast._spec.head.weight.nbytes)),
-        ]
-    elif isinstance(fast, DenseModel):
-        # A step of fixed shape is one call: nothing inside it can be timed.
-        calls.append((fast, "_decode", recorder.timed("layer", fast._decode)))
-    calls += [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
-    times = [time.perf_counter()]
-    with recorder.replaced(calls):
-        while engine.has_work:
-            engine.step()
-            times.append(time.perf_counter())
-    recorder.add_steps(times)
+def _recorded(peer: Peer, schedule: Schedule, rows: Rows) -> Recorder:
+    """The calls of one run."""
+    if peer.warms:
+        peer.run(schedule, rows)
+    engine, recorder = peer.engine(schedule, rows), Recorder(peer.model.device)
+    tokens = rows.batch * (rows.prompt + rows.new / 2)  # that a layer's attention reads
+    calls = _of_fast(engine, recorder, tokens) if isinstance(engine, FastEngine) else _of_model(peer, recorder, tokens)
+    calls.append((sampling, "choose", recorder.timed("sampling", sampling.choose)))
+    with peer.made_up(engine), replaced(calls):
+        recorder.add_steps(token_times(engine, peer.requests(rows)))
     return recorder
 
 
-def _noted_stack(fast: NativeModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
+def _of_fast(engine: FastEngine, recorder: Recorder, tokens: float) -> list[Call]:
+    model, calls = engine.model, list[Call]()
+    if isinstance(model, NativeModel):
+        calls += [
+            (model, "_embed", recorder.timed("embedding", model._embed)),
+            (model, "_stack", _noted_stack(model, recorder, tokens * engine.kv.token_bytes)),
+            (model, "_head", recorder.timed("head", model._head, num_bytes=model._spec.head.weight.nbytes)),
+        ]
+    elif isinstance(model, DenseModel):
+        # A step of fixed shape is one call: nothing inside it can be timed.
+        calls.append((model, "_decode", recorder.timed("layer", model._decode)))
+    return calls + [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
+
+
+def _noted_stack(model: NativeModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
     """The layers' call, whose kernels tell the time of their phases."""
-    layers, stack = fast._spec.layers, fast._stack
+    layers, stack = model._spec.layers, model._stack
     arguments = stack._args
     seconds = (ctypes.c_double * len(_PHASES))()
     ran: list[int] = []
@@ -126,23 +125,18 @@ def _weight_bytes(layer: LayerSpec, kind: str) -> float:
     return 0.0 if kind == "append" else float(getattr(layer, kind).weight.nbytes)
 
 
-def _of_transformers(peer: TransformersPeer, schedule: Schedule, tokens: float) -> Recorder:
+def _of_model(peer: Peer, recorder: Recorder, tokens: float) -> list[Call]:
     model = peer.model
-    recorder = Recorder(model.device)
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
     cached = tokens * geometry.kv_bytes_per_token()
-    with peer.ready(schedule) as cache:
-        calls = [(cache, "update", recorder.timed("append", cache.update))]
-        for module, kind, layer in _parts(model):
-            weight = getattr(module, "weight", None)
-            reads = cached if kind == "attention" and layer is not None and weight is None else 0.0
-            if weight is not None and kind != "embedding":
-                reads = weight.nbytes
-            calls.append((module, "forward", recorder.timed(kind, module.forward, layer, reads)))
-        with recorder.replaced(calls):
-            times = peer.generate(cache)
-    recorder.add_steps(times)
-    return recorder
+    calls: list[Call] = [(Cache, "update", recorder.timed("append", Cache.update))]
+    for module, kind, layer in _parts(model):
+        weight = getattr(module, "weight", None)
+        reads = cached if kind == "attention" and layer is not None and weight is None else 0.0
+        if weight is not None and kind != "embedding":
+            reads = weight.nbytes
+        calls.append((module, "forward", recorder.timed(kind, module.forward, layer, reads)))
+    return calls
 
 
 def _parts(model: Any) -> list[tuple[Any, str, int | None]]:

@@ -16,7 +16,10 @@ import torch
 
 from skipdecode.performance.machine import synchronize
 
-__all__ = ["HOST", "KINDS", "Part", "Recorder"]
+__all__ = ["HOST", "KINDS", "Call", "Part", "Recorder", "replaced"]
+
+Call = tuple[Any, str, Callable[..., Any]]
+"""An object, one of its attributes, and the call that is to stand there."""
 
 HOST = "host"
 # In the order of a step. Norms and activations count with the product that they are fused into in the fast engine.
@@ -104,21 +107,6 @@ class Recorder:
 
         return noted
 
-    @contextmanager
-    def replaced(self, calls: list[tuple[Any, str, Callable[..., Any]]]) -> Iterator[None]:
-        """While this holds, each (object, attribute) gives the call instead of what is there."""
-        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in calls]
-        for owner, name, call in calls:
-            setattr(owner, name, call)
-        try:
-            yield
-        finally:
-            for owner, name, held in before:
-                if held is None:
-                    delattr(owner, name)  # the class's method shows again
-                else:
-                    setattr(owner, name, held)
-
     def add_steps(self, times: list[float]) -> None:
         """Say when the steps began and ended: each at the next time of `time.perf_counter`."""
         marks = [t - self._begin for t in times]
@@ -175,3 +163,19 @@ class Recorder:
             if first <= e.start < last
         ]
         return [{"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}, *whole, *calls]
+
+
+@contextmanager
+def replaced(calls: list[Call]) -> Iterator[None]:
+    """While this holds, each (object, attribute) gives the call instead of what is there."""
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in calls]
+    for owner, name, call in calls:
+        setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        for owner, name, held in before:
+            if held is None:
+                delattr(owner, name)  # the class's method shows again
+            else:
+                setattr(owner, name, held)

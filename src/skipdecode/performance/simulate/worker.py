@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode.engine.depth import BudgetPolicy, RowView
+from skipdecode.engine.depth import BudgetPolicy, RowView, granted
 from skipdecode.engine.scheduler import RequestSize, Scheduler
-from skipdecode.errors import ScheduleError
 from skipdecode.performance.cost import CostModel, tokens_read
 from skipdecode.performance.simulate.traces import Arrival
 
@@ -217,7 +216,7 @@ class Worker:
     def _decode(self, began: float) -> float:
         rows, result, cost = self._running, self._result, self._cost
         for row in rows:
-            self._grant(row)
+            row.budget = granted(self._policy, RowView(row.number, row.output - 1, row.budget, 0.0))
         rows.sort(key=attrgetter("budget"), reverse=True)
         seconds = self._steps[len(rows) - 1].fixed_seconds
         read = 0.0
@@ -235,16 +234,6 @@ class Worker:
         for row in list(rows):
             self._put_out(row, began + seconds)
         return began + seconds
-
-    def _grant(self, row: _Row) -> None:
-        position = row.output - 1
-        budget = self._policy.next_budget(RowView(row.number, position, row.budget, 0.0))
-        if budget > row.budget:
-            raise ScheduleError(
-                f"the policy raised request {row.number} from {row.budget} to {budget} layers at position "
-                f"{position}: a budget may only fall"
-            )
-        row.budget = budget
 
     def _put_out(self, row: _Row, now: float) -> None:
         """A token of a row."""

@@ -1,15 +1,20 @@
-"""What is measured against each other: one small class an engine, by name. Sizes in, seconds and bytes read out.
+"""What is measured against each other, by name: an `Engine` for every one, and what its steps must read.
 
-A step's time does not depend on what a cache holds, only on how much. So a timed run computes no prompt, and the
-caches behind it are filled with made-up keys and values; only drafting methods, whose speed depends on the text, get a
-real one.
+A step's time does not depend on what a cache holds, only on how much. So prompts are made up where an engine lets them
+(`made_up`): computed, they would take most of a benchmark's time. Only drafting methods, whose speed depends on the
+text, get a real one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+from skipdecode.engine.base import Engine
+from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.workload import DRAFTING, PEERS, QUANTIZED
 from skipdecode.performance.cost import CostModel
@@ -17,7 +22,15 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine
 from skipdecode.schedule import Schedule
 
-__all__ = ["Peer", "make_peer"]
+__all__ = ["Peer", "Rows", "make_peer", "token_times"]
+
+
+class Rows(NamedTuple):
+    """Rows that start together: how many, and tokens of the prompt and new tokens of each."""
+
+    batch: int
+    prompt: int
+    new: int
 
 
 class Peer(ABC):
@@ -33,42 +46,85 @@ class Peer(ABC):
         Whether it can run schedules; if not, it is measured at full depth only.
     max_batch : int or None
         Most rows that it decodes together; None for any number.
+    warms : bool
+        Whether a step's first run compiles or records it, and is not to be timed.
     """
 
     name: str
     skips: bool = False
     max_batch: int | None = None
+    warms: bool = False
 
     def __init__(self, model: Any) -> None:
+        self.model = model
         self.weights = str(model.dtype).removeprefix("torch.")
+        self._warm: set[tuple[Schedule, Rows]] = set()
         self._geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+
+    @abstractmethod
+    def engine(self, schedule: Schedule, rows: Rows) -> Engine:
+        """An engine with nothing to do, for such rows under a schedule."""
+
+    @contextmanager
+    def made_up(self, engine: Engine) -> Iterator[None]:
+        """While this holds, the engine makes up what its cache holds of prompts, where it can."""
+        yield
+
+    def requests(self, rows: Rows) -> list[Request]:
+        """What the rows ask for."""
+        return [Request((5,) * rows.prompt, rows.new)] * rows.batch
 
     def suited(self, schedule: Schedule) -> Schedule:
         """The schedule that it runs where it is asked for `schedule`."""
         return schedule
 
-    @abstractmethod
-    def prepare(self, batch: int, prompt: int, new: int) -> None:
-        """Make ready for runs of these sizes; not timed."""
+    def run(self, schedule: Schedule, rows: Rows) -> list[float]:
+        """Decode; returns the times of `token_times`."""
+        if self.warms and (schedule, rows) not in self._warm:
+            self._warm = {one for one in self._warm if one[1] == rows} | {(schedule, rows)}
+            self.run(schedule, rows)
+        engine = self.engine(schedule, rows)
+        with self.made_up(engine):
+            return token_times(engine, self.requests(rows))
 
-    @abstractmethod
-    def decode_seconds(self, schedule: Schedule) -> float:
+    def step_seconds(self, schedule: Schedule, rows: Rows) -> list[float]:
+        """Seconds of each decode step of all rows, of drafting methods of each token."""
+        return [after - before for before, after in pairwise(self.run(schedule, rows))]
+
+    def decode_seconds(self, schedule: Schedule, rows: Rows) -> float:
         """Seconds of the `new` - 1 steps behind the prompt, all of the batch's rows in each."""
+        return sum(self.step_seconds(schedule, rows))
+
+    def prompt_seconds(self, batch: int, prompt: int) -> float:
+        """Seconds of a full-depth forward over the rows' prompts, with the choice of the first token."""
+        rows = Rows(batch, prompt, 1)
+        engine = self.engine(Schedule.full(self._geometry.num_layers), rows)
+        engine.decode(self.requests(rows))
+        return engine.stats.seconds
 
     def reads(self, batch: int) -> CostModel:
         """What a step of `batch` rows must read, as a cost model whose seconds are bytes."""
         return CostModel.predicted(self._geometry, Machine(1.0), batch)
 
-    def step_bytes(self, schedule: Schedule, batch: int, prompt: int, new: int) -> float:
-        """Mean bytes that a step must read in the run that `prepare` and `decode_seconds` describe."""
-        return self.reads(batch).sequence_seconds(schedule, prompt, new) / (new - 1)
+    def step_bytes(self, schedule: Schedule, rows: Rows) -> float:
+        """Mean bytes that a step must read."""
+        return self.reads(rows.batch).sequence_seconds(schedule, rows.prompt, rows.new) / (rows.new - 1)
 
-    def mean_layers(self, schedule: Schedule, steps: int) -> float:
+    def mean_layers(self, schedule: Schedule, rows: Rows) -> float:
         """Mean layers that a step runs."""
-        return schedule.mean_budget(steps)
+        return schedule.mean_budget(rows.new - 1)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Give back what is not Python's to collect."""
+
+
+def token_times(engine: Engine, requests: list[Request]) -> list[float]:
+    """What `time.perf_counter` read when an engine had each token of requests of one length."""
+    first, *_ = engine.submit(requests)
+    times: list[float] = []
+    while engine.has_work:
+        times += [engine.began + out.seconds for out in engine.step() if out.request == first]
+    return times
 
 
 def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_layer: int | None = None) -> Peer:
@@ -92,11 +148,6 @@ def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_laye
             "tokenizer, or leave it out of --engines"
         )
     # Each engine's libraries are imported only when it is asked for.
-    if name == "fast" or name in QUANTIZED:
-        from skipdecode.performance.bench.peers.fast import EnginePeer
-
-        kind: Any = name.partition("-")[2] or None
-        return EnginePeer(model, quantization=kind)
     if name.startswith("llama.cpp-"):
         from skipdecode.performance.bench.peers.llama_cpp import LlamaCppPeer
 
@@ -105,11 +156,14 @@ def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_laye
         from skipdecode.performance.bench.peers.vllm import VllmPeer
 
         return VllmPeer(model)
-    from skipdecode.performance.bench.peers import generate
+    from skipdecode.performance.bench.peers import generate, own
 
-    if name == "prompt-lookup":
-        return generate.PromptLookupPeer(model, text or [])
-    if name == "early-exit":
-        return generate.EarlyExitPeer(model, text or [], exit_layer or max(1, model.config.num_hidden_layers // 4))
-    plain = {kind.name: kind for kind in (generate.TransformersPeer, generate.StaticPeer, generate.GatedPeer)}
-    return plain[name](model)
+    if name == "fast" or name in QUANTIZED:
+        kind: Any = name.partition("-")[2] or None
+        return own.FastPeer(model, quantization=kind)
+    if name == "gated":
+        return own.GatedPeer(model)
+    if name in DRAFTING:
+        layers = exit_layer or max(1, model.config.num_hidden_layers // 4)
+        return generate.DraftingPeer(model, name, text or [], layers)
+    return generate.TransformersPeer(model, name)

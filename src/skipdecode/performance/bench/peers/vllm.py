@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from skipdecode.engine.generate import BatchEngine, TimedToken
+from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
-from skipdecode.performance.bench.peers import Peer
+from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.schedule import Schedule
 
 __all__ = ["VllmPeer"]
@@ -18,12 +20,38 @@ __all__ = ["VllmPeer"]
 _SHARE_OF_FREE = 0.6  # of a GPU's memory
 
 
-class VllmPeer(Peer):
+class _VllmEngine(BatchEngine):
     """vLLM's offline `LLM`. Decode steps cannot be timed apart from prompts, so their time is a difference: that of a
-    whole run less that of a run for one token a row. Raises UsageError where vLLM is not installed.
+    whole run less that of a run for one token a row; the tokens between are spread evenly.
     """
 
     name = "vllm"
+
+    def __init__(self, llm: Any, num_layers: int, max_rows: int) -> None:
+        super().__init__(num_layers, max_rows)
+        self._llm = llm
+
+    def _generate(self, requests: list[Request]) -> list[list[TimedToken]]:
+        start = time.perf_counter()
+        self._tokens(requests, 1)
+        first = time.perf_counter()
+        rows = self._tokens(requests, max(request.max_new_tokens for request in requests))
+        step = (time.perf_counter() - first - (first - start)) / max(1, max(map(len, rows)) - 1)
+        return [[(token, first + place * step) for place, token in enumerate(row)] for row in rows]
+
+    def _tokens(self, requests: list[Request], new: int) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        settings = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        return [list(each.outputs[0].token_ids) for each in self._llm.generate(prompts, settings, use_tqdm=False)]
+
+
+class VllmPeer(Peer):
+    """vLLM. Raises UsageError where it is not installed."""
+
+    name = "vllm"
+    warms = True
 
     def __init__(self, model: Any) -> None:
         if importlib.util.find_spec("vllm") is None:
@@ -40,21 +68,10 @@ class VllmPeer(Peer):
             options["gpu_memory_utilization"] = _SHARE_OF_FREE * free / total
         self._llm = LLM(self._folder.name, skip_tokenizer_init=True, **options)
 
-    def prepare(self, batch: int, prompt: int, new: int) -> None:
-        self._prompts = [{"prompt_token_ids": [5] * prompt} for _ in range(batch)]
-        self._new = new
-        self._run(new)
-
-    def decode_seconds(self, schedule: Schedule) -> float:
-        return self._run(self._new) - self._run(1)
+    def engine(self, schedule: Schedule, rows: Rows) -> BatchEngine:
+        """See `Peer`."""
+        return _VllmEngine(self._llm, self._geometry.num_layers, rows.batch)
 
     def close(self) -> None:
+        """See `Peer`."""
         self._folder.cleanup()
-
-    def _run(self, new: int) -> float:
-        from vllm import SamplingParams
-
-        settings = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        self._llm.generate(self._prompts, settings, use_tqdm=False)
-        return time.perf_counter() - start
