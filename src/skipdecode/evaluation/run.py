@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.prompts import encode_prompts, response_ids
-from skipdecode.data.records import Reject
+from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import UsageError
@@ -83,17 +83,18 @@ def evaluate(
     settings = _settled(subject, list(methods.values()), task, settings)
     records, prompts = _encoded(subject, task, records, settings, skip_bad)
     about = _about(config, task, records, settings)
+    work = _Work(subject, task, records.items, prompts, settings, progress)
     runs = []
     with closing(_begun(out, about, methods, prompts, overwrite)) as kept:
-        found = _generate(subject, list(methods.values()), prompts, kept, settings, progress)
+        found = work.generate(list(methods.values()), kept)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
         for (directory, method), outputs in zip(methods.items(), found, strict=True):
             if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
                 runs.append(load_run(directory))
                 continue
-            scored = _score(subject, method, metrics, records, prompts, outputs, task, settings, progress)
-            rows = _rows(subject, task, records, prompts, outputs, scored)
+            scored = work.score(method, metrics, outputs)
+            rows = work.rows(outputs, scored)
             data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
             runs.append(save_run(directory, data, rows))
             kept.put(f"saved {directory}", scored_with)
@@ -165,124 +166,108 @@ def _begun(
     return keep_unfinished(out, about)
 
 
-def _generate(
-    subject: Subject,
-    methods: Sequence[Method],
-    prompts: list[list[int]],
-    kept: KeptValues,
-    settings: EvaluationSettings,
-    progress: bool,
-) -> list[Outputs]:
-    """The outputs of each method, next to the one full depth that ran beside all on the same engine."""
-    sides = list(methods)
-    if settings.full_depth:
-        there = {side.engine for side in sides if side.full_depth}
-        used = {side.engine for side in sides}
-        sides += [full for full in subject.full if full.engine in used - there]
-    with progress_bar(len(prompts), "record", name="generate", shown=progress) as bar:
-        found = generate_all(
-            subject.model,
-            sides,
-            prompts,
-            kept,
-            batch_size=settings.batch_size,
-            max_new_tokens=settings.max_new_tokens or 1,
-            eos=subject.eos,
-            progress=bar.update,
-        )
-    full = {side.engine: given for side, given in zip(sides, found, strict=True) if side.full_depth}
-    # Full depth is not compared with itself.
-    return [
-        Outputs(given, None if method.full_depth else full.get(method.engine))
-        for method, given in zip(methods, found, strict=False)
-    ]
+@dataclass(frozen=True)
+class _Work:
+    """What every method is run and scored on: prompts that fit, of records in their order."""
 
+    subject: Subject
+    task: Task
+    records: Sequence[Record]
+    prompts: list[list[int]]
+    settings: EvaluationSettings
+    progress: bool
 
-def _rows(
-    subject: Subject, task: Task, records: Records, prompts: list[list[int]], outputs: Outputs, scored: Scored
-) -> list[dict[str, Any]]:
-    texts, full_texts = _texts(subject, task, outputs.tokens), _texts(subject, task, outputs.full)
-    rows = []
-    for i, record in enumerate(records.items):
-        row = {
-            "id": str(record.id),
-            "prompt": record.prompt,
-            "references": list(record.references),
-            "output": texts[i],
-            "tokens": outputs.tokens[i],
-            "prompt_tokens": len(prompts[i]),
-            "reference_tokens": round(mean(map(len, response_ids(record.references, subject.tokenizer)))),
-        }
-        if full_texts:
-            row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
-        rows.append(row | {"statistics": scored.of_record(i)})
-    return rows
+    def generate(self, methods: Sequence[Method], kept: KeptValues) -> list[Outputs]:
+        """The outputs of each method, next to the one full depth that ran beside all on the same engine."""
+        sides = list(methods)
+        if self.settings.full_depth:
+            there = {side.engine for side in sides if side.full_depth}
+            used = {side.engine for side in sides}
+            sides += [full for full in self.subject.full if full.engine in used - there]
+        with self._bar("generate") as bar:
+            found = generate_all(
+                self.subject.model,
+                sides,
+                self.prompts,
+                kept,
+                batch_size=self.settings.batch_size,
+                max_new_tokens=self.settings.max_new_tokens or 1,
+                eos=self.subject.eos,
+                progress=bar.update,
+            )
+        full = {side.engine: given for side, given in zip(sides, found, strict=True) if side.full_depth}
+        # Full depth is not compared with itself.
+        return [
+            Outputs(given, None if method.full_depth else full.get(method.engine))
+            for method, given in zip(methods, found, strict=False)
+        ]
 
+    def score(self, method: Method, metrics: Sequence[Metric], outputs: Outputs) -> Scored:
+        """All that the method's outputs are scored with."""
+        texts, references = self._texts(outputs.tokens), [record.references for record in self.records]
+        tables: dict[str, Table] = {}
+        signatures: dict[str, str] = {}
+        for metric in metrics:
+            with self._bar(metric.name) as bar:
+                tables[metric.name] = metric.statistics(texts, references)
+                bar.update(len(texts))
+            signatures[metric.name] = metric.signature
+        if outputs.full:
+            tables |= free_running(outputs.tokens, outputs.full)
+        if self.settings.teacher_forced:
+            tables |= self._teacher_forced(method, outputs)
+        return Scored(tables, signatures)
 
-def _texts(subject: Subject, task: Task, rows: list[list[int]]) -> list[str]:
-    return [task.cut(subject.tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in rows]
+    def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
+        """What ``outputs.jsonl`` says of each record."""
+        texts, full_texts = self._texts(outputs.tokens), self._texts(outputs.full)
+        rows = []
+        for i, record in enumerate(self.records):
+            row = {
+                "id": str(record.id),
+                "prompt": record.prompt,
+                "references": list(record.references),
+                "output": texts[i],
+                "tokens": outputs.tokens[i],
+                "prompt_tokens": len(self.prompts[i]),
+                "reference_tokens": round(mean(map(len, response_ids(record.references, self.subject.tokenizer)))),
+            }
+            if full_texts:
+                row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}
+            rows.append(row | {"statistics": scored.of_record(i)})
+        return rows
 
+    def _bar(self, name: str, passes: int = 1) -> Any:
+        return progress_bar(passes * len(self.prompts), "record", name=name, shown=self.progress)
 
-def _score(
-    subject: Subject,
-    method: Method,
-    metrics: Sequence[Metric],
-    records: Records,
-    prompts: list[list[int]],
-    outputs: Outputs,
-    task: Task,
-    settings: EvaluationSettings,
-    progress: bool,
-) -> Scored:
-    texts = _texts(subject, task, outputs.tokens)
-    references = [record.references for record in records.items]
-    tables: dict[str, Table] = {}
-    signatures: dict[str, str] = {}
-    for metric in metrics:
-        with progress_bar(len(texts), "record", name=metric.name, shown=progress) as bar:
-            tables[metric.name] = metric.statistics(texts, references)
-            bar.update(len(texts))
-        signatures[metric.name] = metric.signature
-    if outputs.full:
-        tables |= free_running(outputs.tokens, outputs.full)
-    if settings.teacher_forced:
-        tables |= _teacher_forced(subject, method, records, prompts, outputs, settings.batch_size, progress)
-    return Scored(tables, signatures)
+    def _texts(self, rows: list[list[int]]) -> list[str]:
+        decode = self.subject.tokenizer.decode
+        return [self.task.cut(decode(tokens, skip_special_tokens=True)) for tokens in rows]
 
+    def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
+        """The loss of references, fidelity along full depth's outputs if there are any; nothing without a schedule."""
+        model = self.subject.model
+        schedule = Schedule.full(len(decoder_layers(unwrap(model)))) if method.full_depth else method.schedule
+        if schedule is None:
+            return {}
+        texts: list[tuple[Callable[..., dict[str, Table]], list[list[int]]]]
+        texts = [(reference_loss, self._first_references())]
+        if outputs.full:
+            texts.append((teacher_forced, outputs.full))
+        tables: dict[str, Table] = {}
+        with self._bar("teacher-forced", len(texts)) as bar:
+            for measure, given in texts:
+                for indices in batches([len(p) for p in self.prompts], self.settings.batch_size):
+                    rows, forced = [self.prompts[i] for i in indices], [given[i] for i in indices]
+                    for name, table in measure(model, schedule, rows, forced).items():
+                        tables.setdefault(name, np.zeros((len(self.prompts), 2)))[indices] = table
+                    bar.update(len(indices))
+        return tables
 
-def _teacher_forced(
-    subject: Subject,
-    method: Method,
-    records: Records,
-    prompts: list[list[int]],
-    outputs: Outputs,
-    batch_size: int,
-    progress: bool,
-) -> dict[str, Table]:
-    """The loss of references, fidelity along full depth's outputs where there are any; nothing without a schedule."""
-    layers = len(decoder_layers(unwrap(subject.model)))
-    schedule = Schedule.full(layers) if method.full_depth else method.schedule
-    if schedule is None:
-        return {}
-    texts: list[tuple[Callable[..., dict[str, Table]], list[list[int]]]]
-    texts = [(reference_loss, _first_references(subject, records, prompts))]
-    if outputs.full:
-        texts.append((teacher_forced, outputs.full))
-    tables: dict[str, Table] = {}
-    total = len(prompts) * len(texts)
-    with progress_bar(total, "record", name="teacher-forced", shown=progress) as bar:
-        for measure, given in texts:
-            for indices in batches([len(p) for p in prompts], batch_size):
-                rows, forced = [prompts[i] for i in indices], [given[i] for i in indices]
-                for name, table in measure(subject.model, schedule, rows, forced).items():
-                    tables.setdefault(name, np.zeros((len(prompts), 2)))[indices] = table
-                bar.update(len(indices))
-    return tables
-
-
-def _first_references(subject: Subject, records: Records, prompts: list[list[int]]) -> list[list[int]]:
-    """As far as the model's context reaches; the last token is not fed."""
-    first = response_ids([record.references[0] for record in records.items], subject.tokenizer)
-    if subject.context is None:
-        return first
-    return [ids[: subject.context - len(prompt) + 1] for ids, prompt in zip(first, prompts, strict=True)]
+    def _first_references(self) -> list[list[int]]:
+        """As far as the model's context reaches; the last token is not fed."""
+        first = response_ids([record.references[0] for record in self.records], self.subject.tokenizer)
+        context = self.subject.context
+        if context is None:
+            return first
+        return [ids[: context - len(prompt) + 1] for ids, prompt in zip(first, self.prompts, strict=True)]

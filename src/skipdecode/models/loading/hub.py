@@ -6,13 +6,13 @@ Knows nothing about how a schedule is applied; it only hands over the one a chec
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.kinds import read_json
 from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, SkipDecodeError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
@@ -211,13 +211,7 @@ def _carried_schedule(config: Any, where: str) -> Schedule | None:
 
 def _adapter_schedule(adapter: Path, config: Any) -> Schedule | None:
     file = adapter / SCHEDULE_FILE
-    if not file.is_file():
-        return None
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ScheduleError(f"{file}: a schedule must be JSON: {e}") from e
-    return _read_schedule(data, config, str(file))
+    return _read_schedule(read_json(file), config, str(file)) if file.is_file() else None
 
 
 def _read_schedule(data: Any, config: Any, where: str) -> Schedule:
