@@ -3,7 +3,7 @@
 The model is tuned (the bundled adapter, merged), so that its schedule is one that a user would run and its outputs end
 by themselves. Rows of transformers' batches are left-padded and start together; in vLLM they come and go, in both ways
 to skip. A first difference is given with the gap between transformers' two best logits there: rounding decides what is
-closer than about 1e-4. `metadata_build_s` is the median time of one cut and build of attention metadata (modes.py).
+closer than about 1e-4. `metadata_build_s` is the median time of one cut and build of attention metadata (runner.py).
 
     VLLM_ENV=~/.cache/skipdecode/vllm-env
     $VLLM_ENV/bin/python benchmarks/vllm_exact.py --data test.jsonl --out results/vllm-exact-smollm2-135m.json

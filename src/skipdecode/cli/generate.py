@@ -184,7 +184,7 @@ def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> di
 
 def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: EngineSource, schedule: Schedule) -> Job:
     from skipdecode.data.prompts import PromptEncoder, context_length
-    from skipdecode.data.run import Job, RowMaker
+    from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
 
@@ -197,8 +197,10 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
         sampling,
         config.max_new_tokens,
         end_tokens(loaded.model, tokenizer),
-        RowMaker(tokenizer, stop, include_prompt=config.include_prompt),
         config.batch_size,
+        tokenizer,
+        stop,
+        config.include_prompt,
         (lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 

@@ -22,7 +22,7 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, SkipDecodeError
 
-__all__ = ["COMPARED_BATCHES", "Job", "RowMaker", "generate_rows", "refuse_bad_rows"]
+__all__ = ["COMPARED_BATCHES", "Job", "generate_rows", "refuse_bad_rows"]
 
 COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
@@ -30,37 +30,9 @@ _CHECK_WINDOW = 1024
 _WARM_UP_TOKENS = 2
 
 
-class RowMaker:
-    """Makes output rows: ``id``, ``text``, ``new_tokens``, ``finish_reason`` (and ``prompt`` if asked for).
-
-    Parameters
-    ----------
-    stop : StopStrings, optional
-        What ends a text; it is cut off with all that follows.
-    include_prompt : bool
-        Repeat the prompt as it was tokenised.
-    """
-
-    def __init__(self, tokenizer: Any, stop: StopStrings | None = None, *, include_prompt: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self.stop = stop
-        self._include_prompt = include_prompt
-
-    def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: FinishReason) -> dict[str, Any]:
-        """The output of a row that went well."""
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return {
-            "id": prompt.record.id,
-            **({"prompt": prompt.text} if self._include_prompt else {}),
-            "text": text if self.stop is None else self.stop.cut(text),
-            "new_tokens": len(tokens),
-            "finish_reason": finish_reason,
-        }
-
-
 @dataclass(frozen=True)
 class Job:
-    """How rows are generated.
+    """How rows are generated, and what the output says of them.
 
     Parameters
     ----------
@@ -72,6 +44,10 @@ class Job:
         Most new tokens of a row; rows near the end of the context have room for fewer.
     ends : frozenset of int
         A row ends after any of these tokens.
+    stop : StopStrings, optional
+        What ends a text; it is cut off with all that follows.
+    include_prompt : bool
+        Repeat the prompt as it was tokenised.
     full_depth : callable, optional
         From a number of rows to an engine at full depth: some batches are then timed on both.
     """
@@ -81,9 +57,22 @@ class Job:
     sampling: Sampling
     max_new_tokens: int
     ends: frozenset[int]
-    make: RowMaker
     batch_size: int
+    tokenizer: Any
+    stop: StopStrings | None = None
+    include_prompt: bool = False
     full_depth: Callable[[int], Engine] | None = None
+
+    def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: FinishReason) -> dict[str, Any]:
+        """The output of a row that went well."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return {
+            "id": prompt.record.id,
+            **({"prompt": prompt.text} if self.include_prompt else {}),
+            "text": text if self.stop is None else self.stop.cut(text),
+            "new_tokens": len(tokens),
+            "finish_reason": finish_reason,
+        }
 
     def request(self, prompt: EncodedPrompt) -> Request:
         """A row for the engine."""
@@ -142,13 +131,13 @@ class _Run:
             return False  # of a row that a stop string has ended
         row.tokens.append(out.token)
         reason = out.finish_reason
-        if reason is None and self.job.make.stop is not None and self.job.make.stop(row.tokens):
+        if reason is None and self.job.stop is not None and self.job.stop(row.tokens):
             reason = "stop"
             self.engine.cancel(out.request)
         if reason is None:
             return False
         del self.open[out.request]
-        self.writer.put(row.prompt.record.index, self.job.make.row(row.prompt, row.tokens, reason))
+        self.writer.put(row.prompt.record.index, self.job.row(row.prompt, row.tokens, reason))
         self.summary.rows += 1
         self._keep_for_comparison(row)
         return True
