@@ -105,8 +105,9 @@ class FileWriter:
     @property
     def resume_hint(self) -> str:
         """What the user of an interrupted run needs to know, in one line."""
-        kept = self._journal
-        return f"{kept.count} finished rows are kept in {kept.path}; the same command goes on from there"
+        # Counted in the file: an interrupt may have come between a row's way there and its count.
+        finished = sum(1 for _ in self._journal.read())
+        return f"{finished} finished rows are kept in {self._journal.path}; the same command goes on from there"
 
     def is_done(self, index: int) -> bool:
         """Whether an earlier run wrote this row."""
