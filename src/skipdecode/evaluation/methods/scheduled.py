@@ -25,7 +25,7 @@ class Scheduled(Method):
     Parameters
     ----------
     schedule : Schedule or None
-        None runs every layer.
+        For a model of its number of layers; None: full depth, of any.
     source : EngineSource, optional
         Engines of the model that is decoded.
     """
@@ -33,12 +33,10 @@ class Scheduled(Method):
     rows_leave = True
 
     def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
-        self._asked = schedule
-        self._source = source
+        self._asked, self._source = schedule, source
         self.schedule = schedule if source is None or schedule is None else source.suited(schedule)
         self.name = "full" if schedule is None else schedule.name
         self.lossless = schedule is None or schedule.is_full
-        self.full_depth = schedule is None
         self.engine = GatedEngine.name if source is None else source.name
 
     def on(self, source: EngineSource) -> Scheduled:
@@ -46,18 +44,17 @@ class Scheduled(Method):
         return Scheduled(self._asked, source)
 
     def make_engine(self, model: Any, max_rows: int) -> Engine:
-        """See `Method.make_engine`."""
         schedule = self.schedule or Schedule.full(len(decoder_layers(unwrap(model))))
         if self._source is None:
             return GatedEngine(model, schedule, max_rows=max_rows)
         return self._source.engine(schedule, max_rows=max_rows)
 
     def settings(self) -> dict[str, Any]:
-        """The name, and the schedule if there is one."""
+        """The name, and the schedule itself."""
         return super().settings() | ({} if self._asked is None else {"schedule": self._asked.to_dict()})
 
     def check(self, model: Any) -> None:
-        """Raises ScheduleError too, if the schedule is for another number of layers."""
+        """Raises ScheduleError if the schedule is for another number of layers."""
         super().check(model)
         if self._asked is not None:
             self._asked.check_fits(len(decoder_layers(unwrap(model))))
@@ -66,8 +63,13 @@ class Scheduled(Method):
 class Full(Scheduled):
     """Every layer for every token: the yardstick of all schedules on the same engine."""
 
+    full_depth = True
+
     def __init__(self, source: EngineSource | None = None) -> None:
         super().__init__(None, source)
+
+    def on(self, source: EngineSource) -> Full:
+        return Full(source)
 
 
 def on_engine(
@@ -79,10 +81,13 @@ def on_engine(
     ----------
     methods : sequence of Method
         As made: schedules through transformers.
-    engine, weights : str
+    model : PreTrainedModel or PeftModel
+    engine : {"auto", "fast", "transformers"}
         See `skipdecode.engine.opening.open_fast`.
     note : callable
         Told one line where the choice needs a word.
+    weights : {"model", "int8", "int4"}
+        See `open_fast`.
 
     Raises
     ------
