@@ -56,7 +56,6 @@ class DenseModel(FastModel):
 
     @property
     def captures_graphs(self) -> bool:
-        """See `FastModel`."""
         return self._new_capture is not None
 
     def new_kv(self) -> StaticKV:
@@ -72,7 +71,6 @@ class DenseModel(FastModel):
 
     @torch.inference_mode()
     def forward(self, rows: TokenRows, kv: StaticKV) -> Tensor:
-        """See `FastModel.forward`."""
         if len(set(rows.slots)) == len(rows.slots):
             return self._decode(rows, kv)
         return self._prompts(rows, kv)

@@ -68,15 +68,12 @@ class SchedulePolicy:
         self.schedule = schedule
 
     def prompt_budget(self) -> int:
-        """See `BudgetPolicy`."""
         return len(self.schedule.prompt_layers())
 
     def first_budget(self) -> int:
-        """See `BudgetPolicy`."""
         return self.schedule.budget(0)
 
     def next_budget(self, row: RowView) -> int:
-        """See `BudgetPolicy`."""
         return self.schedule.budget(row.position)
 
 

@@ -118,17 +118,14 @@ class FastEngine(Engine):
 
     @property
     def waiting(self) -> int:
-        """See `Engine`."""
         return self._scheduler.waiting
 
     @property
     def rows(self) -> int:
-        """See `Engine`."""
         return len(self._running) + len(self._starting)
 
     @property
     def kv_bytes(self) -> int:
-        """See `Engine`."""
         return self.kv.bytes_held
 
     def takes(self, schedule: Schedule) -> bool:
@@ -136,7 +133,6 @@ class FastEngine(Engine):
         return self._order.takes(schedule)
 
     def close(self) -> None:
-        """See `Engine`."""
         for row in self._starting + self._running:
             self.kv.close(row.slot)
         self._starting, self._running, self._requests = [], [], {}

@@ -17,7 +17,7 @@ from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import ModelSpec, StackInput
 from skipdecode.engine.kv import KV, PagedKV
-from skipdecode.engine.model_spec import read_model, weights_of
+from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -124,11 +124,6 @@ class FastModel(ABC):
         """The engine on these weights: "fast", "fast-int8" or "fast-int4"."""
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the layers' projections and the output embedding, as they are read."""
-        return sum(weight.nbytes for weight in weights_of(self._spec))
-
     def _read(self, positions: int) -> ModelSpec:
         return read_model(self._model, positions)
 
@@ -159,12 +154,10 @@ class NativeModel(FastModel):
         self._logits = torch.empty(0, self.vocab_size)
 
     def new_kv(self) -> PagedKV:
-        """See `FastModel`."""
         attention = self._spec.layers[0].attention
         return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
-        """See `FastModel`."""
         count = len(rows.tokens)
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)

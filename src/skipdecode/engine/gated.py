@@ -79,7 +79,6 @@ class GatedEngine(Engine):
         self._wave: _Wave | None = None
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
-        """See `Engine`."""
         wanted = self.schedule if schedule is None else schedule
         wanted.check_fits(self.num_layers)
         if wanted not in self._queues:
@@ -93,28 +92,23 @@ class GatedEngine(Engine):
 
     @property
     def waiting(self) -> int:
-        """See `Engine`."""
         return len(self._requests)
 
     @property
     def rows(self) -> int:
-        """See `Engine`."""
         return 0 if self._wave is None else len(self._wave.rows)
 
     @property
     def kv_bytes(self) -> int:
-        """See `Engine`."""
         return 0 if self._wave is None else self._wave.cache.kv_bytes()
 
     def cancel(self, number: int) -> None:
-        """See `Engine`."""
         if self._requests.pop(number, None) is not None:
             self._queues[self._schedules.pop(number)].drop(number)
         if self._wave is not None:
             self._keep([row.number != number for row in self._wave.rows])
 
     def close(self) -> None:
-        """See `Engine`."""
         self._queues, self._requests, self._schedules = {}, {}, {}
         self._end_wave()
 

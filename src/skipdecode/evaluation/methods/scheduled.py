@@ -24,20 +24,19 @@ class Scheduled(Method):
 
     Parameters
     ----------
-    schedule : Schedule
-        For a model of its number of layers.
+    schedule : Schedule or None
+        For a model of its number of layers; None: full depth, of any.
     source : EngineSource, optional
         Engines of the model that is decoded.
     """
 
     rows_leave = True
 
-    def __init__(self, schedule: Schedule, source: EngineSource | None = None) -> None:
-        self._asked = schedule
-        self._source = source
-        self.schedule: Schedule | None = schedule if source is None else source.suited(schedule)
-        self.name = schedule.name
-        self.lossless = schedule.is_full
+    def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
+        self._asked, self._source = schedule, source
+        self.schedule = schedule if source is None or schedule is None else source.suited(schedule)
+        self.name = "full" if schedule is None else schedule.name
+        self.lossless = schedule is None or schedule.is_full
         self.engine = GatedEngine.name if source is None else source.name
 
     def on(self, source: EngineSource) -> Scheduled:
@@ -45,19 +44,20 @@ class Scheduled(Method):
         return Scheduled(self._asked, source)
 
     def make_engine(self, model: Any, max_rows: int) -> Engine:
-        """See `Method.make_engine`."""
         schedule = self.schedule or Schedule.full(len(decoder_layers(unwrap(model))))
         if self._source is None:
             return GatedEngine(model, schedule, max_rows=max_rows)
         return self._source.engine(schedule, max_rows=max_rows)
 
     def settings(self) -> dict[str, Any]:
-        """The schedule itself."""
-        return {"name": self.name, "schedule": self._asked.to_dict()}
+        """The name, and the schedule itself."""
+        return super().settings() | ({} if self._asked is None else {"schedule": self._asked.to_dict()})
 
     def check(self, model: Any) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""
-        self._asked.check_fits(len(decoder_layers(unwrap(model))))
+        super().check(model)
+        if self._asked is not None:
+            self._asked.check_fits(len(decoder_layers(unwrap(model))))
 
 
 class Full(Scheduled):
@@ -66,23 +66,10 @@ class Full(Scheduled):
     full_depth = True
 
     def __init__(self, source: EngineSource | None = None) -> None:
-        self._source = source
-        self.schedule = None
-        self.name = "full"
-        self.lossless = True
-        self.engine = GatedEngine.name if source is None else source.name
+        super().__init__(None, source)
 
     def on(self, source: EngineSource) -> Full:
-        """See `Scheduled.on`."""
         return Full(source)
-
-    def settings(self) -> dict[str, Any]:
-        """Its name."""
-        return {"name": self.name}
-
-    def check(self, model: Any) -> None:
-        """See `Method.check`."""
-        Method.check(self, model)
 
 
 def on_engine(

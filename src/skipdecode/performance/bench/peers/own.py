@@ -73,7 +73,6 @@ class FastPeer(Peer):
             yield
 
     def suited(self, schedule: Schedule) -> Schedule:
-        """See `Peer`."""
         return self.fast.suited(schedule)
 
     def reads(self, batch: int) -> CostModel:
@@ -92,7 +91,6 @@ class GatedPeer(Peer):
     skips = True
 
     def engine(self, schedule: Schedule, rows: Rows) -> GatedEngine:
-        """See `Peer`."""
         return GatedEngine(self.model, schedule, max_rows=rows.batch)
 
     @contextmanager
