@@ -34,14 +34,7 @@ def layers_only(num_layers: int) -> CostModel:
 class TextCost:
     """A cost model with the texts that are decoded.
 
-    Parameters
-    ----------
-    cost : CostModel
-        Seconds of a step.
-    prompt_len : int
-        Prompt tokens of a row.
-    steps : tuple of float
-        Expected decode steps at generation position 0, 1, … of a batch of texts.
+    Rows have `prompt_len` prompt tokens; `steps` are a batch's expected decode steps at generation position 0, 1, ….
     """
 
     cost: CostModel
@@ -92,20 +85,11 @@ class TextCost:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the curve has to fit in.
+    """What the curve has to fit in, with texts and cost.
 
-    Parameters
-    ----------
-    workload : TextCost
-        Cost and lengths.
-    limit : float
-        Most seconds (layers, for a nominal target) of the decode phase.
-    least : int
-        Fewest layers of the drop order.
-    seq_len : int
-        Positions of the paper's curve.
-    paper, even : Schedule
-        Baselines of this cost; flat in continuous use.
+    `limit` is the most seconds (layers, for a nominal target) of the decode phase, `least` the fewest layers of the
+    drop order, `seq_len` the positions of the paper's curve. `paper` and `even` are baselines of this cost; flat in
+    continuous use.
     """
 
     workload: TextCost

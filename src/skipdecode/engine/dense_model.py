@@ -29,20 +29,8 @@ class DenseModel(FastModel):
 
     Where steps can be captured, one is for every number of places (powers of two), of columns that attention reads (see
     `skipdecode.engine.kernels.static_cache.token_bucket`) and set of layers that some row runs, when it first comes up.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        See `FastModel`.
-    new_capture : callable, optional
-        Makes what captures steps. Default: CUDA graphs on GPUs, nothing elsewhere.
-    hint : str
-        Why the C++ kernels do not serve, where they were wanted.
-
-    Raises
-    ------
-    UnfitModelError
-        If the fast path does not cover the model.
+    `new_capture` makes what captures steps: by default CUDA graphs on GPUs, nothing elsewhere. `hint` says why the C++
+    kernels do not serve, where they were wanted.
     """
 
     kernel = "dense"

@@ -209,27 +209,24 @@ class FastEngine(Engine):
                 parts.append((row, part))
                 room -= len(part)
         parts.sort(key=lambda part: -part[0].budget)
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
+        batch = TokenRows([], [], [], [], [])
         budgets: list[int] = []
         done: list[_Row] = []
-        wanted: list[int] = []
         for row, part in parts:
             self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + len(part))
-            tokens += part
-            slots += [row.slot] * len(part)
-            positions += range(row.fed, row.fed + len(part))
+            batch.tokens.extend(part)
+            batch.slots.extend([row.slot] * len(part))
+            batch.positions.extend(range(row.fed, row.fed + len(part)))
             budgets += [row.budget] * len(part)
             row.fed += len(part)
             if row.fed == len(row.request.prompt):
                 done.append(row)
-                wanted.append(len(tokens) - 1)
-        counts = self._order.counts(budgets)
-        logits = self.model.forward(TokenRows(tokens, slots, positions, counts, wanted or [len(tokens) - 1]), self.kv)
+                batch.wanted.append(len(batch.tokens) - 1)
+        batch.counts.extend(self._order.counts(budgets))
+        logits = self.model.forward(batch if done else batch._replace(wanted=[len(batch.tokens) - 1]), self.kv)
         self.model.wait()
         self._note_kv()
-        self.stats.prompt_tokens += len(tokens)
+        self.stats.prompt_tokens += len(batch.tokens)
         self.stats.prompt_seconds += time.perf_counter() - start
         self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
         self._running += done

@@ -26,16 +26,9 @@ __all__ = ["FastModel", "NativeModel", "TokenRows"]
 
 
 class TokenRows(NamedTuple):
-    """The rows of one forward; lists of one length.
+    """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
 
-    Parameters
-    ----------
-    tokens, slots, positions : list of int
-        A token's id, its row of the KV store, its position in its text.
-    counts : list of int
-        How many rows, from the first, run each layer.
-    wanted : list of int
-        Rows whose logits are wanted.
+    `counts` says how many rows, from the first, run each layer, `wanted` of which rows logits are wanted.
     """
 
     tokens: list[int]
@@ -129,17 +122,9 @@ class FastModel(ABC):
 
 
 class NativeModel(FastModel):
-    """The fast path on the C++ kernels.
+    """The fast path on the C++ kernels, which read its type of weights.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        See `FastModel`.
-    kernels : NativeKernels
-        They read its type of weights.
-    quantization : {"int8", "int4"}, optional
-        Read the projections and the output embedding from quantised copies (see `kernels.quantize`); by default, the
-        model's own weights.
+    With a `quantization` they read the projections and the output embedding from quantised copies (`kernels.quantize`).
     """
 
     kernel = "native"
