@@ -12,10 +12,9 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy, granted
-from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kv import KV
-from skipdecode.engine.open_model import open_model
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import Row, put_out
 from skipdecode.engine.scheduler import RequestSize, Scheduler

@@ -12,9 +12,8 @@ from typing import Any
 
 from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.open_model import open_model
 from skipdecode.engine.scheduler import JOIN_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap

@@ -11,12 +11,11 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kv import KV
-from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.plan import PROMPT
 from skipdecode.performance.bench.peers import Peer, Rows
