@@ -33,24 +33,10 @@ _KEPT_BYTES = 2**30
 
 
 class LossMeter:
-    """Measures schedules on records.
+    """Measures schedules on records, which go through the model `batch_size` at a time, padded with `pad_id`.
 
-    Parameters
-    ----------
-    attachment : Attachment
-        Its schedule changes with every measurement.
-    examples : sequence of Example
-        The records.
-    store : KeptValues
-        What was measured before is not measured again.
-    part : str
-        Name of these records in the store.
-    batch_size : int
-        Records in a forward pass.
-    pad_id : int
-        Token that pads.
-    advance : callable
-        Told after each batch under a schedule.
+    The attachment's schedule changes with every measurement. What was measured before, of these records under the name
+    `part` in the `store`, is not measured again. `advance` is told after each batch under a schedule.
     """
 
     def __init__(

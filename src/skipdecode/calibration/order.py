@@ -50,10 +50,6 @@ def greedy_order(
         Gives the loss of each of several sets of layers that are left out.
     layers : sequence of int
         Layers that may go.
-    drops : int
-        Rounds.
-    candidates : int
-        Layers tried in a round after the first.
     prior : mapping of int to float
         A cheaper ranking (block influence) that decides between equals, the lowest first.
     """

@@ -38,24 +38,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was learned.
+    """What was learned: the drop order, losses under it, and the schedule.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        The calibrated schedule: of those under the calibrated order, the one that measured best within the limit.
-    order : tuple of int
-        Drop order.
-    rounds : tuple of Round
-        The greedy search; empty for another method.
-    influence : tuple of float
-        Block influence of each layer.
-    table : LossTable
-        Under the calibrated order.
-    starts : tuple of int
-        First positions of the buckets.
-    verdicts : tuple of Verdict
-        Full depth, the paper's, evenly spaced, and those under the calibrated order; the calibrated one is last.
+    `schedule` is, of those under the calibrated order, the one that measured best within the limit. `rounds` are the
+    greedy search, empty for another method; `influence` is the block influence of each layer, `starts` the first
+    positions of the buckets. `verdicts` are on full depth, the paper's, evenly spaced, and those under the calibrated
+    order; the calibrated one is last.
     """
 
     schedule: Schedule

@@ -25,13 +25,8 @@ __all__ = ["EngineSource", "end_tokens", "open_engines", "open_fast"]
 class EngineSource:
     """Engines of one model, for any number of schedules; all share its weights.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-    fast : FastModel or None
-        The model's fast path; None: through transformers.
-    note : callable
-        Told one line where a schedule runs otherwise than it says.
+    They run on its fast path, or through transformers without one. `note` is told one line where a schedule runs
+    otherwise than it says.
     """
 
     def __init__(self, model: Any, fast: FastModel | None, note: Callable[[str], None]) -> None:
