@@ -34,8 +34,7 @@ from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.depth import DepthOrder
-from skipdecode.engine.fast_model import FastModel, TokenRows
-from skipdecode.engine.open_model import open_model
+from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.generate import batches
 from skipdecode.models.families import unwrap

@@ -8,8 +8,7 @@ from typing import Any
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skipdecode.engine import base, fast, gated, sampling
-from skipdecode.engine.dense_model import DenseModel
-from skipdecode.engine.fast_model import NativeModel
+from skipdecode.engine.fast_model import DenseModel, NativeModel
 
 FIXED, LAYER, TOKEN, CACHED = 1.0, 0.25, 0.0625, 2**-10
 """Seconds of a forward of the fast engine, of each layer that it runs, of each token in it, of each cached token read.

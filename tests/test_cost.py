@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfi
 
 from counted import CACHED, FIXED, LAYER, TOKEN, count_time
 from skipdecode import Schedule, attach
-from skipdecode.engine.open_model import open_model
+from skipdecode.engine.fast_model import open_model
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost

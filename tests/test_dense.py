@@ -20,12 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 from engine_tools import decode
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.dense_model import DenseModel
-from skipdecode.engine.fast_model import TokenRows
+from skipdecode.engine.fast_model import DenseModel, TokenRows, open_model
 from skipdecode.engine.kernels import graphs
 from skipdecode.engine.kernels.static_cache import row_bucket, token_bucket
 from skipdecode.engine.model_spec import READERS
-from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import EngineSource
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.measure import measure

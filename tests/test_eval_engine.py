@@ -10,7 +10,7 @@ import pytest
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine.open_model import open_model
+from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import EngineSource
 from skipdecode.evaluation.methods.calm import Calm
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled, on_engine

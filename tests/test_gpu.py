@@ -10,7 +10,7 @@ import torch
 from skipdecode import Schedule, attach
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.dense_model import DenseModel
+from skipdecode.engine.fast_model import DenseModel
 from skipdecode.engine.model_spec import READERS
 from skipdecode.performance.machine import measure_bandwidth
 from textgen_tools import save_tiny_model

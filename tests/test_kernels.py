@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
+from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build, native_kernels
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
-from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UsageError
 from tiny import tiny_model
 

@@ -15,8 +15,8 @@ from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, GatedEngine, Sampling
+from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
-from skipdecode.engine.open_model import open_model
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import UsageError
 from textgen_tools import read_rows, save_tiny_model, write_rows

@@ -10,9 +10,9 @@ import torch
 from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
+from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
 from skipdecode.engine.kernels.spec import LinearSpec
-from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 

@@ -27,7 +27,6 @@ from skipdecode.performance.simulate.traces import (
     lognormal,
     make_trace,
     parse_lengths,
-    poisson,
     uniform,
 )
 from skipdecode.performance.simulate.worker import spread
@@ -128,7 +127,7 @@ def test_lockstep_equals_the_cost_model(schedule, policy):
 
 
 def test_continuous_with_one_row_equals_waves_of_one():
-    trace = list(make_trace(50, poisson(3, 1), uniform(1, 40), constant(9), seed=1))
+    trace = list(make_trace(50, bursts(3, 1, 1), uniform(1, 40), constant(9), seed=1))
     continuous, waves = (simulate(trace, COST, PAPER, max_rows=1, policy=p) for p in ("continuous", "waves"))
     assert continuous.seconds == pytest.approx(waves.seconds)
     assert continuous.steps == waves.steps == 50 * 8
@@ -138,7 +137,7 @@ def test_continuous_with_one_row_equals_waves_of_one():
 def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
     service = simulate(requests((0, 10, 20)), COST, PAPER, max_rows=1).seconds
     load = 0.7
-    trace = make_trace(40_000, poisson(load / service, 3), constant(10), constant(20))
+    trace = make_trace(40_000, bursts(load / service, 1, 3), constant(10), constant(20))
     result = simulate(trace, COST, PAPER, max_rows=1)
     # M/D/1 (Pollaczek-Khinchine): mean wait = load · service / (2 (1 - load)).
     wait = sum(result.whole) / len(result.whole) - service
@@ -147,7 +146,7 @@ def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
 
 
 def test_a_policy_is_asked_and_gives_what_its_schedule_gives():
-    trace = list(make_trace(40, poisson(20, 2), uniform(1, 30), uniform(1, 30)))
+    trace = list(make_trace(40, bursts(20, 1, 2), uniform(1, 30), uniform(1, 30)))
     asked = simulate(trace, COST, SchedulePolicy(PAPER), max_rows=4)
     known = simulate(trace, COST, PAPER, max_rows=4)
     assert asked.seconds == pytest.approx(known.seconds)
@@ -188,8 +187,8 @@ def test_capacity_is_what_an_overloaded_worker_finishes():
         return make_trace(n, times, uniform(5, 50), uniform(5, 50))
 
     most = capacity(trace(10**9, all_at_once()), COST, FULL)
-    assert simulate(trace(3000, poisson(3 * most)), COST, FULL).requests_per_second == pytest.approx(most, rel=0.05)
-    calm = simulate(trace(3000, poisson(0.5 * most)), COST, FULL)
+    assert simulate(trace(3000, bursts(3 * most, 1)), COST, FULL).requests_per_second == pytest.approx(most, rel=0.05)
+    calm = simulate(trace(3000, bursts(0.5 * most, 1)), COST, FULL)
     assert calm.requests_per_second == pytest.approx(0.5 * most, rel=0.1)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernel_reference import kernels_or_skip
+from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.model_spec import READERS
-from skipdecode.engine.open_model import open_model
 from tiny import tiny_model
 
 

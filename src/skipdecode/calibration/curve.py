@@ -30,15 +30,10 @@ _Point = tuple[float, float, Any]
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses under one drop order.
+    """Losses under one drop order: the summed loss at each index of a text, by budget.
 
-    Parameters
-    ----------
-    counts : tuple of int
-        Response tokens at each index in their text. The first is predicted by the prompt; the one at index j + 1 by the
-        token at generation position j.
-    sums : mapping of int to tuple of float
-        The summed loss at each index, by budget.
+    `counts` are the response tokens at each index. The first is predicted by the prompt; the one at index j + 1 by the
+    token at generation position j.
     """
 
     counts: tuple[int, ...]

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from skipdecode.cli.arguments import command_line
@@ -240,7 +240,7 @@ def _document(plan: _Plan) -> dict[str, Any]:
         "prompt_len": config.prompt_len,
         "new_tokens": _tokens(config),
         "schedule": plan.schedule.to_dict(),
-        "figures": plan.figures.to_dict(),
+        "figures": asdict(plan.figures),
         "reason": plan.reason,
         "cost": source.cost.to_dict(),
         "cost_origin": source.origin,

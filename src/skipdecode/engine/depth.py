@@ -15,18 +15,9 @@ __all__ = ["BudgetPolicy", "DepthOrder", "RowView", "SchedulePolicy", "granted"]
 
 
 class RowView(NamedTuple):
-    """What a policy sees of a row.
-
-    Parameters
-    ----------
-    request : int
-        Number of the request.
-    position : int
-        Generation position of the token about to be fed (0: the first new token).
-    budget : int
-        Layers of the row's token before (of its prompt, at position 0).
-    logprob : float
-        Of the token about to be fed.
+    """What a policy sees of a row: the request's number, and of the token about to be fed the generation position
+    (0: the first new token) and log-probability. `budget` are the layers of the token before (of the prompt, at
+    position 0).
     """
 
     request: int
@@ -68,15 +59,12 @@ class SchedulePolicy:
         self.schedule = schedule
 
     def prompt_budget(self) -> int:
-        """See `BudgetPolicy`."""
         return len(self.schedule.prompt_layers())
 
     def first_budget(self) -> int:
-        """See `BudgetPolicy`."""
         return self.schedule.budget(0)
 
     def next_budget(self, row: RowView) -> int:
-        """See `BudgetPolicy`."""
         return self.schedule.budget(row.position)
 
 

@@ -12,10 +12,9 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy, granted
-from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kv import KV
-from skipdecode.engine.open_model import open_model
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import Row, put_out
 from skipdecode.engine.scheduler import RequestSize, Scheduler
@@ -118,17 +117,14 @@ class FastEngine(Engine):
 
     @property
     def waiting(self) -> int:
-        """See `Engine`."""
         return self._scheduler.waiting
 
     @property
     def rows(self) -> int:
-        """See `Engine`."""
         return len(self._running) + len(self._starting)
 
     @property
     def kv_bytes(self) -> int:
-        """See `Engine`."""
         return self.kv.bytes_held
 
     def takes(self, schedule: Schedule) -> bool:
@@ -136,7 +132,6 @@ class FastEngine(Engine):
         return self._order.takes(schedule)
 
     def close(self) -> None:
-        """See `Engine`."""
         for row in self._starting + self._running:
             self.kv.close(row.slot)
         self._starting, self._running, self._requests = [], [], {}
@@ -213,29 +208,26 @@ class FastEngine(Engine):
                 parts.append((row, part))
                 room -= len(part)
         parts.sort(key=lambda part: -part[0].budget)
-        tokens: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
+        batch = TokenRows([], [], [], [], [])
         budgets: list[int] = []
         done: list[_Row] = []
-        wanted: list[int] = []
         for row, part in parts:
             self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + len(part))
-            tokens += part
-            slots += [row.slot] * len(part)
-            positions += range(row.fed, row.fed + len(part))
+            batch.tokens.extend(part)
+            batch.slots.extend([row.slot] * len(part))
+            batch.positions.extend(range(row.fed, row.fed + len(part)))
             budgets += [row.budget] * len(part)
             row.fed += len(part)
             if row.fed == len(row.request.prompt):
                 done.append(row)
-                wanted.append(len(tokens) - 1)
-        rows = TokenRows(tokens, slots, positions, self._order.counts(budgets), wanted)
+                batch.wanted.append(len(batch.tokens) - 1)
+        batch.counts.extend(self._order.counts(budgets))
         if self.model.projects and budgets[0] == budgets[-1]:
-            rows = rows.last_tokens_first()
-        logits = self.model.forward(rows._replace(wanted=rows.wanted or [0]), self.kv)
+            batch = batch.last_tokens_first()
+        logits = self.model.forward(batch._replace(wanted=batch.wanted or [0]), self.kv)
         self.model.wait()
         self._note_kv()
-        self.stats.prompt_tokens += len(tokens)
+        self.stats.prompt_tokens += len(batch.tokens)
         self.stats.prompt_seconds += time.perf_counter() - start
         self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
         self._running += done

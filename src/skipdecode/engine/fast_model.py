@@ -3,42 +3,45 @@
 A step is a list of tokens, each with its slot (sequence) and position; prompts and generated tokens are alike. Rows
 come sorted by falling depth, so that the rows of a layer are the first ones: a layer reads its weights once for exactly
 the rows that need it, and mixed ages cost no gather.
+
+The C++ kernels compute on CPUs (`NativeModel`), torch operators elsewhere (`DenseModel`): decode steps of fixed shape
+over a static KV cache, captured as CUDA graphs on GPUs, and prompts operator by operator. `open_model` chooses.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from skipdecode.engine.kernels import KernelChoice, native_kernels
+from skipdecode.engine.kernels.dense import DenseDecoder, Segment
+from skipdecode.engine.kernels.graphs import GraphCapture, capture_for
 from skipdecode.engine.kernels.native import NativeKernels
-from skipdecode.engine.kernels.quantize import Quantization
+from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.engine.kernels.spec import ModelSpec, StackInput
+from skipdecode.engine.kernels.static_cache import StaticCache, token_bucket
 from skipdecode.engine.kv import KV, PagedKV
-from skipdecode.engine.model_spec import read_model, weights_of
+from skipdecode.engine.model_spec import read_model
+from skipdecode.engine.static_kv import StaticKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.levels import fewest_levels
 
-__all__ = ["FastModel", "NativeModel", "TokenRows"]
+__all__ = ["DenseModel", "FastModel", "NativeModel", "TokenRows", "open_model"]
 
 
 class TokenRows(NamedTuple):
-    """The rows of one forward; lists of one length.
+    """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
 
-    Parameters
-    ----------
-    tokens, slots, positions : list of int
-        A token's id, its row of the KV store, its position in its text.
-    counts : list of int
-        How many rows, from the first, run each layer.
-    wanted : list of int
-        Rows whose logits are wanted.
-    stored : list of int, optional
-        For each layer: the number of rows, from the first, whose keys and values it stores; see `StackInput`. Only for
-        models that project (`FastModel.projects`).
+    `counts` says how many rows, from the first, run each layer, `wanted` of which rows logits are wanted, and `stored`,
+    for models that project (`FastModel.projects`), how many leave their keys and values in each layer (`counts`).
     """
 
     tokens: list[int]
@@ -143,27 +146,14 @@ class FastModel(ABC):
         """The engine on these weights: "fast", "fast-int8" or "fast-int4"."""
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the layers' projections and the output embedding, as they are read."""
-        return sum(weight.nbytes for weight in weights_of(self._spec))
-
     def _read(self, positions: int) -> ModelSpec:
         return read_model(self._model, positions)
 
 
 class NativeModel(FastModel):
-    """The fast path on the C++ kernels.
+    """The fast path on the C++ kernels, which read its type of weights.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        See `FastModel`.
-    kernels : NativeKernels
-        They read its type of weights.
-    quantization : {"int8", "int4"}, optional
-        Read the projections and the output embedding from quantised copies (see `kernels.quantize`); by default, the
-        model's own weights.
+    With a `quantization` they read the projections and the output embedding from quantised copies (`kernels.quantize`).
     """
 
     kernel = "native"
@@ -179,12 +169,10 @@ class NativeModel(FastModel):
         self._logits = torch.empty(0, self.vocab_size)
 
     def new_kv(self) -> PagedKV:
-        """See `FastModel`."""
         attention = self._spec.layers[0].attention
         return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
-        """See `FastModel`."""
         count = len(rows.tokens)
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
@@ -208,3 +196,120 @@ class NativeModel(FastModel):
     def _bind(self) -> None:
         self._stack = self._kernels.stack(self._spec.layers)
         self._head = self._kernels.linear(self._spec.head)
+
+
+class DenseModel(FastModel):
+    """The fast path of a transformers model in torch operators.
+
+    Where steps can be captured, one is for every number of places (powers of two), of columns that attention reads (see
+    `skipdecode.engine.kernels.static_cache.token_bucket`) and set of layers that some row runs, when it first comes up.
+    `new_capture` makes what captures steps: by default CUDA graphs on GPUs, nothing elsewhere. `hint` says why the C++
+    kernels do not serve, where they were wanted.
+    """
+
+    kernel = "dense"
+
+    def __init__(self, model: Any, new_capture: Callable[[], GraphCapture] | None = None, hint: str = "") -> None:
+        # Kept when their KV store is gone, for the next one: what was captured on them stays of use.
+        self._users: dict[StaticCache, weakref.ref[StaticKV]] = {}
+        super().__init__(model)
+        self.hint = hint
+        self._new_capture = new_capture or capture_for(self.device)
+
+    @property
+    def captures_graphs(self) -> bool:
+        return self._new_capture is not None
+
+    def new_kv(self) -> StaticKV:
+        """An empty KV store for this model's forwards, in a static cache that no other store uses."""
+        free = next((cache for cache, user in self._users.items() if user() is None), None)
+        kv = StaticKV(free or self._new_cache())
+        self._users[kv.cache] = weakref.ref(kv)
+        return kv
+
+    def suited(self, schedule: Schedule) -> Schedule:
+        """The schedule with the fewest budgets that keep 98% of its saving: each takes graphs of its own."""
+        return fewest_levels(schedule).schedule
+
+    @torch.inference_mode()
+    def forward(self, rows: TokenRows, kv: StaticKV) -> Tensor:
+        if len(set(rows.slots)) == len(rows.slots):
+            return self._decode(rows, kv)
+        return self._prompts(rows, kv)
+
+    def _decode(self, rows: TokenRows, kv: StaticKV) -> Tensor:
+        """One token a slot."""
+        cache, covered = kv.cache, kv.close_ranks()
+        places = kv.places(rows.slots)
+        length = min(token_bucket(max(rows.positions) + 1), cache.capacity)
+        ran = tuple(index for index, count in enumerate(rows.counts) if count)
+        cache.load(places, rows.tokens, rows.positions, rows.counts, covered)
+        cache.graphs.run((covered, length, ran), partial(self._decoder.step, cache, covered, length, ran))
+        wanted = [places[row] for row in rows.wanted]
+        if wanted == list(range(len(wanted))):
+            return cache.logits[: len(wanted)]
+        return cache.logits.index_select(0, self._ids(wanted))
+
+    def _prompts(self, rows: TokenRows, kv: StaticKV) -> Tensor:
+        segments: list[Segment] = []
+        for row, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
+            if row and slot == rows.slots[row - 1]:
+                segments[-1] = segments[-1]._replace(end=row + 1)
+            else:
+                segments.append(Segment(kv.places([slot])[0], row, row + 1, position))
+        given = self._ids(rows.tokens), self._ids(rows.positions)
+        return self._decoder.prompts(kv.cache, *given, segments, rows.counts, self._ids(rows.wanted)).float()
+
+    def _ids(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+    def _bind(self) -> None:
+        """Take the weights' addresses; steps captured with others are of no use."""
+        self._decoder = DenseDecoder(self._spec)
+        for cache in self._users:
+            cache.graphs.clear()
+
+    def _new_cache(self) -> StaticCache:
+        attention = self._spec.layers[0].attention
+        shape = self.num_layers, attention.kv_heads, attention.head_dim
+        return StaticCache(shape, self.vocab_size, self.dtype, self.device, self._new_capture)
+
+
+def open_model(model: Any, kernel: KernelChoice = "auto", quantization: Quantization | None = None) -> FastModel:
+    """The fast path.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        See `FastModel`.
+    kernel : {"auto", "native", "dense"}
+        native: the C++ kernels. dense: torch operators, in steps that are captured as graphs on CUDA devices. auto: the
+        C++ kernels where they can serve, else dense; its `hint` then says why, except on CUDA devices.
+    quantization : {"int8", "int4"}, optional
+        See `NativeModel`; only the C++ kernels read such weights.
+
+    Raises
+    ------
+    UnfitModelError
+        If the fast path does not cover the model.
+    UsageError
+        If the choice is not known or cannot be had here.
+    """
+    if kernel not in get_args(KernelChoice):
+        raise UsageError(f"kernel {kernel!r} is not known: accepted are {', '.join(get_args(KernelChoice))}")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
+    read_model(model, positions=1)  # refuses what does not fit before kernels are built
+    weight = model.get_input_embeddings().weight
+    if kernel == "dense" or (kernel == "auto" and weight.device.type == "cuda"):
+        if quantization is not None:
+            raise UsageError(f"{quantization} weights are read on CPUs only, the model is on {weight.device.type}")
+        return DenseModel(model)
+    kernels, reason = native_kernels(weight.device, weight.dtype)
+    if kernels is not None:
+        return NativeModel(model, kernels, quantization)
+    if quantization is not None:
+        raise UsageError(f"{quantization} weights need the fast engine's kernels: {reason}")
+    if kernel == "native":
+        raise UsageError(reason)
+    return DenseModel(model, hint=reason)

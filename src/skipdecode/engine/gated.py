@@ -73,49 +73,41 @@ class GatedEngine(Engine):
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._queues: dict[Schedule, Scheduler] = {}
-        self._requests: dict[int, Request] = {}
-        self._schedules: dict[int, Schedule] = {}
+        self._requests: dict[int, tuple[Request, Schedule]] = {}
         self._submitted = 0
         self._wave: _Wave | None = None
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
-        """See `Engine`."""
         wanted = self.schedule if schedule is None else schedule
         wanted.check_fits(self.num_layers)
         if wanted not in self._queues:
             self._queues[wanted] = Scheduler(self._max_rows, in_order=self._in_order)
         new = dict(enumerate(requests, self._submitted))
         self._submitted += len(new)
-        self._requests |= new
-        self._schedules |= dict.fromkeys(new, wanted)
+        self._requests |= {number: (request, wanted) for number, request in new.items()}
         self._queues[wanted].submit(RequestSize(r.max_new_tokens, len(r.prompt), number) for number, r in new.items())
         return list(new)
 
     @property
     def waiting(self) -> int:
-        """See `Engine`."""
         return len(self._requests)
 
     @property
     def rows(self) -> int:
-        """See `Engine`."""
         return 0 if self._wave is None else len(self._wave.rows)
 
     @property
     def kv_bytes(self) -> int:
-        """See `Engine`."""
         return 0 if self._wave is None else self._wave.cache.kv_bytes()
 
     def cancel(self, number: int) -> None:
-        """See `Engine`."""
-        if self._requests.pop(number, None) is not None:
-            self._queues[self._schedules.pop(number)].drop(number)
+        if (waiting := self._requests.pop(number, None)) is not None:
+            self._queues[waiting[1]].drop(number)
         if self._wave is not None:
             self._keep([row.number != number for row in self._wave.rows])
 
     def close(self) -> None:
-        """See `Engine`."""
-        self._queues, self._requests, self._schedules = {}, {}, {}
+        self._queues, self._requests = {}, {}
         self._end_wave()
 
     @torch.inference_mode()
@@ -138,12 +130,10 @@ class GatedEngine(Engine):
 
     def _next_wave(self) -> _Wave:
         """Rows of the schedule under which the longest waiting request runs."""
-        schedule = self._schedules[min(self._requests)]
-        chosen = [(size.request, self._requests.pop(size.request)) for size in self._queues[schedule].admit(0)]
-        for number, _ in chosen:
-            del self._schedules[number]
+        _, schedule = self._requests[min(self._requests)]
+        numbers = [size.request for size in self._queues[schedule].admit(0)]
         layers = len(schedule.prompt_layers())
-        rows = [Row(number=number, request=request, budget=layers) for number, request in chosen]
+        rows = [Row(number=number, request=self._requests.pop(number)[0], budget=layers) for number in numbers]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
         attachment = attach(self._model, schedule)
         return _Wave(schedule, attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)

@@ -122,7 +122,6 @@ class BatchEngine(Engine):
 
     @property
     def waiting(self) -> int:
-        """See `Engine`."""
         return len(self._queue)
 
     @property
@@ -144,7 +143,6 @@ class BatchEngine(Engine):
         self._queue = deque(entry for entry in self._queue if entry[0] != number)
 
     def close(self) -> None:
-        """See `Engine`."""
         self._queue.clear()
 
     def step(self) -> list[StepOutput]:
@@ -204,7 +202,7 @@ class GenerateEngine(BatchEngine):
         *,
         max_rows: int = 8,
         options: Mapping[str, Any] | None = None,
-        around: Callable[[frozenset[int]], AbstractContextManager[Any]] | None = None,
+        around: Callable[[frozenset[int]], AbstractContextManager[Any]] = lambda ends: nullcontext(),
     ) -> None:
         super().__init__(len(decoder_layers(unwrap(model))), max_rows)
         self._model, self._options, self._around = model, dict(options or {}), around
@@ -214,8 +212,7 @@ class GenerateEngine(BatchEngine):
         pad = min(ends, default=0)
         ids, mask = left_pad([request.prompt for request in requests], pad, self._model.device)
         clock = TokenClock(self._model.device)
-        around = nullcontext() if self._around is None else self._around(ends)
-        with torch.inference_mode(), around as session:
+        with torch.inference_mode(), self._around(ends) as session:
             output = self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,

@@ -12,9 +12,8 @@ from typing import Any
 
 from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.open_model import open_model
 from skipdecode.engine.scheduler import JOIN_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
@@ -26,13 +25,8 @@ __all__ = ["EngineSource", "end_tokens", "open_engines", "open_fast"]
 class EngineSource:
     """Engines of one model, for any number of schedules; all share its weights.
 
-    Parameters
-    ----------
-    model : PreTrainedModel or PeftModel
-    fast : FastModel or None
-        The model's fast path; None: through transformers.
-    note : callable
-        Told one line where a schedule runs otherwise than it says.
+    They run on its fast path, or through transformers without one. `note` is told one line where a schedule runs
+    otherwise than it says.
     """
 
     def __init__(self, model: Any, fast: FastModel | None, note: Callable[[str], None]) -> None:

@@ -20,15 +20,7 @@ __all__ = ["Row", "RowSampler", "choose", "likeliest", "put_out"]
 
 
 class RowSampler:
-    """One row's settings and state.
-
-    Parameters
-    ----------
-    sampling : Sampling
-        The settings.
-    prompt : sequence of int
-        Tokens that the repetition penalty counts as seen.
-    """
+    """One row's settings and state; the repetition penalty counts the prompt's tokens as seen."""
 
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...]) -> None:
         self.sampling = sampling

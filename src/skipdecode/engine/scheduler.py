@@ -22,18 +22,8 @@ JOIN_BELOW = 0.25
 
 
 class RequestSize(NamedTuple):
-    """What scheduling needs to know of a request.
-
-    Parameters
-    ----------
-    new_tokens : int
-        Most new tokens.
-    prompt_tokens : int
-        Tokens of the prompt.
-    request : int
-        Its number.
-    pages : int
-        KV pages it may hold at its largest.
+    """What scheduling needs to know of a request: most new tokens, tokens of its prompt, its number, and the KV pages
+    that it may hold at its largest.
     """
 
     new_tokens: int

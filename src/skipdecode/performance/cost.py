@@ -33,18 +33,10 @@ _ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer t
 
 
 class StepCost(NamedTuple):
-    """Seconds of a decode step's parts.
+    """Seconds of the parts of a decode step of `rows` rows.
 
-    Parameters
-    ----------
-    rows : int
-        Rows of the step.
-    fixed_seconds : float
-        Work that does not depend on depth: embeddings, head, sampling, the host's loop.
-    layer_seconds : float
-        One layer on all rows, without the cache read.
-    kv_seconds : float
-        One layer's attention over one cached token of one row.
+    `fixed_seconds` do not depend on depth: embeddings, head, sampling, the host's loop. `layer_seconds` are those of
+    one layer on all rows without the cache read, `kv_seconds` of its attention over one cached token of one row.
     """
 
     rows: int

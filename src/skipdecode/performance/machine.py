@@ -27,14 +27,8 @@ _REPEATS = 3
 class Machine:
     """What a prediction needs to know of a machine.
 
-    Parameters
-    ----------
-    bandwidth : float
-        Bytes a second that a large read reaches.
-    flops : float
-        Floating-point operations a second of a matrix product in the model's dtype.
-    launch_seconds : float
-        Time that a layer (and the work outside the layers) takes whatever its size.
+    Bytes a second of a large read, floating-point operations a second of a matrix product in the model's dtype, and the
+    time that a layer (and the work outside the layers) takes whatever its size.
     """
 
     bandwidth: float

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel, Use
@@ -180,10 +179,6 @@ class Assessment:
     fixed_share: float
     kv_bytes_held: int
     kv_bytes_saved: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        return asdict(self)
 
 
 def assess(

@@ -7,7 +7,6 @@ where they lie, without gathering pages. All of these tensors stay where they ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 
@@ -67,10 +66,6 @@ class StaticCache:
         self.graphs = StepGraphs(new_capture)
         self._loaded: tuple[int, tuple[int, ...], tuple[int, ...]] | None = None  # rows, places, counts
         self._allocate(0, 0)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        # Captured steps hold these tensors' addresses: a copy of what uses them goes on here.
-        return self
 
     @property
     def places(self) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from skipdecode.engine.base import Engine
@@ -135,19 +136,17 @@ class Method(ABC):
 class GenerateMethod(Method):
     """A method that is a call of transformers' `generate`; subclasses say what goes around it and into it."""
 
-    def around(self, model: Any, eos: frozenset[int]) -> AbstractContextManager[Any] | None:
-        """What must hold while the model generates, see `GenerateEngine`; None: nothing."""
-        return None
+    def around(self, model: Any, eos: frozenset[int]) -> AbstractContextManager[Any]:
+        """What must hold while the model generates, see `GenerateEngine`; by default nothing."""
+        return nullcontext()
 
     def options(self) -> dict[str, Any]:
         """Further arguments of `generate`."""
         return {}
 
     def make_engine(self, model: Any, max_rows: int) -> Engine:
-        """See `Method.make_engine`."""
-        changed = type(self).around is not GenerateMethod.around
-        around = (lambda ends: self.around(model, ends)) if changed else None
-        return GenerateEngine(model, max_rows=max_rows, options=self.options(), around=around)  # type: ignore[arg-type]
+        around = partial(self.around, model)
+        return GenerateEngine(model, max_rows=max_rows, options=self.options(), around=around)
 
 
 class Untouched(GenerateMethod):

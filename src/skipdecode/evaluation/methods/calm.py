@@ -53,7 +53,6 @@ class Calm(GenerateMethod):
         self.name = f"calm-{measure}-{threshold:g}"
 
     def settings(self) -> dict[str, Any]:
-        """See `Method.settings`."""
         return {
             "name": self.name,
             "threshold": self.threshold,

@@ -20,7 +20,6 @@ class _Drafting(GenerateMethod):
     lossless = True
 
     def around(self, model: Any, eos: frozenset[int]) -> AbstractContextManager[Any]:
-        """See `GenerateMethod.around`."""
         return LayerCount(model)
 
 
@@ -38,11 +37,9 @@ class PromptLookup(_Drafting):
         self.draft_tokens = draft_tokens
 
     def options(self) -> dict[str, Any]:
-        """See `GenerateMethod.options`."""
         return {"prompt_lookup_num_tokens": self.draft_tokens}
 
     def settings(self) -> dict[str, Any]:
-        """See `Method.settings`."""
         return {"name": self.name, "draft_tokens": self.draft_tokens}
 
 
@@ -57,11 +54,9 @@ class SelfSpeculation(_Drafting):
         self.name = f"self-speculation-{exit_layer}"
 
     def options(self) -> dict[str, Any]:
-        """See `GenerateMethod.options`."""
         return {"assistant_early_exit": self.exit_layer}
 
     def settings(self) -> dict[str, Any]:
-        """See `Method.settings`."""
         return {"name": self.name, "exit_layer": self.exit_layer}
 
     def check(self, model: Any) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 from transformers import Cache
 
 from skipdecode.engine import sampling
-from skipdecode.engine.dense_model import DenseModel
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import NativeModel
+from skipdecode.engine.fast_model import DenseModel, NativeModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.bench.peers import Peer, Rows, token_times

@@ -26,7 +26,6 @@ __all__ = [
     "lognormal",
     "make_trace",
     "parse_lengths",
-    "poisson",
     "uniform",
 ]
 
@@ -116,13 +115,11 @@ def all_at_once() -> Iterator[float]:
     return repeat(0.0)
 
 
-def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Arrival times of independent users, `rate` requests a second on average. Endless."""
-    return bursts(rate, 1, seed)
-
-
 def bursts(rate: float, size: int, seed: int = 0) -> Iterator[float]:
-    """Arrival times of groups of `size` requests that come together; `rate` counts requests, not groups. Endless."""
+    """Arrival times of groups of `size` requests that come together; `rate` counts requests, not groups. Endless.
+
+    Groups of one are independent users (Poisson arrivals).
+    """
     _check(0 < rate < math.inf, f"rate={rate!r}", "requests a second, above 0")
     _check(size >= 1, f"burst of {size}", "1 request or more")
     rng = random.Random(f"{seed} arrivals")

@@ -36,18 +36,9 @@ class Rows(NamedTuple):
 class Peer(ABC):
     """An engine under measurement, which runs a model's weights, greedy, without an end token.
 
-    Attributes
-    ----------
-    name : str
-        Of its rows.
-    weights : str
-        Type in which it reads the weights.
-    skips : bool
-        Whether it can run schedules; if not, it is measured at full depth only.
-    max_batch : int or None
-        Most rows that it decodes together; None for any number.
-    warms : bool
-        Whether a step's first run compiles or records it, and is not to be timed.
+    `weights` is the type in which it reads them. One that `skips` can run schedules; others are measured at full depth
+    only. `max_batch` is the most rows that it decodes together, None for any number; one that `warms` compiles or
+    records a step on its first run, which is not to be timed.
     """
 
     name: str

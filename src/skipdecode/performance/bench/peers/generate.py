@@ -72,13 +72,11 @@ class DraftingPeer(Peer):
         self._layers = self._heads = 0.0
 
     def engine(self, schedule: Schedule, rows: Rows) -> GenerateEngine:
-        """See `Peer`."""
         self._count = LayerCount(self.model)
         options = self._options | {"min_new_tokens": rows.new}
         return GenerateEngine(self.model, max_rows=1, options=options, around=lambda ends: self._count)
 
     def requests(self, rows: Rows) -> list[Request]:
-        """See `Peer`."""
         repeated = self._text * -(-rows.prompt // len(self._text))
         return [Request(tuple(repeated[: rows.prompt]), rows.new)]
 

@@ -140,7 +140,6 @@ class LlamaCppPeer(Peer):
         return CostModel.of_step(geometry.num_layers, batch, self._sizes.head, self._sizes.layer, cache)
 
     def close(self) -> None:
-        """See `Peer`."""
         if self._engine is not None:
             self._engine[1].close()
         self._engine = None

@@ -11,12 +11,11 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, TokenRows
+from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kv import KV
-from skipdecode.engine.open_model import open_model
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.plan import PROMPT
 from skipdecode.performance.bench.peers import Peer, Rows
@@ -73,7 +72,6 @@ class FastPeer(Peer):
             yield
 
     def suited(self, schedule: Schedule) -> Schedule:
-        """See `Peer`."""
         return self.fast.suited(schedule)
 
     def reads(self, batch: int) -> CostModel:
@@ -92,7 +90,6 @@ class GatedPeer(Peer):
     skips = True
 
     def engine(self, schedule: Schedule, rows: Rows) -> GatedEngine:
-        """See `Peer`."""
         return GatedEngine(self.model, schedule, max_rows=rows.batch)
 
     @contextmanager

@@ -69,9 +69,7 @@ class VllmPeer(Peer):
         self._llm = LLM(self._folder.name, skip_tokenizer_init=True, **options)
 
     def engine(self, schedule: Schedule, rows: Rows) -> BatchEngine:
-        """See `Peer`."""
         return _VllmEngine(self._llm, self._geometry.num_layers, rows.batch)
 
     def close(self) -> None:
-        """See `Peer`."""
         self._folder.cleanup()
