@@ -42,7 +42,7 @@ from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.measure import CostMeter
 from skipdecode.performance.simulate.simulator import POLICIES, simulate
-from skipdecode.performance.simulate.traces import Arrival, poisson
+from skipdecode.performance.simulate.traces import Arrival, bursts
 from skipdecode.performance.simulate.worker import Simulation, spread
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
@@ -237,7 +237,7 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def measure(name: str, schedule: Schedule, rate: float | None) -> float:
-        arrivals = [0.0] * len(work) if rate is None else list(itertools.islice(poisson(rate, options.seed), len(work)))
+        arrivals = [0.0] * len(work) if rate is None else list(itertools.islice(bursts(rate, 1, options.seed), len(work)))
         join_below, in_order = POLICIES["continuous"]
         engine = FastEngine(
             job.model,
