@@ -237,7 +237,8 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def measure(name: str, schedule: Schedule, rate: float | None) -> float:
-        arrivals = [0.0] * len(work) if rate is None else list(itertools.islice(bursts(rate, 1, options.seed), len(work)))
+        stream = itertools.repeat(0.0) if rate is None else bursts(rate, 1, options.seed)
+        arrivals = list(itertools.islice(stream, len(work)))
         join_below, in_order = POLICIES["continuous"]
         engine = FastEngine(
             job.model,
