@@ -15,7 +15,7 @@ import pytest
 from skipdecode.cli import main
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
-MANY = [{"id": i, "prompt": "row " * random.Random(i).randint(1, 8) + str(i)} for i in range(640)]
+MANY = [{"id": i, "prompt": "row " * random.Random(i).randint(1, 8) + str(i)} for i in range(1280)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(tmp_path: Path
     assert 19 <= done < len(MANY)
     assert not out.exists()
     with partial.open("ab") as file:
-        file.write(b'639 ok\t{"id": 639, "te')
+        file.write(b'1279 ok\t{"id": 1279, "te')
     figures = tmp_path / "figures.json"
     assert main(long_run(model_dir, data, out, "--summary", str(figures), "--batch-size", "16")) == 0
     assert out.read_bytes() == whole.read_bytes()
