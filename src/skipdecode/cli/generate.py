@@ -78,9 +78,11 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     include_prompt: bool = option("repeat the prompt in the output row", default=False)
     max_new_tokens: int = option("most new tokens a row", default=128)
     batch_size: int = option("rows decoded together", default=8, least=1)
-    temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0)
-    top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0)
-    top_p: float = option("sample from the likeliest tokens that together have this probability", default=1.0)
+    temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
+    top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
+    top_p: float = option(
+        "sample from the likeliest tokens that together have this probability", default=1.0, above=0, most=1
+    )
     seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
     stop: tuple[str, ...] = option(
         r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
