@@ -76,7 +76,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     chat: bool = option("put prompts into the model's chat template; lists of messages always are", default=False)
     system: str | None = option("system message in front of every chat; implies --chat", default=None)
     include_prompt: bool = option("repeat the prompt in the output row", default=False)
-    max_new_tokens: int = option("most new tokens a row", default=128)
+    max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
     temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
     top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
@@ -135,8 +135,6 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
-    if config.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {config.max_new_tokens} is not accepted: give 1 or more")
     if config.temperature == 0 and (config.top_k or config.top_p < 1):
         raise UsageError("--top-k and --top-p act on sampling only: give --temperature too, such as 0.7")
     return Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed)
