@@ -96,6 +96,7 @@ struct Panel {
   const float* x;
   int64_t m, group;                // rows, and of a group
   int64_t columns, padded, depth;  // in whole steps, with the last step's padding, of a chunk
+  int64_t slab;                    // weight rows of a slab, if this panel is to fetch the next one; else 0
 };
 
 // How blocks take R weight rows from a thread's, begin to end. Of few activation rows, memory sets the pace: the rows lie far
@@ -120,10 +121,12 @@ struct Wide {
   int64_t apart() const { return 1; }
 };
 
-// Where the block at row `n` fetches ahead: on in its rows' streams, or, of a row that is read in chunks, in the next rows.
+// Where the block at row `n` fetches ahead: on in its rows' streams, or, of a row that is read in chunks, in the next rows. A
+// panel that finds its slab in L2 fetches the next one there.
 template <class T>
-INLINE const char* place_ahead(const LinearArgs& a, const T& t, int64_t n, int64_t k0, int64_t k) {
+INLINE const char* place_ahead(const LinearArgs& a, const Panel& p, int64_t n, int64_t k0, int64_t k) {
   const char* at = (const char*)T::Format::row(a, n, k0).w;
+  if (p.slab) return at + p.slab * a.ldw;
   if (T::Apart > 1) return at + (k * T::Format::kStepBytes / kStep < a.ldw ? a.ldw : kAhead / T::R);
   return at + (kAhead / (T::R * k * T::Format::kStepBytes / kStep) + 1) * T::R * a.ldw;
 }
@@ -171,7 +174,7 @@ void strip(const LinearArgs& a, const Panel& p, float* y, const T& t, int64_t li
       // Past the last row, again the last one: its sums are not used.
       for (int64_t r = 0; r < T::R; r++) w[r] = F::row(a, std::min(n + r * t.apart(), a.n - 1), k0);
       if (tail) tail_blocks(a, p, t, w, sums + b);
-      else blocks(a, p, t, w, sums + b, k0, k, place_ahead(a, t, n, k0, k));
+      else blocks(a, p, t, w, sums + b, k0, k, place_ahead<T>(a, p, n, k0, k));
     }
   }
   for (int64_t r = 0; r < (T::Apart > 1 ? T::R : 1); r++) {
@@ -204,8 +207,11 @@ void pass(const LinearArgs& a, const Panel* panels, int64_t count, float* y, int
   for (int64_t n0 = begin; n0 < end; n0 += slab) {
     const T rows{n0, std::min(end, n0 + slab)};
     float* to = y;
-    for (int64_t i = 0; i < count; to += panels[i++].m * a.ldy)
-      for (int64_t line = 0; line < rows.lines(); line += kStrip) strip(a, panels[i], to, rows, line, sums);
+    for (int64_t i = 0; i < count; to += panels[i++].m * a.ldy) {
+      Panel panel = panels[i];
+      panel.slab = i == 1 ? slab : 0;
+      for (int64_t line = 0; line < rows.lines(); line += kStrip) strip(a, panel, to, rows, line, sums);
+    }
   }
 }
 
@@ -233,7 +239,7 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
   for (int64_t i = 0; i < panels; i++) {
     const int64_t rows = std::min(most, m - i * most), group = parts_of(rows, parts_of(rows, cols));
     float* out = packed + i * most * padded / kStep * kWidth;
-    made[i] = {out, rows, group, columns, padded, depth};
+    made[i] = {out, rows, group, columns, padded, depth, 0};
     if (!share || i % team.size == team.id) pack_panel<F>(a, made[i], x + i * most * a.ldx, out);
   }
   if (share) team.wait();
