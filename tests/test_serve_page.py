@@ -28,7 +28,7 @@ ARGUMENTS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 )
-ADAPTER = Path(skipdecode.__file__).parent / "adapters" / "e2e-smollm2-135m"
+ADAPTER = Path(skipdecode.__file__).parent / "models" / "adapters" / "e2e-smollm2-135m"
 STOP_AT_THE_FIRST_TOKEN = """new Promise((done) => {
   const stop = (_, observer) => { observer.disconnect(); document.getElementById("stop").click(); done(); };
   new MutationObserver(stop).observe(document.querySelector("#full .tokens"), { childList: true });
