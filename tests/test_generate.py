@@ -168,6 +168,22 @@ def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, ro
     assert found["environment"]["packages"]["torch"]
 
 
+def test_an_interrupted_comparison_loses_no_row(
+    tmp_path: Path, model_dir: str, rows_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out.jsonl"
+    options = ("--input", rows_file, "--output", str(out), "--nominal-speedup", "2", "--compare")
+    with monkeypatch.context() as patched:
+        patched.setattr("skipdecode.data.run._compared", interrupted)
+        assert generate(model_dir, *options) == 130
+    assert "interrupted: 30 finished rows are kept" in capsys.readouterr().err
+    assert generate(model_dir, *options) == 0
+    assert len(read_rows(out)) == 30
+
+
 def test_schedule_is_that_of_the_file_the_speedup_or_the_checkpoint(capsysbinary: Any, tmp_path: Path, model_dir: str):
     def text(directory: str, *arguments: str) -> str:
         assert generate(directory, "hello", *arguments) == 0

@@ -17,21 +17,12 @@ from counted import count_time
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.performance import cost_source, machine
+from skipdecode.performance.bench.workload import GEOMETRIES
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
 from tiny import LAYERS, tiny_model
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
+SMOLLM2 = GEOMETRIES["smollm2-135m"] | {"dtype": "bfloat16"}
 
 
 measure_once = cache(machine.measure_machine)

@@ -22,9 +22,9 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, SkipDecodeError
 
-__all__ = ["COMPARED_BATCHES", "Job", "generate_rows", "refuse_bad_rows"]
+__all__ = ["Job", "generate_rows", "refuse_bad_rows"]
 
-COMPARED_BATCHES = 8
+_COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
 _CHECK_WINDOW = 1024
 _WARM_UP_TOKENS = 2
@@ -94,8 +94,8 @@ class _Run:
     def __init__(self, job: Job, writer: RowWriter, rows: int, summary: RunSummary, engine: Engine) -> None:
         self.job, self.writer, self.summary, self.engine = job, writer, summary, engine
         self.open: dict[int, _Open] = {}
-        self.compared: list[list[tuple[Request, int]]] = []
-        self._every = max(1, rows // job.batch_size // COMPARED_BATCHES)
+        self.compared: list[list[Request]] = []  # each with as many tokens as its row took
+        self._every = max(1, rows // job.batch_size // _COMPARED_BATCHES)
         self._finished = 0
 
     def submit(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
@@ -145,11 +145,11 @@ class _Run:
     def _keep_for_comparison(self, row: _Open) -> None:
         batch, place = divmod(self._finished, self.job.batch_size)
         self._finished += 1
-        if self.job.full_depth is None or batch % self._every or batch // self._every >= COMPARED_BATCHES:
+        if self.job.full_depth is None or batch % self._every or batch // self._every >= _COMPARED_BATCHES:
             return
         if not place:
             self.compared.append([])
-        self.compared[-1].append((Request(tuple(row.prompt.token_ids), 1), len(row.tokens)))
+        self.compared[-1].append(Request(tuple(row.prompt.token_ids), len(row.tokens)))
 
 
 def generate_rows(
@@ -193,10 +193,11 @@ def generate_rows(
             window = next(windows, None)
         if ended := run.step():
             progress(ended, summary)
-    writer.finish()
     summary.seconds = time.perf_counter() - started
     if job.full_depth is not None:
+        # Before the output is put in place: who interrupts it can still go on from what is kept.
         summary.comparison = _compared(run.compared, job.make_engine, job.full_depth)
+    writer.finish()
     return summary
 
 
@@ -215,13 +216,13 @@ def _windows(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
 
 
 def _compared(
-    batches: list[list[tuple[Request, int]]], ours: Callable[[int], Engine], full: Callable[[int], Engine]
+    batches: list[list[Request]], ours: Callable[[int], Engine], full: Callable[[int], Engine]
 ) -> SpeedComparison:
     """Time both sides on each batch for as many steps as its longest row took; every other batch in the other order."""
     found = SpeedComparison()
     warm = False
     for batch in batches:
-        tokens = max(length for _, length in batch)
+        tokens = max(request.max_new_tokens for request in batch)
         if tokens < 2:
             continue  # without decode steps it tells nothing
         for side in () if warm else (ours, full):
@@ -233,7 +234,7 @@ def _compared(
     return found
 
 
-def _timed(side: Callable[[int], Engine], batch: list[tuple[Request, int]], tokens: int) -> Engine:
+def _timed(side: Callable[[int], Engine], batch: list[Request], tokens: int) -> Engine:
     engine = side(len(batch))
-    engine.decode([Request(request.prompt, tokens) for request, _ in batch])
+    engine.decode([Request(request.prompt, tokens) for request in batch])
     return engine

@@ -74,7 +74,7 @@ class RunSummary:
     rows_resumed : int
         How many of the rows an earlier run had done.
     seconds : float
-        From the first row read to the output in place.
+        From the first row read to the last one generated.
     """
 
     num_layers: int
