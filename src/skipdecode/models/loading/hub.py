@@ -17,9 +17,10 @@ from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, 
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
+from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "SCHEDULE_FILE", "LoadedModel", "choose_device", "load_config", "load_model"]
+__all__ = ["DTYPES", "SCHEDULE_FILE", "LoadedModel", "choose_device", "load_config", "load_model", "load_recipe"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 SCHEDULE_FILE = "skipdecode.json"
@@ -51,6 +52,8 @@ class LoadedModel:
         The name that was asked for.
     path : Path
         The directory it was read from; of a hub id, its snapshot in the hub's own cache.
+    recipe : Recipe or None
+        The prompt and the schedules that it was tuned on; None where it does not say how it was tuned.
     """
 
     model: Any
@@ -58,6 +61,7 @@ class LoadedModel:
     name: str
     path: Path
     schedule: Schedule | None
+    recipe: Recipe | None = None
 
     @property
     def num_layers(self) -> int:
@@ -91,6 +95,8 @@ def load_model(
         If peft is needed and absent.
     ScheduleError
         If the schedule it carries is wrong or is for another number of layers.
+    DataError
+        If its recipe.json is broken.
     UsageError
         If `dtype` or `device` is not accepted.
     """
@@ -107,6 +113,7 @@ def load_model(
     schedule = _carried_schedule(config, place.where)
     if adapter is not None:
         schedule = _adapter_schedule(adapter, config) or schedule
+    recipe = _recipe(place if adapter is None else Place(str(adapter), local_only=True), schedule, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
     with _told(place.where, "its weights do not load"):
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -116,8 +123,8 @@ def load_model(
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
-        return LoadedModel(_with_adapter(model, adapter, target), tokenizer, name, adapter, schedule)
-    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule)
+        return LoadedModel(_with_adapter(model, adapter, target), tokenizer, name, adapter, schedule, recipe)
+    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule, recipe)
 
 
 def load_config(name: str) -> Any:
@@ -128,6 +135,19 @@ def load_config(name: str) -> Any:
     adapter = adapter_dir(name)
     base = name if adapter is None else base_name(adapter)
     return smollm2.known_config() if base == smollm2.NAME else _config(locate(base))
+
+
+def load_recipe(name: str) -> Recipe | None:
+    """The recipe of a model by name, without its weights; None where it has none. Raises as `load_model` does."""
+    adapter = adapter_dir(name)
+    if adapter is None and name == smollm2.NAME:
+        return None
+    place = locate(name) if adapter is None else Place(str(adapter), local_only=True)
+    config = _config(place) if adapter is None else load_config(name)
+    schedule = _carried_schedule(config, place.where)
+    if adapter is not None:
+        schedule = _adapter_schedule(adapter, config) or schedule
+    return _recipe(place, schedule, config)
 
 
 # ---------------------------------------------------------------------- parts
@@ -217,10 +237,28 @@ def _adapter_schedule(adapter: Path, config: Any) -> Schedule | None:
 def _read_schedule(data: Any, config: Any, where: str) -> Schedule:
     try:
         schedule = Schedule.from_dict(data)
-        schedule.check_fits(config.get_text_config(decoder=True).num_hidden_layers)
+        schedule.check_fits(_num_layers(config))
     except ScheduleError as e:
         raise ScheduleError(f"{where}: {e}") from e
     return schedule
+
+
+def _recipe(place: Place, schedule: Schedule | None, config: Any) -> Recipe | None:
+    from transformers.utils import cached_file
+
+    # Where the hub has none, or cannot be reached, this answers None.
+    found = cached_file(
+        place.where,
+        RECIPE_FILE,
+        local_files_only=place.local_only,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, _num_layers(config))
+
+
+def _num_layers(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 # ---------------------------------------------------------------------- errors
