@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+from skipdecode.data.detokenizer import Detokenizer
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.detokenizer import Detokenizer
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
