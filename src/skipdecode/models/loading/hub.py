@@ -1,4 +1,4 @@
-"""Models by name: a local directory, a hub id, or the embedded ``smollm2-135m``; PEFT adapter directories too.
+"""Models by name: a directory, a hub id, the embedded ``smollm2-135m``; PEFT adapters too, bundled ones by name.
 
 Knows nothing about how a schedule is applied; it only hands over the one a checkpoint carries.
 """
@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.kinds import read_json
-from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, SkipDecodeError, UsageError
+from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
+from skipdecode.models.carried import carry, of_adapter, of_config
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "SCHEDULE_FILE", "LoadedModel", "choose_device", "load_config", "load_model", "weights_dtype"]
+__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "weights_dtype"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-SCHEDULE_FILE = "skipdecode.json"
-_CONFIG_KEY = "skipdecode"
 # Without one of these, transformers either fails or makes up an empty tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -74,8 +72,8 @@ def load_model(
     Parameters
     ----------
     name : str
-        A local directory (a checkpoint or a PEFT adapter), a hub id, or ``smollm2-135m``. The embedded name goes first:
-        a directory of that name is ``./smollm2-135m``.
+        A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or ``e2e-smollm2-135m``, the
+        bundled adapter on it. These two names go first: a directory of such a name is ``./smollm2-135m``.
     dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
         Type of the weights; "auto" is the checkpoint's own, but see `weights_dtype`.
     device : str, optional
@@ -105,9 +103,9 @@ def load_model(
         raise MissingExtraError(f"the adapter {name}", "peft")
     place = locate(name if adapter is None else base_name(adapter))
     config = _config(place)
-    schedule = _carried_schedule(config, place.where)
+    schedule = of_config(config, place.where)
     if adapter is not None:
-        schedule = _adapter_schedule(adapter, config) or schedule
+        schedule = of_adapter(adapter, config) or schedule
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
     with _told(place.where, "its weights do not load"):
         model, loading = AutoModelForCausalLM.from_pretrained(
@@ -122,7 +120,10 @@ def load_model(
     model.to(target)
     if adapter is not None:
         check_base(model, base_name(adapter), adapter)
-        return LoadedModel(_with_adapter(model, adapter, target), tokenizer, name, adapter, schedule)
+        model = _with_adapter(model, adapter, target)
+        if schedule is not None:
+            carry(model, schedule)
+        return LoadedModel(model, tokenizer, name, adapter, schedule)
     return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule)
 
 
@@ -212,28 +213,6 @@ def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
         return PeftModel.from_pretrained(
             model, str(adapter), torch_device=str(device), autocast_adapter_dtype=False
         ).eval()
-
-
-# ---------------------------------------------------------------------- schedules
-
-
-def _carried_schedule(config: Any, where: str) -> Schedule | None:
-    data = getattr(config, _CONFIG_KEY, None)
-    return None if data is None else _read_schedule(data, config, f"{where}, key {_CONFIG_KEY!r} of config.json")
-
-
-def _adapter_schedule(adapter: Path, config: Any) -> Schedule | None:
-    file = adapter / SCHEDULE_FILE
-    return _read_schedule(read_json(file), config, str(file)) if file.is_file() else None
-
-
-def _read_schedule(data: Any, config: Any, where: str) -> Schedule:
-    try:
-        schedule = Schedule.from_dict(data)
-        schedule.check_fits(config.get_text_config(decoder=True).num_hidden_layers)
-    except ScheduleError as e:
-        raise ScheduleError(f"{where}: {e}") from e
-    return schedule
 
 
 # ---------------------------------------------------------------------- errors
