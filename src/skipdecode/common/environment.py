@@ -55,7 +55,7 @@ def multiplies_bf16(device: str) -> bool:
     import torch
 
     if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     # Public only in newer torch; without it no is the safe answer.
     abilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
     return bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
