@@ -30,9 +30,18 @@ def make_recipe(
     data: Mapping[str, Any],
     environment: Mapping[str, Any],
     *,
+    base: Mapping[str, Any] | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """A recipe without result; JSON-ready. `template` is what the options made prompts of, in full."""
+    """A recipe without result; JSON-ready.
+
+    Parameters
+    ----------
+    template : Template
+        What the options made prompts of, in full.
+    base : mapping, optional
+        Of `skipdecode.models.loading.base_weights.base_entry`.
+    """
     recipe = {
         "kind": RECIPE_KIND,
         "format": RECIPE_FORMAT,
@@ -46,6 +55,7 @@ def make_recipe(
         },
         "schedule": schedule.to_dict(),
         "data": dict(data),
+        "base": base,
         "environment": dict(environment),
         "processes": processes,
         "result": None,
