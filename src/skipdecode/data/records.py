@@ -259,7 +259,7 @@ class PromptField:
 
     def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
         """A text, a chat or a row as a record by itself; what is wrong with it is its `error`."""
-        return next(read_records([(1, prompt if isinstance(prompt, Mapping) else self.row(prompt))], self))
+        return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
 
     def read(self, row: Mapping[str, Any]) -> Parts:
         """The prompt and the values of its template; raises DataError if it is missing, empty or no text."""
