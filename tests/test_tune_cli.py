@@ -16,6 +16,7 @@ import pytest
 import skipdecode
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.run_log import read_log
 from tuning_data import LAYERS, records, save_model, write_jsonl
@@ -59,6 +60,8 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
     assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
+    base = load_model(files["model"])
+    assert told["base"] == base_entry(base.model, base.path)
     assert "loss=" in printed.err
     assert "100%" in printed.err
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -132,6 +132,8 @@ def _run_vllm(config: Config) -> int:
         raise UsageError("--weights is not for --engine vllm, which reads the checkpoint's own")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
+    if config.cors:
+        raise UsageError("--cors is not for --engine vllm, which lets pages of any origin in by itself")
     if adapter_dir(config.model) is not None:
         raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
     model_config = load_config(config.model)

@@ -20,6 +20,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.recipe import (
@@ -101,7 +102,8 @@ def run(config: Config) -> int:
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     state = process_state()
-    recipe = make_recipe(options, schedule, data, environment(), processes=state.num_processes)
+    base = base_entry(loaded.model, loaded.path)
+    recipe = make_recipe(options, schedule, data, environment(), base=base, processes=state.num_processes)
     if config.resume and (out / RECIPE_FILE).is_file():
         stored = read_recipe(out / RECIPE_FILE)
         check_same_run(stored, recipe)

@@ -30,15 +30,17 @@ def make_recipe(
     data: Mapping[str, Any],
     environment: Mapping[str, Any],
     *,
+    base: Mapping[str, Any] | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """A recipe without result; JSON-ready."""
+    """A recipe without result; JSON-ready. `base` is of `skipdecode.models.loading.base_weights.base_entry`."""
     recipe = {
         "kind": _KIND,
         "format": _FORMAT,
         "options": dict(options),
         "schedule": schedule.to_dict(),
         "data": dict(data),
+        "base": base,
         "environment": dict(environment),
         "processes": processes,
         "result": None,

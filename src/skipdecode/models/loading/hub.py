@@ -16,10 +16,11 @@ from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError
 from skipdecode.models.carried import carry, of_adapter, of_config
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model"]
+__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "weights_dtype"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these, transformers either fails or makes up an empty tokenizer.
@@ -74,7 +75,7 @@ def load_model(
         A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or ``e2e-smollm2-135m``, the
         bundled adapter on it. These two names go first: a directory of such a name is ``./smollm2-135m``.
     dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
-        Type of the weights; "auto" is the checkpoint's own.
+        Type of the weights; "auto" is the checkpoint's own, but see `weights_dtype`.
     device : str, optional
         A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
     require_tokenizer : bool
@@ -108,17 +109,29 @@ def load_model(
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
     with _told(place.where, "its weights do not load"):
         model, loading = AutoModelForCausalLM.from_pretrained(
-            place.where, config=config, dtype=dtype, output_loading_info=True, **place.options
+            place.where,
+            config=config,
+            dtype=weights_dtype(name, dtype, target),
+            output_loading_info=True,
+            **place.options,
         )
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
+        check_base(model, base_name(adapter), adapter)
         model = _with_adapter(model, adapter, target)
         if schedule is not None:
             carry(model, schedule)
         return LoadedModel(model, tokenizer, name, adapter, schedule)
     return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule)
+
+
+def weights_dtype(name: str, dtype: str, device: Any) -> str:
+    """`dtype`, or what "auto" means where the checkpoint does not say it: for ``smollm2-135m``, and adapters on it."""
+    adapter = adapter_dir(name)
+    embedded = (name if adapter is None else base_name(adapter)) == smollm2.NAME
+    return smollm2.running_dtype(device.type) if embedded and dtype == "auto" else dtype
 
 
 def load_config(name: str) -> Any:
