@@ -190,18 +190,17 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
 
     tokenizer = loaded.tokenizer
     chat = config.chat or config.system is not None
-    stop = StopStrings(tokenizer, config.stop) if config.stop else None
     return Job(
-        PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
-        lambda rows: engines.engine(schedule, max_rows=rows),
-        sampling,
-        config.max_new_tokens,
-        end_tokens(loaded.model, tokenizer),
-        config.batch_size,
-        tokenizer,
-        stop,
-        config.include_prompt,
-        (lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
+        tokenizer=tokenizer,
+        sampling=sampling,
+        max_new_tokens=config.max_new_tokens,
+        ends=end_tokens(loaded.model, tokenizer),
+        stop=StopStrings(tokenizer, config.stop) if config.stop else None,
+        encoder=PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
+        make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
+        batch_size=config.batch_size,
+        include_prompt=config.include_prompt,
+        full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
 

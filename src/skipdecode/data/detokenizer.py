@@ -122,6 +122,7 @@ class TextStream(Iterator[str]):
             try:
                 outputs = self._engine.step()
             except BaseException:
+                self._open = False
                 self._engine.close()
                 raise
             piece = "".join(map(self._take, outputs))
