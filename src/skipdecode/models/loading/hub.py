@@ -107,19 +107,15 @@ def load_model(
     if adapter is not None:
         schedule = of_adapter(adapter, config) or schedule
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
+    kind = weights_dtype(name, dtype, target)
     with _told(place.where, "its weights do not load"):
         model, loading = AutoModelForCausalLM.from_pretrained(
-            place.where,
-            config=config,
-            dtype=weights_dtype(name, dtype, target),
-            output_loading_info=True,
-            **place.options,
+            place.where, config=config, dtype=kind, output_loading_info=True, **place.options
         )
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
-        check_base(model, base_name(adapter), adapter)
         model = _with_adapter(model, adapter, target)
         if schedule is not None:
             carry(model, schedule)
@@ -208,6 +204,7 @@ def choose_device(device: str | None) -> Any:
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
+    check_base(model, base_name(adapter), adapter)
     with _told(str(adapter), "the adapter does not go on its base model"):
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
