@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.cli.options import (
     EngineOptions,
     ModelOptions,
+    SamplingOptions,
     ScheduleOptions,
     ThreadOptions,
     check_schedule_options,
@@ -46,7 +47,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
@@ -78,12 +79,6 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     include_prompt: bool = option("repeat the prompt in the output row", default=False)
     max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
-    temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
-    top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
-    top_p: float = option(
-        "sample from the likeliest tokens that together have this probability", default=1.0, above=0, most=1
-    )
-    seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
     stop: tuple[str, ...] = option(
         r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
     )
@@ -135,9 +130,8 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
-    if config.temperature == 0 and (config.top_k or config.top_p < 1):
-        raise UsageError("--top-k and --top-p act on sampling only: give --temperature too, such as 0.7")
-    return Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed)
+    config.check_sampling()
+    return Sampling(**config.sampling_fields())
 
 
 def _same_file(one: str, other: str) -> bool:
@@ -169,7 +163,8 @@ def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> di
     return {
         "model": config.model,
         "dtype": config.dtype,
-        **{name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")},
+        "max_new_tokens": config.max_new_tokens,
+        **config.sampling_fields(),
         "stop": list(config.stop),
         "chat": config.chat,
         "system": config.system,
