@@ -55,7 +55,7 @@ def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: s
 
 
 def test_tokens_are_those_of_attached_generate(llm: LLM, model_dir: str):
-    (out,) = llm.generate("hello", max_new_tokens=8, schedule="2x")
+    (out,) = llm.generate("hello", 8, schedule="2x")
     with skipdecode.attach(AutoModelForCausalLM.from_pretrained(model_dir), Schedule.from_speedup(LAYERS, 2, 8)) as on:
         ids = on.model.generate(**byte_tokenizer()("hello", return_tensors="pt"), max_new_tokens=8, do_sample=False)
     assert out.tokens == ids[0, 5:].tolist()
@@ -151,7 +151,7 @@ def test_a_schedule_is_named_in_many_ways(model_dir: str, tmp_path: Path):
     llm = LLM(model_dir, device="cpu", schedule=str(file))
     assert llm.schedule_of(None) == llm.schedule_of(own) == llm.schedule_of(str(file)) == own
     assert llm.schedule_of("3x", 20) == Schedule.from_speedup(LAYERS, 3, 20)
-    assert llm.schedule_of("1x") == llm.schedule_of("full")
+    assert llm.schedule_of("1x").is_full
     assert list(llm.schedules) == ["full"]
     for wrong in ("fast", "0.5x", "9x", Schedule.full(LAYERS + 1), str(tmp_path)):
         with pytest.raises(ScheduleError):

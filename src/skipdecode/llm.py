@@ -182,7 +182,7 @@ class LLM:
         *,
         schedule: Schedule | str | None = None,
         stop: str | Sequence[str] = (),
-        template: bool = True,
+        template: bool | str = True,
         **sampling: Any,
     ) -> Outputs:
         """Texts for prompts, in batches of `max_rows`; greedy unless a temperature is given.
@@ -197,8 +197,8 @@ class LLM:
             Of this call: see `schedule_of`.
         stop : str or sequence of str
             Texts that end an output, cut off.
-        template : bool
-            Put texts and records into the template that the checkpoint was tuned on, if it names one.
+        template : bool or str
+            Put texts and records into the template that the checkpoint was tuned on, if it names one; or into this one.
         **sampling
             Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … A prompt's draws depend on the
             seed and its place in the list, not on its batch.
@@ -236,9 +236,13 @@ class LLM:
         engine, reader = self._engine(chosen), Detokenizer(self.tokenizer, how.stop.strings if how.stop else ())
         return TextStream(engine, how.request(encoded), chosen, reader, lambda: self._summed(engine, 1, start))
 
-    def encode(self, prompts: Sequence[Prompt], *, template: bool = True) -> list[EncodedPrompt]:
+    def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; one that cannot be used has an `error`."""
-        form = choose_form(self.loaded.recipe, no_template=not template)
+        form = choose_form(
+            self.loaded.recipe,
+            no_template=not template,
+            prompt_template=template if isinstance(template, str) else None,
+        )
         records = []
         for index, prompt in enumerate(prompts):
             if not isinstance(prompt, str | Mapping | list):
@@ -256,7 +260,7 @@ class LLM:
         *,
         schedule: Schedule | str | None = None,
         stop: str | Sequence[str] = (),
-        template: bool = True,
+        template: bool | str = True,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """Token ids, what they are decoded with and under which schedule; raises for what cannot be done."""
@@ -306,6 +310,6 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of it; a list of messages is one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
-    chat = bool(listed) and all(isinstance(p, Mapping) and p.keys() == {"role", "content"} for p in listed)
-    return [listed] if chat else listed
+    listed: list[Any] = list(prompts)
+    is_chat = bool(listed) and all(isinstance(p, Mapping) and p.keys() == {"role", "content"} for p in listed)
+    return [listed] if is_chat else listed

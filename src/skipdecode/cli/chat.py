@@ -85,7 +85,7 @@ def _open(config: Config) -> LLM:
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    if loaded.tokenizer.chat_template is None:
+    if getattr(loaded.tokenizer, "chat_template", None) is None:
         raise UsageError(
             f"{config.model} has no chat template, so it was not made for chats: give it texts with skipdecode "
             "generate, or name an instruction-tuned model here, such as smollm2-135m"
