@@ -1,6 +1,6 @@
-"""Text for every prompt, in batches, with fewer layers per token: prompts in, JSONL out.
+"""Text for every prompt, in batches, with fewer layers per token: prompts in, text on a terminal or JSONL out.
 
-Prompts are arguments, or lines of a text file, or rows of a JSONL file. Each output row has the id of its prompt (field
+Prompts are arguments, or lines of a text file, or rows of a JSONL file. A row of JSONL has the id of its prompt (field
 "id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input.
 A row that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
 
@@ -67,6 +67,11 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
         default=None,
     )
     output: str = option("JSONL file, - for standard output", default="-")
+    output_format: str = option(
+        "of standard output; auto: text on a terminal (below its prompt if there are several), else JSONL, as in files",
+        default="auto",
+        choices=("auto", "jsonl", "text"),
+    )
     overwrite: bool = option("replace an output file that exists", default=False)
     restart: bool = option("drop what an interrupted run left in FILE.partial", default=False)
     on_error: str = option(
@@ -76,7 +81,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
     )
     chat: bool = option("put prompts into the model's chat template; lists of messages always are", default=False)
     system: str | None = option("system message in front of every chat; implies --chat", default=None)
-    include_prompt: bool = option("repeat the prompt in the output row", default=False)
+    include_prompt: bool = option("repeat the prompt in the row of JSONL", default=False)
     max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
     stop: tuple[str, ...] = option(
@@ -91,8 +96,9 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
+    from skipdecode.common.jsonl import json_line
     from skipdecode.data.forms import PromptField
-    from skipdecode.data.output import check_output, open_writer
+    from skipdecode.data.output import check_output, named_text, open_writer, plain_text
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
@@ -102,7 +108,8 @@ def run(config: Config) -> int:
     rows = source.count(PromptField(config.field), all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
     fingerprint = _fingerprint(config, source, choice.schedule) | {"engine": engines.name}
-    writer = open_writer(config.output, fingerprint, restart=config.restart)
+    form = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
+    writer = open_writer(config.output, fingerprint, restart=config.restart, form=form)
     try:
         job = _job(config, sampling, loaded, engines, choice.schedule)
         summary = _generate(source, config, job, writer, rows)
@@ -131,8 +138,15 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
+    if config.output_format == "text" and config.output != "-":
+        raise UsageError("--output-format text is of standard output: leave out --output, or redirect with > FILE")
     config.check_sampling()
     return Sampling(**config.sampling_fields())
+
+
+def _prints_text(config: Config) -> bool:
+    automatic = config.output_format == "auto" and sys.stdout.isatty()
+    return config.output == "-" and (automatic or config.output_format == "text")
 
 
 def _same_file(one: str, other: str) -> bool:
@@ -179,7 +193,7 @@ def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> di
 
 
 def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: EngineSource, schedule: Schedule) -> Job:
-    from skipdecode.data.prompts import PromptEncoder, context_length
+    from skipdecode.data.prompts import PromptEncoder, asked, context_length, prompt_text
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
@@ -195,7 +209,7 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
         encoder=PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
         make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,
-        include_prompt=config.include_prompt,
+        repeat=asked if _prints_text(config) else prompt_text if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
@@ -211,7 +225,9 @@ def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter,
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
-    with progress_bar(rows, "row", done=writer.rows_before) as bar:
+    # On a terminal the text itself is the progress.
+    shown = not (_prints_text(config) and sys.stdout.isatty())
+    with progress_bar(rows, "row", done=writer.rows_before, shown=shown) as bar:
 
         def progress(ended: int, summary: RunSummary) -> None:
             bar.set_postfix_str(f"{summary.tokens_per_s:.0f} tokens/s", refresh=False)

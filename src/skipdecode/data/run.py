@@ -71,8 +71,8 @@ class Job(Decoding):
     ----------
     make_engine : callable
         From a number of rows to an engine under the job's schedule.
-    include_prompt : bool
-        Repeat the prompt as it was tokenised.
+    repeat : callable, optional
+        What the output repeats of a prompt.
     full_depth : callable, optional
         From a number of rows to an engine at full depth: some batches are then timed on both.
     """
@@ -80,14 +80,14 @@ class Job(Decoding):
     encoder: PromptEncoder
     make_engine: Callable[[int], Engine]
     batch_size: int
-    include_prompt: bool = False
+    repeat: Callable[[EncodedPrompt], str] | None = None
     full_depth: Callable[[int], Engine] | None = None
 
     def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: FinishReason) -> dict[str, Any]:
         """The output of a row that went well."""
         return {
             "id": prompt.record.id,
-            **({"prompt": prompt.text} if self.include_prompt else {}),
+            **({} if self.repeat is None else {"prompt": self.repeat(prompt)}),
             "text": self.text(tokens),
             "new_tokens": len(tokens),
             "finish_reason": finish_reason,
