@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -128,12 +127,11 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
 
     async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Response:
         nonlocal encoded
-        arrived = time.perf_counter()
         _check_model(service, body.model)
         service.worker.check_room(1 + encoded)
         encoded += 1
         try:
-            state = await in_thread(service.preprocessor.request_state, body, arrived)
+            state = await in_thread(service.preprocessor.request_state, body, request.state.arrived)
         finally:
             encoded -= 1
         request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}
