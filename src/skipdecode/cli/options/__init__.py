@@ -50,7 +50,8 @@ class ModelOptions(Options):
     """How a model is loaded."""
 
     dtype: str = option(
-        "of the weights; auto is the checkpoint's own",
+        "of the weights; auto is the checkpoint's own, for smollm2-135m bfloat16 where the device multiplies that and "
+        "else float32",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
