@@ -42,6 +42,7 @@ T = TypeVar("T")
 Answers = dict[int | str, dict[str, Any]]
 
 _STOP_SECONDS = 10.0
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -208,11 +209,11 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """The playground; its files are kept in memory, and a request's path is only looked up among them."""
+    """The pages; their files are kept in memory, and a request's path is only looked up among them."""
     for file in files("skipdecode.serving").joinpath("static").iterdir():
         kind = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
-            path = "/" if file.name == "index.html" else f"/{file.name}"
+            path = _PAGES.get(file.name, f"/{file.name}")
             app.add_route(path, partial(_file, file.read_bytes(), kind), include_in_schema=False)
 
 
