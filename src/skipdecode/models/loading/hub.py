@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.kinds import read_json
+from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, SkipDecodeError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
@@ -108,7 +109,7 @@ def load_model(
     if adapter is not None:
         schedule = _adapter_schedule(adapter, config) or schedule
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
-    with _told(place.where, "its weights do not load"):
+    with _told(place.where, "its weights do not load"), without_foreign_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(
             place.where, config=config, dtype=dtype, output_loading_info=True, **place.options
         )
@@ -194,7 +195,7 @@ def choose_device(device: str | None) -> Any:
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
-    with _told(str(adapter), "the adapter does not go on its base model"):
+    with _told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars():
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
             model, str(adapter), torch_device=str(device), autocast_adapter_dtype=False
