@@ -9,7 +9,7 @@ from typing import Any
 
 from skipdecode.errors import MissingExtraError
 
-__all__ = ["COLORS", "GRID", "INK", "LEFT_OUT", "new_figure", "png", "svg", "tip"]
+__all__ = ["COLORS", "GRID", "INK", "LEFT_OUT", "check_matplotlib", "new_figure", "png", "svg", "tip"]
 
 # Okabe and Ito's colours, made a little darker: told apart by colour-blind readers, and on white paper.
 COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")
