@@ -133,8 +133,6 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
         raise UsageError(f"unknown task {text!r}{hint}: accepted are {', '.join(task_names())} and task files (*.yaml)")
     try:
         content = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise DataError(f"cannot read the task file {path}: {e.strerror or e}") from None
     except UnicodeDecodeError as e:
         raise DataError(f"the task file {path} is not UTF-8: {e}") from None
     except OSError as e:
