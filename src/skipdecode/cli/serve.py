@@ -10,6 +10,7 @@ everybody who reaches the address is served.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def run(config: Config) -> int:
         )
     shown = f"[{config.host}]" if ":" in config.host else config.host
     note(f"serving {service.name} on http://{shown}:{listening.getsockname()[1]}")
+    logging.disable(logging.NOTSET)  # from here on the log is ours
     run_server(service, config, listening, keys)
     return 0
 
