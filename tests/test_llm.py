@@ -81,6 +81,7 @@ def test_a_stop_text_ends_and_cuts(llm: LLM):
 
 
 def test_statistics_say_layers_memory_and_time(llm: LLM):
+    llm = LLM(llm.loaded)
     schedule = Schedule.from_speedup(LAYERS, 2, 9)
     outputs = llm.generate(TEXTS, 9, schedule=schedule)
     stats = outputs.stats
