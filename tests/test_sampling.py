@@ -7,9 +7,12 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from skipdecode import Schedule
+from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.requests import Request, Sampling
 from skipdecode.engine.sampling import RowSampler, choose
 from skipdecode.errors import UsageError
+from tiny import LAYERS, tiny_model
 
 VOCAB = 40
 
@@ -59,6 +62,41 @@ def test_repetition_penalty_is_transformers_over_prompt_and_output():
     assert len(set(seen)) > 4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_frequency_and_presence_penalty_count_the_output_alone(temperature):
+    """OpenAI's formula: logit - times in the output x frequency - (in the output) x presence."""
+    values, prompt = logits(), (int(logits().argmax()), 5)
+    sampling = Sampling(temperature=temperature, frequency_penalty=0.7, presence_penalty=1.5, seed=3)
+    row, other = RowSampler(sampling, prompt), RowSampler(Sampling(temperature=temperature, seed=3), prompt)
+    times = torch.zeros(VOCAB)
+    for _ in range(12):
+        want = other.pick(values - 0.7 * times - 1.5 * (times > 0))
+        token = row.pick(values)
+        assert token == want
+        times[token] += 1
+    assert times.max() > 1
+    negative = RowSampler(Sampling(frequency_penalty=-2), ())
+    assert len({negative.pick(values) for _ in range(5)}) == 1
+
+
+@pytest.mark.parametrize("kind", [FastEngine, GatedEngine])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_penalties_act_per_row_in_both_engines_whatever_the_batch(kind):
+    model, schedule = tiny_model("llama"), Schedule.from_speedup(LAYERS, 2, 20)
+    settings = [
+        Sampling(),
+        Sampling(frequency_penalty=2.0, presence_penalty=1.0),
+        Sampling(repetition_penalty=1.6),
+        Sampling(temperature=1.0, min_p=0.02, presence_penalty=-1.0, seed=5),
+    ]
+    requests = [Request((5, 6, 7, 8), 20, sampling) for sampling in settings]
+    together = [row.tokens for row in kind(model, schedule).decode(requests)]
+    assert together == [kind(model, schedule).decode([request])[0].tokens for request in requests]
+    assert len({tuple(row) for row in together}) == 4
+    # The greedy text has repetitions, which a penalty takes out of its own row alone.
+    assert len(set(together[1])) > len(set(together[0]))
+
+
 def test_bias_acts_and_leaves_the_logits_alone():
     values = logits()
     before = values.clone()
@@ -77,7 +115,8 @@ def test_seed_decides_and_other_rows_do_not():
 
 def test_logprob_is_the_models_own():
     values = torch.stack([logits(0), logits(1)])
-    rows = [RowSampler(Sampling(temperature=0.3, top_k=2, seed=0), ()), RowSampler(Sampling(), ())]
+    sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.5, presence_penalty=1, seed=0)
+    rows = [RowSampler(sampling, (5,)), RowSampler(Sampling(), ())]
     tokens, logprobs = choose(values, rows)
     want = values.log_softmax(-1)[torch.arange(2), torch.tensor(tokens)]
     torch.testing.assert_close(torch.tensor(logprobs), want)
@@ -91,6 +130,8 @@ def test_logprob_is_the_models_own():
         (lambda: Sampling(min_p=2), "min_p=2"),
         (lambda: Sampling(top_k=-1), "top_k=-1"),
         (lambda: Sampling(repetition_penalty=0), "repetition_penalty=0"),
+        (lambda: Sampling(frequency_penalty=2.5), "frequency_penalty=2.5"),
+        (lambda: Sampling(presence_penalty=-3), "presence_penalty=-3"),
         (lambda: Request((), 1), "at least one token"),
         (lambda: Request((1,), 0), "max_new_tokens=0"),
     ],

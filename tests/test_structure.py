@@ -31,8 +31,8 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 330
 MOST_FUNCTION_LINES = 60
-MOST_MODULES = 210
-MOST_LINES_IN_ALL = 25_500
+MOST_MODULES = 200
+MOST_LINES_IN_ALL = 27_000
 
 
 def part_of(path: Path) -> str:

@@ -20,8 +20,8 @@ FinishReason = Literal["eos", "length", "stop"]
 class Sampling(Options):
     """How a row's next token is chosen; every row of a batch may have its own.
 
-    Applied in transformers' order: bias, repetition penalty, temperature, top-k, top-p, min-p. `logit_bias` is added to
-    the logits of the tokens that it names.
+    Applied in this order: bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
     """
 
     temperature: float = option("0 is greedy; above, logits are divided by it", default=0.0, least=0)
@@ -34,6 +34,12 @@ class Sampling(Options):
     )
     repetition_penalty: float = option(
         "logits of tokens seen in prompt or output are divided by it (multiplied where negative)", default=1.0, above=0
+    )
+    frequency_penalty: float = option(
+        "taken from a token's logit for each time that the output has it", default=0.0, least=-2, most=2
+    )
+    presence_penalty: float = option(
+        "taken from the logits of tokens that the output has, however often", default=0.0, least=-2, most=2
     )
     seed: int | None = option(
         "of the row's own random numbers: the same row and seed give the same tokens in any batch", default=None
@@ -50,7 +56,12 @@ class Sampling(Options):
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the most likely token of the untouched logits is the answer."""
-        return self.temperature == 0 and self.repetition_penalty == 1 and not self.logit_bias
+        return self.temperature == 0 and not self.penalises and not self.logit_bias
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on the tokens before."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,8 @@ class StepOutput(NamedTuple):
     token : int
         Its id.
     logprob : float
-        Natural logarithm of the token's probability under the model (before temperature, penalties and cuts).
+        Natural logarithm of the token's probability under the model: before bias, penalties, temperature and cuts, as
+        in vLLM's default. So is `top`.
     layers : int
         Layers that the token it was predicted from ran.
     finish_reason : {"eos", "length"} or None

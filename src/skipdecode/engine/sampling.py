@@ -6,6 +6,7 @@ A row's choice depends on its logits and its own generator only, never on the ot
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,12 +21,17 @@ __all__ = ["Row", "RowSampler", "choose", "likeliest", "put_out"]
 
 
 class RowSampler:
-    """One row's settings and state; the repetition penalty counts the prompt's tokens as seen."""
+    """One row's settings and state.
+
+    The repetition penalty sees prompt and output, as in transformers; frequency and presence penalty see the output
+    alone, as at OpenAI.
+    """
 
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...]) -> None:
         self.sampling = sampling
         self.is_plain_greedy = sampling.is_plain_greedy
-        self._seen = set(prompt) if sampling.repetition_penalty != 1 else None
+        self._prompt = torch.tensor(sorted(set(prompt)) if sampling.repetition_penalty != 1 else [], dtype=torch.int64)
+        self._output: Counter[int] | None = Counter() if sampling.penalises else None
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items(), strict=True)
@@ -45,17 +51,26 @@ class RowSampler:
             logits = logits.clone()
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
-        if self._seen is not None:
-            seen = torch.tensor(sorted(self._seen))
-            values = logits[seen]
-            logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        if self._output is not None:
+            self._penalise(logits, self._output)
         if self._generator is None:
             token = int(logits.argmax())
         else:
             token = self._draw(logits.div_(s.temperature), self._generator)
-        if self._seen is not None:
-            self._seen.add(token)
+        if self._output is not None:
+            self._output[token] += 1
         return token
+
+    def _penalise(self, logits: Tensor, output: Counter[int]) -> None:
+        s, new = self.sampling, torch.tensor(list(output), dtype=torch.int64)
+        if s.repetition_penalty != 1:
+            # A token of both is there twice, and gets the same value twice.
+            seen = torch.cat((self._prompt, new))
+            values = logits[seen]
+            logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+        if s.frequency_penalty or s.presence_penalty:
+            times = torch.tensor(list(output.values()), dtype=torch.float32)
+            logits[new] -= s.frequency_penalty * times + s.presence_penalty
 
     def _draw(self, logits: Tensor, generator: torch.Generator) -> int:
         s, tokens = self.sampling, None
@@ -84,12 +99,13 @@ def choose(logits: Tensor, rows: list[RowSampler]) -> tuple[list[int], list[floa
     rows : list of RowSampler
         One for each row.
     """
-    if all(row.is_plain_greedy for row in rows):
-        return greedy(logits)
-    local = logits.cpu()
-    tokens = [row.pick(values) for row, values in zip(rows, local, strict=True)]
-    chosen = local[torch.arange(len(rows)), torch.tensor(tokens)]
-    return tokens, (chosen - local.logsumexp(-1)).tolist()
+    tokens, logprobs = greedy(logits)
+    if own := [i for i, row in enumerate(rows) if not row.is_plain_greedy]:
+        local = (logits if len(own) == len(rows) else logits[own]).cpu()
+        for i, values in zip(own, local, strict=True):
+            tokens[i] = rows[i].pick(values)
+            logprobs[i] = float(values[tokens[i]] - values.logsumexp(-1))
+    return tokens, logprobs
 
 
 def likeliest(logits: Tensor, rows: list[RowSampler]) -> list[tuple[tuple[int, float], ...]]:
