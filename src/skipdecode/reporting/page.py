@@ -6,14 +6,14 @@ Knows nothing about results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.errors import MissingExtraError
-from skipdecode.reporting.plots.lines import MARKS, Chart, Style, line_figure, outline
+from skipdecode.reporting.plots.lines import OUTLINES, Chart, Style, line_figure
 from skipdecode.reporting.plots.output import svg
 
 __all__ = ["Card", "Picture", "Pieces", "Sample", "Section", "Table", "render", "table"]
@@ -167,12 +167,7 @@ def render(
 
         style = Markup((resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8"))
         page = environment.get_template("page.html")
+        marks = [" ".join(f"{17 + 4.4 * x:.1f},{6 - 4.4 * y:.1f}" for x, y in corners) for corners in OUTLINES]
         return page.render(
-            title=title, sources=sources, cards=cards, sections=shown, style=style, draw=draw, marks=list(_marks())
+            title=title, sources=sources, cards=cards, sections=shown, style=style, draw=draw, marks=marks
         )
-
-
-def _marks() -> Iterator[str]:
-    """The outlines of the marks in a legend, for the attribute ``points``."""
-    for mark in range(MARKS):
-        yield " ".join(f"{17 + 4.4 * x:.1f},{6 - 4.4 * y:.1f}" for x, y in outline(mark))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from skipdecode.evaluation.compare import Pair, pairs_cells
-from skipdecode.evaluation.scores import FIDELITY, IN_NATS
+from skipdecode.evaluation.scores import IN_NATS
 from skipdecode.reporting.page import Card, Picture, Section, Table, table
 from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped
 from skipdecode.reporting.results import HEADLINE, Group, Result, percent
@@ -28,12 +28,9 @@ METRIC_NAMES = {
     "full_depth_agreement": "outputs equal to full depth's, %",
 }
 _LEVELS = (0.99, 0.95, 0.9)
-_FEW = 6  # curves whose points are all named
+_FEW = 6  # curves that are all named where they end
 _FAR = 0.5  # share of full depth below which a result would squeeze all others together
-_TRADE_OFF = (
-    "Higher and further right is better; the dashed line is full depth. {what} Bars are 95% bootstrap intervals, of kept "
-    "shares paired with full depth's."
-)
+_TRADE_OFF = "Higher and further right is better; the dashed line is full depth. {what} Bars are 95% intervals."
 _REQUEST = "A whole request is prompt and decoding, full depth's time over the method's."
 _DECODING = "Measured speed-up is of decoding alone, full depth's time over the method's."
 _PAIRED = "The same resampled records score both runs of a pair; 95% intervals."
@@ -80,8 +77,12 @@ def _beside(group: Group, result: Result) -> str:
     """The method, and the speed-ups that are not the headline."""
     decoding = result.speed if group.by_request else None
     words = [] if decoding is None else [f"decoding {decoding.value:.2f}x"]
-    words += [] if result.nominal is None else [f"nominal {result.nominal:.2g}x"]
+    words += [] if result.nominal is None else [f"nominal {_speed(result)}"]
     return result.name + (f": {', '.join(words)}" if words else "")
+
+
+def _speed(result: Result) -> str:
+    return "" if result.nominal is None else f"{result.nominal:.2g}x"
 
 
 def _keeps(result: Result) -> str:
@@ -117,11 +118,12 @@ def _trade_off(group: Group, metric: str, names: Sequence[str]) -> Picture | Non
     shown = [r for r in results if r not in far] if len(results) - len(far) > 1 else results
     if not shown:
         return None
-    front = shown if len(names) <= _FEW else _front(group, shown, metric)
+    few = len(names) <= _FEW
+    named = list({r.curve: r for r in shown}.values()) if few else _front(group, shown, metric)
     name, level = METRIC_NAMES[metric], None
     what = "whole requests" if group.by_request else "decoding"
     series = [
-        Series(curve, [_point(group, r, metric, r in front) for r in results])
+        Series(curve, [_point(group, r, metric, r.name if r in named else _speed(r) if few else "") for r in results])
         for curve, results in grouped(shown, lambda r: r.curve).items()
     ]
     label = f"{name} against the measured speed-up of {what}."
@@ -134,7 +136,7 @@ def _trade_off(group: Group, metric: str, names: Sequence[str]) -> Picture | Non
         words = ", ".join(f"{r.name} ({r.scores[metric].value:.1f} at {group.pace(r):.2f}x)" for r in far)
         label += f" Left out, far below: {words}."
     chart = Chart(series, f"measured speed-up of {what}", name, level=level, names=names)
-    wide = len(names) > _FEW and metric == HEADLINE[0]
+    wide = not few and metric == HEADLINE[0]
     return Picture(chart, label, label, wide=wide)
 
 
@@ -148,12 +150,12 @@ def _front(group: Group, results: Sequence[Result], metric: str) -> list[Result]
     return found
 
 
-def _point(group: Group, result: Result, metric: str, named: bool) -> Point:
+def _point(group: Group, result: Result, metric: str, note: str) -> Point:
     score, speed = result.scores[metric], result.request if group.by_request else result.speed
     tip = f"{group.pace(result):.2f}x with {_beside(group, result)}; {METRIC_NAMES[metric]} {score.text()}"
     if metric in result.kept:
         tip += f", keeps {percent(result.kept[metric])} of full depth"
-    return Point(group.pace(result), score.value, speed and speed.bounds, score.bounds, result.name if named else "", tip)
+    return Point(group.pace(result), score.value, None if speed is None else speed.bounds, score.bounds, note, tip)
 
 
 def _numbers(group: Group, metrics: Sequence[str]) -> Table:
@@ -184,7 +186,9 @@ def _worth(group: Group) -> Picture | None:
     series = []
     for name in ("decoding", "whole request"):
         points = {
-            (r.nominal, s.value): Point(r.nominal or 0.0, s.value, y_bounds=s.bounds, tip=f"{r.name}: {name} {s.text()}x")
+            (r.nominal, s.value): Point(
+                r.nominal or 0.0, s.value, y_bounds=s.bounds, tip=f"{r.name}: {name} {s.text()}x"
+            )
             for part, r, s in found
             if part == name and s is not None
         }
@@ -194,8 +198,8 @@ def _worth(group: Group) -> Picture | None:
     words = [f"{s.name}: " + ", ".join(f"{p.y:.2f}x at {p.x:.1f}x" for p in s.points) for s in series]
     label = f"Speed-up against nominal, which counts layers of decoding. {'; '.join(words)}"
     caption = (
-        "Speed-up against nominal. Embeddings, the output head and attention do not shrink with the layers, and a prompt "
-        "runs at the depth that its schedule says, so less than nominal is gained."
+        "Speed-up against nominal. Embeddings, the output head and attention do not shrink with the layers, so less "
+        "than nominal is gained, and of a whole request less still where its prompt runs at full depth."
     )
     return Picture(Chart(series, "nominal speed-up", "measured speed-up", diagonal="nominal"), caption, label)
 

@@ -129,27 +129,30 @@ class Group:
 def groups_of(sources: Sequence[Source]) -> list[Group]:
     """Every group; a run that stands in a table too counts once, in the table's."""
     found: dict[Any, Group] = {}
-    tabled: dict[Any, tuple[Group, int]] = {}
+    tabled: dict[str, tuple[Group, int]] = {}
     for source in of_kind(sources, "quality-table"):
         for row in source.data["runs"]:
             result, data = _of_row(row), (source.data.get("task", {}).get("data_sha256"), row["n"])
             group = found.setdefault((data, *_yardstick(source)), _table_group(source, row["n"]))
-            if _identity(data, result) not in tabled:
-                tabled[_identity(data, result)] = group, len(group.results)
+            identity = _identity(data, result)
+            if identity not in [_identity(data, other) for other in group.results]:
+                tabled.setdefault(identity, (group, len(group.results)))
                 group.results.append(result)
     for source in of_kind(sources, "evaluation"):
-        data, result = (source.data.data["config"].get("data_sha256"), source.data.data["n"]), _of_run(source.data)
+        run, result = source.data, _of_run(source.data)
+        config = run.data["config"]
+        data = config.get("data_sha256"), run.data["n"]
         if place := tabled.get(_identity(data, result)):
             group, number = place
-            group.results[number] = replace(group.results[number], run=source.data)
+            group.results[number] = replace(group.results[number], run=run)
         else:
-            key = (data, source.data.data["config"].get("model"), _signatures(source.data))
-            found.setdefault(key, _run_group(source.data)).results.append(result)
+            key = data, config.get("model"), _signatures(run)
+            found.setdefault(key, _run_group(run)).results.append(result)
     return [replace(group, results=_arranged(group)) for group in found.values()]
 
 
 def _arranged(group: Group) -> list[Result]:
-    """Curves of several checkpoints named with each; what is kept where only the yardstick's scores say it; in order."""
+    """Curves of several checkpoints named with each, and what is kept where only the yardstick's scores say it."""
     checkpoints = Counter(curve for curve, _ in {(r.curve, r.model) for r in group.results})
     full, results = group.full, []
     for r in group.results:

@@ -26,8 +26,8 @@ _VERDICTS = {
     "held out": "{held_out:.4f}",
 }
 _CURVES = (
-    "Thick lines are means of 15 steps, thin ones single steps; marks are losses on the dev set. A schedule that is sampled now "
-    "and then has a line of its own."
+    "Thick lines are means of 15 steps, thin ones single steps; marks are losses on the dev set. A schedule that is "
+    "sampled now and then has a line of its own."
 )
 
 
@@ -71,7 +71,11 @@ def calibration_section(source: Source) -> Section:
 
 def training_sections(sources: Sequence[Source]) -> list[Section]:
     """The loss curve of every log of `skipdecode tune`."""
-    return [Section("Loss while tuning", _CURVES, pictures=[_curve(log) for log in of_kind(sources, "tuning")], shown=_SHOWN)]
+    return [
+        Section(
+            "Loss while tuning", _CURVES, pictures=[_curve(log) for log in of_kind(sources, "tuning")], shown=_SHOWN
+        )
+    ]
 
 
 def _curve(log: Source) -> Picture:

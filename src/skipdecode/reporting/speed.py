@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from skipdecode.reporting.page import Card, Picture, Section, table
-from skipdecode.reporting.plots.lines import Chart, Point, Series, bar_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series
 from skipdecode.reporting.plots.standard import share_chart, speed_chart
 from skipdecode.reporting.sources import Source, of_kind
 
@@ -109,15 +108,7 @@ def _machine(source: Source) -> str:
 def load_section(source: Source) -> Section:
     """A result of benchmarks/serve_load.py: throughput and latency by schedule, memory over time."""
     data, config = source.data, source.data.get("config", {})
-    rates = {name: found["tokens_per_s"] for name, found in data["schedules"].items()}
-    words = "; ".join(f"{name}: {rate:.0f} tokens/s" for name, rate in rates.items())
-    pictures = [
-        Picture(
-            partial(bar_figure, list(rates), list(rates.values()), "tokens/s, all streams together"),
-            f"Throughput; the schedule's is {data['speedup']:.2f} times full depth's",
-            f"Throughput by schedule. {words}.",
-        )
-    ]
+    pictures = []
     if memory := data.get("memory_mib"):
         series = Series("", [Point(at, mib) for at, mib in memory], markers=False)
         chart = Chart([series], "seconds", "memory, MiB", from_zero=True)
@@ -127,7 +118,7 @@ def load_section(source: Source) -> Section:
     intro = (
         f"{config.get('streams', '?')} clients at a time for {config.get('seconds', '?')} s, the schedules in turn: "
         f"{data['streams']} streams, {len(data['errors'])} errors, {data['streams_unlike_offline']} texts unlike the "
-        "offline ones."
+        f"offline ones. The schedule's throughput is {data['speedup']:.2f} times full depth's."
     )
     columns = {"schedule": "{name}", "tokens/s": "{tokens_per_s:.1f}", "streams": "{streams}"}
     columns |= {f"{text} {q}": f"{{{part}_{q}:.0f}} ms" for part, text in _LATENCIES.items() for q in _QUANTILES}

@@ -1,4 +1,4 @@
-"""One chart for every curve of this package: points with bounds, joined by lines, a name each; and bars."""
+"""One chart for every curve of this package: points with bounds, joined by lines, a name each."""
 
 from __future__ import annotations
 
@@ -9,34 +9,25 @@ from typing import Any, TypeVar
 
 from skipdecode.reporting.plots.output import COLORS, INK, new_figure, styled, tip
 
-__all__ = [
-    "MARKS",
-    "Chart",
-    "Point",
-    "Series",
-    "Style",
-    "bar_figure",
-    "grouped",
-    "line_figure",
-    "outline",
-    "panel_figure",
-]
+__all__ = ["OUTLINES", "Chart", "Point", "Series", "Style", "grouped", "line_figure", "panel_figure"]
 
 T = TypeVar("T")
-# Corners of a mark, how far in every second one lies, and the angle of the first; circle, square, triangle, …
-_MARKS = (
-    (16, 1.0, 0),
-    (4, 1.0, 45),
-    (3, 1.0, 90),
-    (4, 1.0, 0),
-    (8, 0.35, 45),
-    (3, 1.0, 270),
-    (6, 1.0, 0),
-    (8, 0.35, 0),
-    (10, 0.45, 90),
-)
-MARKS = len(_MARKS)
-"""How many marks there are."""
+
+
+def _outline(corners: int, inner: float, first: float) -> list[tuple[float, float]]:
+    """Corners around 0 from an angle on, every second one `inner` of the others' way out."""
+    angles = [math.radians(first) + 2 * math.pi * i / corners for i in range(corners)]
+    return [
+        ((inner if i % 2 else 1) * math.cos(a), (inner if i % 2 else 1) * math.sin(a)) for i, a in enumerate(angles)
+    ]
+
+
+OUTLINES = [
+    _outline(corners, inner, first)
+    for corners, inner in ((16, 1), (4, 1), (3, 1), (8, 0.4), (6, 1), (10, 0.5))
+    for first in ((0, 45) if corners in (4, 8) else (90, 270) if corners == 3 else (90,))
+]
+"""The marks: circle, square, triangle, …, each within 1 around 0."""
 _DASHES = ((), (5, 2), (1, 1.6), (5, 1.6, 1, 1.6))
 _SHADES = (1.0, 0.85, 0.72, 0.6)
 _NEAR, _MIDDLE, _FAR = 5, 17, 29  # points from a mark to its note
@@ -142,7 +133,7 @@ class Chart:
         if len(heads) == 1:
             heads = {name: [name] for name in names if name}
         return {
-            name: Style(hue % len(COLORS), hue % len(_MARKS), _DASHES[i % len(_DASHES)], _SHADES[i % len(_SHADES)])
+            name: Style(hue % len(COLORS), hue % len(OUTLINES), _DASHES[i % len(_DASHES)], _SHADES[i % len(_SHADES)])
             for hue, variants in enumerate(heads.values())
             for i, name in enumerate(variants)
         }
@@ -154,13 +145,6 @@ def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
     for item in items:
         found.setdefault(name(item), []).append(item)
     return found
-
-
-def outline(mark: int) -> list[tuple[float, float]]:
-    """The corners of a mark, around 0 and within 1."""
-    corners, inner, first = _MARKS[mark]
-    angles = [math.radians(first) + 2 * math.pi * i / corners for i in range(corners)]
-    return [((inner if i % 2 else 1) * math.cos(a), (inner if i % 2 else 1) * math.sin(a)) for i, a in enumerate(angles)]
 
 
 def line_figure(chart: Chart, *, legend: bool = True, width: float = 4.7) -> Any:
@@ -240,7 +224,7 @@ def _draw(axes: Any, series: Series, style: Style) -> None:
         x,
         y,
         linestyle=((0, style.dashes) if style.dashes else "-") if series.line is None else series.line or "none",
-        marker=outline(style.mark) if series.markers else "",
+        marker=OUTLINES[style.mark] if series.markers else "",
         markersize=6,
         markeredgewidth=0,
         color=color,
@@ -294,25 +278,9 @@ def _spread_notes(figure: Any, axes: Any, chart: Chart) -> None:
             note.set_position((right, up))
             note.set(horizontalalignment=horizontal, verticalalignment=vertical)
             box = note.get_window_extent()
-            if not any(box.overlaps(other) for other in taken) and figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1:
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+            if inside and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
                 break
         else:
             note.set_visible(False)
-
-
-def bar_figure(names: Sequence[str], values: Sequence[float], xlabel: str) -> Any:
-    """Horizontal bars, the first at the top."""
-    figure = new_figure(4.7, min(7.0, 0.8 + 0.28 * len(names)))
-    with styled():
-        axes = figure.subplots()
-        axes.grid(axis="x")
-        bars = axes.barh(range(len(names)), values, 0.72, color=COLORS[0])
-        for bar, name, value in zip(bars, names, values, strict=True):
-            tip(bar, f"{name}: {value:.4g}")
-        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-        axes.margins(x=0.12)
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.set_xlabel(xlabel)
-    return figure

@@ -96,12 +96,16 @@ def svg(figure: Any, name: str, label: str) -> str:
     text = _smaller(text)
     # matplotlib has escaped the text as it does every attribute.
     text = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", text)
-    short = {long: f"{name}-{i}" for i, long in enumerate(dict.fromkeys(re.findall(r'(?:url\(|href=")#([^)"]+)', text)))}
+    short = {
+        long: f"{name}-{i}" for i, long in enumerate(dict.fromkeys(re.findall(r'(?:url\(|href=")#([^)"]+)', text)))
+    }
     text = re.sub(r' id="([^"]+)"', lambda found: f' id="{short[found[1]]}"' if found[1] in short else "", text)
     text = re.sub(r'(url\(|href=")#([^)"]+)', lambda found: f"{found[1]}#{short[found[2]]}", text)
     box = re.search(r'viewBox="([^"]+)"', text)
     width = box[1].split()[2] if box else ""
-    head = f'<svg viewBox="{box[1] if box else ""}" style="--width: {width}" role="img" aria-label="{html.escape(label)}">'
+    head = (
+        f'<svg viewBox="{box[1] if box else ""}" style="--width: {width}" role="img" aria-label="{html.escape(label)}">'
+    )
     return head + text[text.index(">") + 1 :]
 
 
@@ -109,7 +113,7 @@ def svg(figure: Any, name: str, label: str) -> str:
 _SAID = (
     r"font-family: [^;]*; ",
     r' transform="rotate\(-0 [^"]*"',
-    r'(?<=text-anchor: middle); fill: var\(--ink\)|(?<=text-anchor: end); fill: var\(--ink\)',
+    r"(?<=text-anchor: middle); fill: var\(--ink\)|(?<=text-anchor: end); fill: var\(--ink\)",
     r' style="fill: var\(--ink\); stroke: var\(--ink\); stroke-width: 0.8"',
     r"; stroke-linecap: square|; stroke-linejoin: miter|; stroke-dashoffset: 0",
 )

@@ -181,7 +181,9 @@ def loss_chart(rows: _Rows) -> Chart:
     train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
     steps = Counter(str(r.get("schedule", "train")) for r in train)
     few = {name for name, count in steps.items() if count < _WINDOW and len(steps) > len(COLORS)}
-    runs = grouped(train, lambda r: "schedules of few steps" if str(r.get("schedule")) in few else r.get("schedule", "train"))
+    runs = grouped(
+        train, lambda r: "schedules of few steps" if str(r.get("schedule")) in few else r.get("schedule", "train")
+    )
     series = []
     for name, mine in runs.items():
         losses = [(r["step"], r["cross_entropy"]) for r in mine]
