@@ -13,7 +13,7 @@ from skipdecode.models.plan import cached_positions
 __all__ = ["SkipCache"]
 
 
-class _Stored(Exception):
+class _StoredError(Exception):
     """Ends the call of a layer that is to store keys and values and do nothing else."""
 
 
@@ -69,7 +69,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             )
         stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._projecting:
-            raise _Stored
+            raise _StoredError
         return stored
 
     def project(self, layer: Callable[[], Any], columns: int) -> None:
@@ -80,7 +80,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self._projecting = True
         try:
             layer()
-        except _Stored:
+        except _StoredError:
             self._projected = columns
         finally:
             self._projecting = False

@@ -52,7 +52,8 @@ class _Gated:
             return (hidden,) if conductor.returns_tuple else hidden
         columns = hidden.shape[1]
         if plan.start:
-            named = dict(zip(_positional_names(type(self)), args, strict=False)) | kwargs
+            kind: Any = type(self)
+            named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
             named.pop("hidden_states", None)
             merged = self._run_late(run, conductor, hidden, named)
             return (merged,) if conductor.returns_tuple else merged
@@ -75,7 +76,7 @@ class _Gated:
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
             out = out[0] if conductor.returns_tuple else out
             return _merge(out[:, plan.start :], hidden, plan)
-        name = next(name for name in _CACHE_NAMES if name in _positional_names(type(self)))
+        name = next(name for name in _CACHE_NAMES if name in _positional_names(type(layer)))
         cache = named[name] = conductor.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
         with _without_queries(layer):
@@ -139,7 +140,7 @@ def _without_queries(layer: nn.Module) -> Iterator[None]:
     if found is None:
         yield
         return
-    width = int(found.out_features)  # type: ignore[arg-type]
+    width: Any = found.out_features
     before = found.__dict__.get("forward")
     found.__dict__["forward"] = lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)
     try:

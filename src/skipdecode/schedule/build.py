@@ -274,7 +274,7 @@ class Schedule(NestedLayers):
         warmup_layers: int = 1,
         name: str = "split",
     ) -> Self:
-        """Prompt tokens run the lowest `prompt_layers` layers, generated ones the warm-up layers and the uppermost ones.
+        """Prompt tokens run the lowest `prompt_layers` layers, generated ones the warm-up layers and the highest.
 
         An encoder-decoder made of one decoder: with halves, each token runs its half of the model. Of the upper layers
         the prompt's keys and values are projected. One budget for generated tokens, or a list of them.

@@ -155,7 +155,7 @@ def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int
 
 
 def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int, ...]:
-    """The layers of a prompt set, ascending; raises ScheduleError if one is out of range or one that must run is not in."""
+    """A prompt set, ascending; raises ScheduleError if a layer is out of range, or one that must run is not in it."""
     chosen = set(int_tuple("prompt", layers))
     if outside := sorted(chosen - set(range(num_layers))):
         raise ScheduleError(f"prompt names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
