@@ -71,12 +71,13 @@ class _Gated:
         index, _ = self._skipdecode
         plan, columns = conductor.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
         layer: Any = self
+        kind: Any = type(self)
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
             # A checkpointed layer takes no cache: it runs on all columns, and what is only projected is dropped.
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
             out = out[0] if conductor.returns_tuple else out
             return _merge(out[:, plan.start :], hidden, plan)
-        name = next(name for name in _CACHE_NAMES if name in _positional_names(type(layer)))
+        name = next(name for name in _CACHE_NAMES if name in _positional_names(kind))
         cache = named[name] = conductor.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
         with _without_queries(layer):
