@@ -83,7 +83,8 @@ def named_text(row: dict[str, Any]) -> bytes:
 
 def plain_text(row: dict[str, Any]) -> bytes:
     """The text of a row, or what is wrong with it."""
-    return (row.get("text", f"[{row.get('error')}]").strip("\n") + "\n").encode()
+    text: str = row["text"] if "text" in row else f"[{row['error']}]"
+    return (text.strip("\n") + "\n").encode()
 
 
 class _Row(NamedTuple):
