@@ -83,7 +83,7 @@ def test_a_template_of_several_fields_wants_them_all(capsysbinary: Any, tmp_path
     assert "'colour', 'thing'" in text
     assert "--no-template" in text
     assert "'thing'" in half
-    assert main(["generate", model, "red car"]) == 1
+    assert main(["generate", model, "red car"]) == 2
     assert b"'colour', 'thing'" in capsysbinary.readouterr().err
 
 
@@ -94,7 +94,7 @@ def test_a_run_is_resumed_with_its_template_only(capsys: Any, tmp_path: Path, mo
     assert main([*command, "--summary", str(tmp_path / "summary.json")]) == 0
     settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
     open_writer(str(out), settings).close()  # what an interrupted run leaves
-    assert main([*command, "--overwrite", "--no-template"]) == 1
+    assert main([*command, "--overwrite", "--no-template"]) != 0
     assert "template" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     assert len(read_rows(out)) == 3
