@@ -33,14 +33,14 @@ class EngineStats:
     ----------
     steps : int
         Forwards with rows that decode, those that prompts share among them.
-    prompt_tokens, new_tokens : int
-        Tokens of prompts run, tokens put out.
+    prompt_tokens, prefix_hit_tokens, new_tokens : int
+        Tokens of prompts that ran, tokens of prompts that a prefix cache had, tokens put out.
     seconds : float
         Time in `step`, everything included.
     prompt_seconds, decode_seconds, sampling_seconds : float
-        Time in forwards of prompts and of rows that decode, and in the choice of tokens. What each of the two would cost
-        alone is not known of a forward that they share: its time is shared out by tokens x layers. On a GPU a step's
-        forward is only launched, and its time is in that of the choice, which waits for it.
+        Time in forwards of prompts and of rows that decode, and in the choice of tokens. The time of a forward of both
+        is shared out by tokens x layers: what each would cost alone is not known. On a GPU a step's forward is only
+        launched, and its time is in that of the choice, which waits for it.
     fed_tokens : int
         Generated tokens that were fed back: one for each row of each step.
     token_layers : int
@@ -53,6 +53,7 @@ class EngineStats:
 
     steps: int = 0
     prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
     prompt_seconds: float = 0.0
@@ -149,7 +150,12 @@ class Engine(ABC):
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that are held."""
+        """Bytes of keys and values that rows hold."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that are kept of prompts for rows to come; no part of `kv_bytes`."""
+        return 0
 
     @property
     def has_work(self) -> bool:

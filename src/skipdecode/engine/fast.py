@@ -60,6 +60,10 @@ class FastEngine(Engine):
         See `open_model`.
     prompt_tokens : int
         Most prompt tokens of one forward: bounds the buffers, and how long a row waits for its next token.
+    prefix_cache : bool
+        Keep prompts' keys and values, and run no token of a prompt that begins as one before did (see
+        `skipdecode.engine.prefix`): the same tokens come out. Prompts share only what runs the same layers. Only where
+        keys and values are pages: on CPUs, with the C++ kernels.
 
     Raises
     ------
@@ -68,7 +72,7 @@ class FastEngine(Engine):
     ScheduleError
         If the schedule is for another number of layers.
     UsageError
-        If the kernels cannot serve here, or `kv_bytes` cannot be kept to.
+        If the kernels cannot serve here, or there are no pages for `kv_bytes` or `prefix_cache`.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class FastEngine(Engine):
         kv_bytes: int | None = None,
         kernel: KernelChoice = "auto",
         prompt_tokens: int = 512,
+        prefix_cache: bool = False,
     ) -> None:
         self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
         if self.model.hint:
@@ -93,9 +98,12 @@ class FastEngine(Engine):
         self._order = DepthOrder(self.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
-        if kv_bytes is not None and self.model.kernel == "dense":
+        if kv_bytes is not None and not self.model.has_pages:
             raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
-        self.kv: KV = self.model.new_kv()
+        if prefix_cache and not self.model.has_pages:
+            raise UsageError("prefix_cache shares pages, and this device keeps whole rows: leave it out")
+        self._prefix_cache = prefix_cache
+        self.kv: KV = self.model.new_kv(prefix_cache)
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
         self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
         self._submitted = 0
@@ -130,6 +138,10 @@ class FastEngine(Engine):
     @property
     def kv_bytes(self) -> int:
         return self.kv.bytes_held
+
+    @property
+    def cached_bytes(self) -> int:
+        return self.kv.cached_bytes
 
     def takes(self, schedule: Schedule) -> bool:
         """See `Engine`: schedules that drop layers in this engine's order."""
@@ -192,7 +204,11 @@ class FastEngine(Engine):
         for size in self._scheduler.admit(len(rows), free):
             request, policy = self._requests.pop(size.request)
             used += size.pages
-            self.kv.reserve(self._scheduler.max_rows, size.prompt_tokens + size.new_tokens, used)
+            # What is kept of prompts gives way to rows where there may be no more pages.
+            wanted = used + self.kv.cached_bytes // self.kv.page_bytes
+            pages = wanted if self._kv_pages is None else min(wanted, self._kv_pages)
+            tokens = size.prompt_tokens + size.new_tokens
+            self.kv.reserve(self._scheduler.max_rows, tokens, pages, self._kv_pages)
             row = _Row(
                 number=size.request,
                 request=request,
@@ -210,10 +226,27 @@ class FastEngine(Engine):
         parts: list[_Feed] = []
         room = self._prompt_tokens
         for row in self._starting:
-            if part := row.request.prompt[row.fed : row.fed + room]:
-                parts.append((row, part))
-                room -= len(part)
+            if not room:
+                break
+            fed = self.kv.match(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
+            self.stats.prefix_hit_tokens += fed - row.fed
+            row.fed = fed
+            if not (self._prefix_cache and any(self._is_ahead(*part, row) for part in parts)):
+                parts.append((row, row.request.prompt[fed : fed + room]))
+                room -= len(parts[-1][1])
         return parts
+
+    def _is_ahead(self, other: _Row, part: tuple[int, ...], row: _Row) -> bool:
+        """Whether another row's part is the next page of this one's prompt, which it then waits for and shares."""
+        prompt, end = row.request.prompt, row.fed + self.kv.page_tokens
+        return (
+            row.fed % self.kv.page_tokens == 0
+            and other.fed <= row.fed
+            and end <= other.fed + len(part)
+            and end < len(prompt)
+            and self._order.layers(other.budget) == self._order.layers(row.budget)
+            and other.request.prompt[:end] == prompt[:end]
+        )
 
     def _run(self, feeds: list[_Feed]) -> list[StepOutput]:
         """One forward over tokens of prompts and of rows that decode; the next token of each row that has one."""
@@ -235,6 +268,9 @@ class FastEngine(Engine):
         logits = self.model.forward(batch, self.kv)
         if len(due) < len(batch.tokens):
             self.model.wait()
+        for row, _ in feeds:
+            if not row.output:
+                self.kv.keep(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
         self._count(feeds, time.perf_counter() - start)
         self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
         self._running += [row for row in due if not row.output]
@@ -254,12 +290,12 @@ class FastEngine(Engine):
             stats.token_layers += layers
             stats.layer_reads += max(row.budget for row in rows)
         held = self.kv.bytes_held
-        pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running)
+        pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running) - self.kv.overlap
         # Where whole rows are kept at full depth, that is what is held.
         stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
 
     def _make_room(self, row: _Row, tokens: int) -> None:
-        """Room for tokens to be fed; of a row that decodes, ask for its budget and give back pages of layers it leaves."""
+        """Room for tokens to be fed; a row that decodes first gets its budget and gives back layers that it leaves."""
         if row.output:
             position = len(row.output) - 1
             budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))

@@ -28,6 +28,7 @@ from skipdecode.engine.kernels.spec import ModelSpec, StackInput
 from skipdecode.engine.kernels.static_cache import StaticCache, token_bucket
 from skipdecode.engine.kv import KV, PagedKV
 from skipdecode.engine.model_spec import read_model
+from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.static_kv import StaticKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UsageError
@@ -40,7 +41,7 @@ __all__ = ["DenseModel", "FastModel", "NativeModel", "TokenRows", "open_model"]
 class TokenRows(NamedTuple):
     """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
 
-    `counts` says how many rows, from the first, run each layer, and `wanted` of which rows, ascending, logits are wanted.
+    `counts` says how many rows, from the first, run each layer, and `wanted` of which rows, rising, logits are wanted.
     """
 
     tokens: list[int]
@@ -68,6 +69,8 @@ class FastModel(ABC):
     ----------
     kernel : {"native", "dense"}
         What computes: the C++ kernels or torch operators.
+    has_pages : bool
+        Whether keys and values are pages of a few tokens and layers, not whole rows.
     hint : str
         Why the C++ kernels are not used; "" if they are, or were not wanted.
     quantization : {"int8", "int4"} or None
@@ -75,6 +78,7 @@ class FastModel(ABC):
     """
 
     kernel: ClassVar[str]
+    has_pages: ClassVar[bool] = False
     hint: str = ""
     quantization: Quantization | None = None
 
@@ -89,8 +93,8 @@ class FastModel(ABC):
         self._bind()
 
     @abstractmethod
-    def new_kv(self) -> KV:
-        """An empty KV store of this model's geometry, for its forwards."""
+    def new_kv(self, prefix_cache: bool = False) -> KV:
+        """An empty KV store of this model's geometry, for its forwards; `prefix_cache` needs `has_pages`."""
 
     @abstractmethod
     def forward(self, rows: TokenRows, kv: Any) -> Tensor:
@@ -145,6 +149,7 @@ class NativeModel(FastModel):
     """
 
     kernel = "native"
+    has_pages = True
     projects = True  # prompts' tokens but the last, in the top layer; the tests compare without
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
@@ -156,9 +161,10 @@ class NativeModel(FastModel):
         super().__init__(model)
         self._logits = torch.empty(0, self.vocab_size)
 
-    def new_kv(self) -> PagedKV:
+    def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         attention = self._spec.layers[0].attention
-        return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
+        kind = PrefixKV if prefix_cache else PagedKV
+        return kind(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
         hidden = self._embed(rows)
@@ -228,7 +234,7 @@ class DenseModel(FastModel):
     def captures_graphs(self) -> bool:
         return self._new_capture is not None
 
-    def new_kv(self) -> StaticKV:
+    def new_kv(self, prefix_cache: bool = False) -> StaticKV:
         """An empty KV store for this model's forwards, in a static cache that no other store uses."""
         free = next((cache for cache, user in self._users.items() if user() is None), None)
         kv = StaticKV(free or self._new_cache())
