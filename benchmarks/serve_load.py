@@ -74,11 +74,12 @@ class Phase:
 
 @contextlib.contextmanager
 def server(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, psutil.Process]]:
-    """A running server's address and process."""
+    """A running server's address and process; in fp32, in which texts do not depend on the batch."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    arguments = [sys.executable, "-m", "skipdecode.cli", "serve", options.model, "--port", str(port), *more]
+    arguments = [sys.executable, "-m", "skipdecode.cli", "serve", options.model, "--port", str(port)]
+    arguments += ["--dtype", "float32", *more]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(arguments, stderr=log)
         url = f"http://127.0.0.1:{port}"
@@ -215,7 +216,7 @@ def rate(phase: Phase, warm_up: float) -> float:
 
 def offline_texts(options: argparse.Namespace) -> Callable[[str, Stream], str]:
     """What the engine gives for a schedule and a stream's request, in batches of another size than the server's."""
-    loaded = load_model(options.model)
+    loaded = load_model(options.model, dtype="float32")
     tokenizer: Any = loaded.tokenizer
     layers = len(decoder_layers(loaded.model))
     flat = Schedule.from_speedup(layers, options.nominal, 128).flattened()

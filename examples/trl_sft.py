@@ -19,7 +19,8 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from skipdecode import Schedule, attach
-from skipdecode.models.loading.hub import SCHEDULE_FILE, load_model
+from skipdecode.models.carried import SCHEDULE_FILE
+from skipdecode.models.loading.hub import load_model
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
         trainer.train()
 
     trainer.model.save_pretrained(args.out)
-    (args.out / SCHEDULE_FILE).write_text(schedule.to_json())  # so that load_model finds it
+    schedule.save(args.out / SCHEDULE_FILE)  # so that load_model finds it
     return trainer
 
 

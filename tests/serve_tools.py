@@ -51,9 +51,12 @@ def tiny_service(
 
 
 @contextlib.contextmanager
-def running(service: Service, keys: ApiKeys | None = None, drain_seconds: float = 5.0) -> Iterator[httpx.Client]:
+def running(
+    service: Service, keys: ApiKeys | None = None, drain_seconds: float = 5.0, cors: tuple[str, ...] = ()
+) -> Iterator[httpx.Client]:
     """A client of the service's server; the server is stopped at the end."""
-    server = make_server(service, Binding(port=0, drain_seconds=drain_seconds, log_level="warning"), keys)
+    binding = Binding(port=0, drain_seconds=drain_seconds, log_level="warning", cors=cors)
+    server = make_server(service, binding, keys)
     sock = socket.socket()
     # Small, so that a client that does not read is felt soon.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError, UsageError
 from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_config, load_model
 from skipdecode.models.loading.store import add_model
 from tiny import LAYERS, tiny_model
@@ -141,7 +143,7 @@ def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -
 
 
 def test_unknown_names_list_what_is_accepted(tmp_path: Path) -> None:
-    accepted = "accepted are a local directory, a hub id \\(owner/name\\) or 'smollm2-135m'"
+    accepted = "accepted are a local directory, a hub id \\(owner/name\\), smollm2-135m, e2e-smollm2-135m"
     (tmp_path / "file.bin").touch()
     for name, said in [
         ("", "there is no such directory"),
@@ -184,9 +186,32 @@ def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path,
 def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> None:
     add_model(smollm2.NAME, lambda folder: save_checkpoint(folder, SCHEDULE.to_dict()) and "test")
     tuned = save_adapter(tmp_path / "adapter", smollm2.NAME)
-    loaded = load_model(str(tmp_path / "adapter"), device="cpu")
+    loaded = load_model(str(tmp_path / "adapter"), dtype="float32", device="cpu")
     torch.testing.assert_close(logits(loaded.model), logits(tuned))
     assert loaded.schedule == SCHEDULE
+
+
+def test_an_adapter_knows_the_weights_it_was_tuned_on(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:
+    save_adapter(tmp_path / "adapter", str(checkpoint))
+    base = load_model(str(checkpoint), device="cpu")
+    recipe = {"base": base_entry(base.model, base.path) | {"source": "the shop"}}
+    (tmp_path / "adapter" / "recipe.json").write_text(json.dumps(recipe))
+
+    def said(change: float, dtype: str = "auto") -> str:
+        """What is told when the base's weights are off by noise of this share of their size."""
+        torch.manual_seed(0)
+        weights = {k: w + change * w.std() * torch.randn_like(w) for k, w in kept.items()}
+        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        load_model(str(tmp_path / "adapter"), dtype=dtype, device="cpu")
+        return capsys.readouterr().err
+
+    kept = load_file(checkpoint / "model.safetensors")
+    capsys.readouterr()
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert "tuned on" not in said(0, dtype)
+    assert "tuned on other bits" in said(0.08)
+    with pytest.raises(ModelLoadError, match="the shop"):
+        said(1)
 
 
 @pytest.mark.parametrize(

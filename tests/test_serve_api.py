@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from serve_tools import (
     CONTEXT,
@@ -159,6 +160,27 @@ def test_n_and_seed(client):
     assert len(unseeded) == 3
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0, "seed": 3, "top_k": 4},
+        {"temperature": 1.0, "seed": 3, "min_p": 0.2},
+        {"temperature": 0, "repetition_penalty": 1.5},
+        {"temperature": 0, "frequency_penalty": 1.5},
+        {"temperature": 0, "presence_penalty": 1.5},
+    ],
+    ids=lambda fields: list(fields)[-1],
+)
+def test_fields_of_sampling_reach_the_engine(client, fields):
+    body = {"prompt": PROMPTS[0], "max_tokens": NEW, **fields}
+    text = post(client, COMPLETIONS, body)["choices"][0]["text"]
+    if "seed" in fields:
+        fields = fields | {"seed": row_seed(fields["seed"], 0)}
+    assert text == offline(PROMPTS[0], NEW, sampling=Sampling(**fields))[1]
+    plain = {name: fields[name] for name in ("temperature", "seed") if name in fields}
+    assert text != offline(PROMPTS[0], NEW, sampling=Sampling(**plain))[1]
+
+
 def test_stop_strings_end_the_text(client):
     body = greedy(prompt=PROMPTS[0], max_tokens=60, skipdecode={"trace": True})
     text = post(client, COMPLETIONS, body)["choices"][0]["text"]
@@ -241,6 +263,25 @@ def test_tokenize(client):
     assert post(client, "/tokenize", {"prompt": "ab"}) == {"tokens": [67, 68], "count": 2, "max_model_len": CONTEXT}
     assert post(client, "/tokenize", {"messages": MESSAGES})["count"] == len(RENDERED)
     assert post(client, "/tokenize", {"prompt": "a" * 9000})["count"] == 9000
+    assert post(client, "/detokenize", {"tokens": [67, 68, 2]}) == {"prompt": "ab</s>"}
+
+
+def test_special_tokens_of_tokenize():
+    service = tiny_service()
+    service.preprocessor._tokenizer._tokenizer.post_processor = TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 1)]
+    )
+    with running(service) as client:
+
+        def found(**body):
+            return post(client, "/tokenize", body)["tokens"]
+
+        assert found(prompt="a") == found(prompt="a", add_special_tokens=True) == [1, 67]
+        assert found(prompt="a", add_special_tokens=False) == [67]
+        assert (
+            found(messages=MESSAGES) == found(messages=MESSAGES, add_special_tokens=False) == found(prompt=RENDERED)[1:]
+        )
+        assert found(messages=MESSAGES, add_special_tokens=True) == found(prompt=RENDERED)
 
 
 def test_models_without_a_fast_path_are_served_too():
@@ -269,7 +310,15 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"best_of": 3}, "best_of", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"echo": True}, "echo", "unsupported_field"),
     (COMPLETIONS, PROMPT | {"suffix": "y"}, "suffix", "unsupported_field"),
-    (COMPLETIONS, PROMPT | {"presence_penalty": 0.5}, "presence_penalty", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"presence_penalty": 2.5}, "presence_penalty", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"frequency_penalty": -3}, "frequency_penalty", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"top_k": -2}, "top_k", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"top_k": 2.5}, "top_k", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"min_p": 1.5}, "min_p", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"ignore_eos": True}, "ignore_eos", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"min_tokens": 3}, "min_tokens", "unsupported_field"),
+    (COMPLETIONS, PROMPT | {"guided_json": {}}, "guided_json", "unknown_field"),
     (CHAT, CHAT_BODY | {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
     (CHAT, CHAT_BODY | {"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
     (COMPLETIONS, {}, "prompt", "invalid_value"),
@@ -290,7 +339,7 @@ REFUSED = [
     (COMPLETIONS, PROMPT | {"n": 17}, "n", "invalid_value"),
     (COMPLETIONS, {"prompt": ["x"] * 17}, "prompt", "invalid_value"),
     (COMPLETIONS, PROMPT | {"stop": ""}, "stop", "invalid_value"),
-    (COMPLETIONS, PROMPT | {"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_value"),
+    (COMPLETIONS, PROMPT | {"stop": list("abcdefghijklmnopq")}, "stop", "invalid_value"),
     (COMPLETIONS, PROMPT | {"seed": 2**64}, "seed", "invalid_value"),
     (COMPLETIONS, PROMPT | {"logprobs": 6}, "logprobs", "invalid_value"),
     (COMPLETIONS, PROMPT | {"logit_bias": {"300": 1}}, "logit_bias", "invalid_value"),
@@ -304,7 +353,15 @@ REFUSED = [
     (CHAT, {"messages": [{"role": "user", "content": 1}]}, "messages.0.content", "invalid_value"),
     (CHAT, CHAT_BODY | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "invalid_value"),
     (CHAT, CHAT_BODY | {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "tool_calls",
+        "unsupported_field",
+    ),
     ("/tokenize", {}, "prompt", "invalid_value"),
+    ("/detokenize", {}, "tokens", "invalid_value"),
+    ("/detokenize", {"tokens": [5, 259]}, "tokens", "invalid_value"),
 ]
 
 
@@ -318,18 +375,77 @@ def test_refusals_name_the_field(client, path, body, param, code):
     assert param.split(".")[-1] in error["message"] or code not in ("unknown_field", "unsupported_field")
 
 
-def test_neutral_values_of_what_is_not_implemented_are_accepted(client):
-    neutral = {
-        "best_of": 1,
-        "echo": False,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "suffix": None,
-        "user": "me",
-    }
-    post(client, COMPLETIONS, PROMPT | neutral | {"max_tokens": 1})
-    chat = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "functions": None}
-    post(client, CHAT, CHAT_BODY | chat | {"max_tokens": 1})
+# What clients send of themselves: SillyTavern to an API of vLLM's kind; Open WebUI, LibreChat and OpenAI's clients.
+SILLYTAVERN = {
+    "best_of": 1,
+    "echo": False,
+    "early_stopping": False,
+    "frequency_penalty": 0.0,
+    "ignore_eos": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "min_p": 0,
+    "min_tokens": 0,
+    "n": 1,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "stop": [f"\n{name}:" for name in ("Assistant", "User", "Narrator", "System", "Out of character")],
+    "suffix": None,
+    "top_k": -1,
+    "top_p": 1,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+    "user": "me",
+}
+CHAT_CLIENTS = {
+    "frequency_penalty": 0,
+    "function_call": None,
+    "functions": None,
+    "logit_bias": None,
+    "max_completion_tokens": 4,
+    "max_tokens": None,
+    "metadata": {"chat": "7"},
+    "parallel_tool_calls": None,
+    "presence_penalty": 0,
+    "reasoning_effort": None,
+    "response_format": {"type": "text"},
+    "safety_identifier": "someone",
+    "seed": None,
+    "service_tier": "auto",
+    "some_field_of_next_year": None,
+    "stop": None,
+    "store": False,
+    "stream_options": None,
+    "tool_choice": "auto",
+    "tools": [],
+    "user": "someone",
+}
+
+
+def test_what_clients_send_of_themselves_changes_nothing(client):
+    plain = greedy(prompt=PROMPTS[0], max_tokens=4)
+    assert post(client, COMPLETIONS, plain | SILLYTAVERN)["choices"] == post(client, COMPLETIONS, plain)["choices"]
+    chat = greedy(messages=MESSAGES, max_tokens=4)
+    answer = post(client, CHAT, chat)["choices"]
+    assert post(client, CHAT, chat | CHAT_CLIENTS)["choices"] == answer
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert streamed_text(events(client, CHAT, chat | CHAT_CLIENTS | options)) == answer[0]["message"]["content"]
+
+
+def test_an_answer_may_be_sent_back_as_it_came(client):
+    chat = greedy(messages=MESSAGES, max_tokens=4)
+    said = post(client, CHAT, chat)["choices"][0]["message"]
+    openai_s = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    question = {"role": "user", "content": "and then?"}
+    plain = [{"role": said["role"], "content": said["content"]}]
+    answers = [
+        post(client, CHAT, chat | {"messages": [*MESSAGES, *turn, question]})["choices"]
+        for turn in ([said], [said | openai_s], plain)
+    ]
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize(

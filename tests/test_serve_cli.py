@@ -98,6 +98,8 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
         (["--max-seconds", "0"], "--max-seconds 0.0"),
         (["--flat"], "--flat belongs to --nominal-speedup"),
         (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
+        (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
+        (["--engine", "vllm", "--cors", "*"], "--cors is not for --engine vllm"),
         (["--schedule", "/nowhere.json"], "cannot read the schedule /nowhere.json"),
         (["--engine", "vllm", "--api-keys", "x"], "VLLM_API_KEY"),
     ],

@@ -76,6 +76,30 @@ def test_api_keys(tmp_path, monkeypatch):
         assert client.get("/").status_code == client.get("/health").status_code == 200
 
 
+def test_pages_of_other_origins():
+    keys = ApiKeys((hashlib.sha256(b"key").hexdigest(),))
+    ours, other = {"origin": "http://localhost:3000"}, {"origin": "https://evil.example"}
+    asked = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-y",
+    }
+    allowed = "access-control-allow-origin"
+    with running(tiny_service(), keys, cors=(ours["origin"],)) as client:
+        before = client.options(COMPLETIONS, headers=ours | asked)  # browsers send no key here
+        assert (before.status_code, before.headers[allowed]) == (200, ours["origin"])
+        assert "x-y" in before.headers["access-control-allow-headers"]
+        assert client.options(COMPLETIONS, headers=other | asked).status_code == 400
+        for headers, status in (({"authorization": "Bearer key"}, 200), ({}, 401)):
+            answer = client.post(COMPLETIONS, json=SHORT, headers=headers | ours)
+            assert (answer.status_code, answer.headers[allowed]) == (status, ours["origin"])
+            assert allowed not in client.post(COMPLETIONS, json=SHORT, headers=headers | other).headers
+    with running(tiny_service(), cors=("*",)) as client:
+        assert client.get("/v1/models", headers=other).headers[allowed] == "*"
+    with running(tiny_service()) as client:
+        assert client.options(COMPLETIONS, headers=ours | asked).status_code == 405
+        assert allowed not in client.get("/v1/models", headers=ours).headers
+
+
 def test_files_of_keys_that_are_none(tmp_path, monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
     assert not ApiKeys.read(None)

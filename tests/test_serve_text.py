@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import byte_tokenizer
+from skipdecode.data.detokenizer import Detokenizer
 from skipdecode.engine import StepOutput
-from skipdecode.serving.detokenizer import Detokenizer
 
 TOKENIZER = byte_tokenizer()
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import logits, save_checkpoint
+from checkpoints import logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub import load_config, load_model
-from skipdecode.models.loading.store import cached_models
+from skipdecode.models.loading.store import add_model, cached_models
+from skipdecode.performance.cost_source import find_geometry
 from tiny import tiny_model
 
 
@@ -37,13 +38,27 @@ def test_the_embedded_model_comes_from_the_hub_where_there_is_one(
 ) -> None:
     with hub_of({smollm2.HUB_ID: checkpoint}) as address:
         use_hub(address, tmp_path, monkeypatch)
-        loaded = load_model(smollm2.NAME, device="cpu")
+        loaded = load_model(smollm2.NAME, dtype="float32", device="cpu")
     assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
     (cached,) = cached_models()
     assert cached.source == f"hub {smollm2.HUB_ID} at {COMMIT}"
     assert sorted(p.name for p in cached.path.iterdir()) == sorted(
         [*(p.name for p in checkpoint.iterdir()), "skipdecode-source.txt"]
     )
+
+
+@pytest.mark.parametrize(("ability", "dtype"), [("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)])
+def test_the_embedded_model_runs_in_bf16_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ability: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {ability: True})
+    add_model(smollm2.NAME, lambda folder: save_checkpoint(folder) and "test")
+    save_adapter(tmp_path / "adapter", smollm2.NAME)
+    for name in (smollm2.NAME, str(tmp_path / "adapter")):
+        assert load_model(name, device="cpu").model.dtype == dtype
+        assert load_model(name, dtype="float32", device="cpu").model.dtype == torch.float32
+    geometry, planned = find_geometry(smollm2.NAME, "auto", torch.device("cpu"))
+    assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
 
 
 def only_wheels_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

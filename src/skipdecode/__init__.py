@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.errors import SkipDecodeError
@@ -15,17 +16,34 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.models.attach import Attachment, attach, detach
+    from skipdecode.models.loading.hub import load_model as load
 
 __version__ = "0.1.0"
-__all__ = ["Attachment", "Schedule", "SkipDecodeError", "__version__", "attach", "detach"]
+__all__ = [
+    "Attachment",
+    "Schedule",
+    "SkipDecodeError",
+    "__version__",
+    "attach",
+    "detach",
+    "load",
+]
 
-_LAZY = ("Attachment", "attach", "detach")
+_LAZY = {
+    "Attachment": ("models.attach", "Attachment"),
+    "attach": ("models.attach", "attach"),
+    "detach": ("models.attach", "detach"),
+    "load": ("models.loading.hub", "load_model"),
+}
 
 
 def __getattr__(name: str) -> Any:
     # torch and transformers are imported on first use, so that the command line's --help stays quick.
     if name in _LAZY:
-        from skipdecode.models import attach as module
-
-        return getattr(module, name)
+        module, attribute = _LAZY[name]
+        return getattr(importlib.import_module(f"skipdecode.{module}"), attribute)
     raise AttributeError(f"module 'skipdecode' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

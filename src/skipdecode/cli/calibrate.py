@@ -93,7 +93,7 @@ def run(config: Config) -> int:
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check, out)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
-    write_whole(out / _SCHEDULE, found.schedule.to_json(indent=1) + "\n")
+    found.schedule.save(out / _SCHEDULE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
     _draw_picture(document, found, goal, out)
     print(json.dumps(document) if config.json else _report(document, out / _SCHEDULE))

@@ -39,9 +39,12 @@ def _report() -> dict[str, Any]:
     from skipdecode import __version__
     from skipdecode.common.files import cache_dir
     from skipdecode.models.families import FAMILIES
+    from skipdecode.models.loading import smollm2
+    from skipdecode.models.loading.hub import choose_device
     from skipdecode.models.loading.store import cached_models
 
     machine = environment()
+    device = choose_device(None).type
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     models = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in cached_models()]
     return {
@@ -60,6 +63,7 @@ def _report() -> dict[str, Any]:
         },
         "gpus": [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in gpus],
         "model_types": sorted(FAMILIES),
+        "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT, "dtype": smollm2.running_dtype(device)},
         "cache": {"path": str(cache_dir()), "models": models},
     }
 
@@ -97,6 +101,13 @@ def _text(report: dict[str, Any]) -> str:
         *([] if report["gpus"] else ["  no GPU that torch can use"]),
         "supported families (model types)",
         *textwrap.wrap(", ".join(report["model_types"]), 100, initial_indent="  ", subsequent_indent="  "),
+        "embedded model",
+        *textwrap.wrap(
+            "{name}: {what}; runs in {dtype} here (--dtype auto)".format_map(report["embedded_model"]),
+            100,
+            initial_indent="  ",
+            subsequent_indent="  ",
+        ),
         f"cached models in {cache['path']}",
         *(f"  {m['name']:<12} {m['bytes'] / 1e6:,.0f} MB, {m['source'] or 'source unknown'}" for m in cache["models"]),
         *([] if cache["models"] else ["  none yet"]),

@@ -96,7 +96,7 @@ def run(config: Config) -> int:
     )
     plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost))
     if config.out is not None:
-        write_whole(config.out, schedule.to_json(indent=1) + "\n")
+        schedule.save(config.out)
     if config.png is not None:
         from skipdecode.reporting.plots import depth_figure, png
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, read_schedule
+from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
@@ -83,11 +83,11 @@ def _check(config: Config) -> None:
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
     for path in config.schedule:
-        read_schedule(path)
+        Schedule.load(path)
 
 
 def _schedules(config: Config, num_layers: int) -> list[Schedule]:
-    found = [read_schedule(path) for path in config.schedule]
+    found = [Schedule.load(path) for path in config.schedule]
     for speedup in config.nominal_speedup:
         schedule = Schedule.from_speedup(num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
@@ -132,6 +132,8 @@ def _run_vllm(config: Config) -> int:
         raise UsageError("--weights is not for --engine vllm, which reads the checkpoint's own")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
+    if config.cors:
+        raise UsageError("--cors is not for --engine vllm, which lets pages of any origin in by itself")
     if adapter_dir(config.model) is not None:
         raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
     model_config = load_config(config.model)

@@ -156,10 +156,11 @@ def _cost(config: Config) -> CostModel:
             return cost
         seconds = config.prompt_token_ms / 1e3 / cost.num_layers
         return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds),))
+    from skipdecode.models.loading.hub import choose_device
     from skipdecode.performance.cost_source import find_geometry
     from skipdecode.performance.machine import Machine, measure_machine
 
-    geometry, dtype = find_geometry(config.model)
+    geometry, dtype = find_geometry(config.model, "auto", choose_device("cpu"))
     if config.bandwidth is None or config.flops is None:
         machine = measure_machine("cpu", dtype)
     else:

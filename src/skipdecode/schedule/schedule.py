@@ -11,8 +11,10 @@ import json
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, Self
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule.order import (
     Order,
@@ -198,3 +200,19 @@ class NestedLayers:
             return cls.from_dict(json.loads(text))
         except json.JSONDecodeError as error:
             raise ScheduleError(f"a schedule must be JSON: {error}") from None
+
+    def save(self, path: Path | str) -> None:
+        """Write the schedule as a JSON file, which `load` and the command line's --schedule read; or OutputError."""
+        write_whole(path, self.to_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """The schedule of a JSON file; raises ScheduleError naming the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as e:
+            raise ScheduleError(f"cannot read the schedule {path}: {e.strerror or e}") from None
+        except UnicodeDecodeError:
+            raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
+        except ScheduleError as e:
+            raise ScheduleError(f"{path}: {e}") from None

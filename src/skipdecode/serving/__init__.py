@@ -4,6 +4,6 @@ A request's life: `Middleware` (middleware.py) checks its key and size -> FastAP
 protocol.py -> `Preprocessor` (preprocessing.py) turns it into token ids, a schedule and a `RequestState`
 (request_state.py) -> `ModelWorker` (worker.py), the one thread that owns the model, gives each of its choices a row in
 a `Group` (groups.py: one engine for each order of dropping layers) and steps them together -> `Detokenizer`
-(detokenizer.py) makes text of tokens -> the request's events reach the event loop -> responses.py writes them as JSON,
-whole or as a stream (streaming.py).
+(data/detokenizer.py) makes text of tokens -> the request's events reach the event loop -> responses.py writes them as
+JSON, whole or as a stream (streaming.py).
 """

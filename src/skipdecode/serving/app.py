@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,13 +13,20 @@ from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from skipdecode import __version__
 from skipdecode.serving.catalog import ModelEntry, ModelList
 from skipdecode.serving.errors import ApiError, ErrorResponse, ExactModel, add_error_handlers
 from skipdecode.serving.middleware import ApiKeys, Middleware
-from skipdecode.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from skipdecode.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)
 from skipdecode.serving.responses import (
     ChatResponse,
     ChatResponseBuilder,
@@ -44,6 +51,12 @@ _MEDIA_TYPES = {
 }
 
 
+class TextResponse(ExactModel):
+    """Of /detokenize."""
+
+    prompt: str
+
+
 class TokensResponse(ExactModel):
     """Of /tokenize."""
 
@@ -58,7 +71,9 @@ class HealthResponse(ExactModel):
     status: Literal["ok", "unavailable"]
 
 
-def create_app(service: Service, *, keys: ApiKeys | None = None, local_only: bool = False) -> ASGIApp:
+def create_app(
+    service: Service, *, keys: ApiKeys | None = None, local_only: bool = False, cors: Sequence[str] = ()
+) -> ASGIApp:
     """The application; its lifespan starts and stops the service's worker.
 
     Parameters
@@ -67,6 +82,8 @@ def create_app(service: Service, *, keys: ApiKeys | None = None, local_only: boo
         Without any, no key is needed.
     local_only : bool
         See `Middleware`.
+    cors : sequence of str
+        Origins whose pages may read the answers; "*" is any.
     """
     # Encoding a long prompt takes a while: one thread of its own, so that the event loop goes on.
     encoding = ThreadPoolExecutor(1, "encoding")
@@ -85,7 +102,7 @@ def create_app(service: Service, *, keys: ApiKeys | None = None, local_only: boo
     _add_operations(app, service)
     _add_page(app)
     _describe(app)
-    return Middleware(
+    guarded = Middleware(
         app,
         keys=keys or ApiKeys(),
         max_body_bytes=service.limits.max_body_bytes,
@@ -93,6 +110,11 @@ def create_app(service: Service, *, keys: ApiKeys | None = None, local_only: boo
         paths=[route.path for route in app.routes if hasattr(route, "path")],
         local_only=local_only,
     )
+    if not cors:
+        return guarded
+    # Outermost: what a browser asks beforehand comes without a key, and a refusal is to be read too.
+    exposed = ("x-request-id", "retry-after")
+    return CORSMiddleware(guarded, cors, allow_methods=("GET", "POST"), allow_headers="*", expose_headers=exposed)
 
 
 # ---------------------------------------------------------------------- paths
@@ -140,8 +162,14 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
     async def tokenize(body: TokenizeRequest) -> TokensResponse:
         """Token ids of a text or a chat."""
         _check_model(service, body.model)
-        tokens = await in_thread(service.preprocessor.tokens, body.source)
+        tokens = await in_thread(service.preprocessor.tokens, body.source, body.add_special_tokens)
         return TokensResponse(tokens=tokens, count=len(tokens), max_model_len=service.preprocessor.context)
+
+    @app.post("/detokenize", responses=_failures(400, 401, 404, 413, 500))
+    async def detokenize(body: DetokenizeRequest) -> TextResponse:
+        """Text of token ids, special tokens included."""
+        _check_model(service, body.model)
+        return TextResponse(prompt=await in_thread(service.preprocessor.text, body.tokens))
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

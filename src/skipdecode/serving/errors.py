@@ -15,7 +15,7 @@ __all__ = ["ApiError", "ErrorResponse", "ExactModel", "add_error_handlers"]
 
 _ACCEPTED = {
     "prompt": "give text, a list of texts, a list of token ids, or a list of lists of token ids, none empty",
-    "stop": "give text or a list of up to 4 texts, each of 1 to 1000 characters",
+    "stop": "give text or a list of up to 16 texts, each of 1 to 1000 characters",
     "content": 'give text or a list of {"type": "text", "text": ...}',
     "logit_bias": "give token ids (as text) with numbers from -100 to 100",
 }

@@ -5,10 +5,12 @@ The help texts are also the command line's.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from skipdecode.common.options import Options, option
+from skipdecode.errors import OptionError
 
 __all__ = ["Binding", "ServerLimits"]
 
@@ -45,3 +47,15 @@ class Binding(Options):
     drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0, above=0)
     max_connections: int = option("open connections; beyond that new ones get 503", default=1024, least=1)
     log_level: Literal["warning", "info", "debug"] = option("of the logs on standard error", default="info")
+    cors: tuple[str, ...] = option(
+        "origins whose pages may use the server from a browser, such as http://localhost:3000; * is any page",
+        default=(),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for origin in self.cors:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s*]+", origin):
+                raise OptionError(
+                    "cors", origin, "a scheme and a host without path, such as http://localhost:3000, or *"
+                )

@@ -23,7 +23,7 @@ __all__ = ["ENVIRONMENT_VARIABLE", "ApiKeys", "Middleware"]
 
 ENVIRONMENT_VARIABLE = "SKIPDECODE_API_KEY"
 _LOG = logging.getLogger("skipdecode.serve")
-_CLOSED_PATHS = ("/v1/", "/tokenize", "/metrics")
+_CLOSED_PATHS = ("/v1/", "/tokenize", "/detokenize", "/metrics")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+from skipdecode.data.detokenizer import Detokenizer
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.serving.catalog import Catalog
-from skipdecode.serving.detokenizer import Detokenizer
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.protocol import CompletionRequest, GenerationRequest, Prompt
@@ -51,7 +51,8 @@ class Preprocessor:
         self.context = context
         self._decoding = copy.deepcopy(tokenizer)
         # Without the context, which binds generation and not /tokenize: `_check_length` knows it.
-        self._encoder = PromptEncoder(copy.deepcopy(tokenizer), None)
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._encoder = PromptEncoder(self._tokenizer, None)
         self._vocab_size = vocab_size
         self._end_tokens = frozenset(end_tokens)
         self._catalog = catalog
@@ -86,8 +87,12 @@ class Preprocessor:
             state.choices.append(Choice(state, index, engine_request, Detokenizer(self._decoding, request.stops)))
         return state
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt or a chat, of any length."""
+    def tokens(self, prompt: Prompt, special: bool | None = None) -> list[int]:
+        """Token ids of a prompt or a chat, of any length.
+
+        `special` says whether the tokenizer adds its special tokens; by default it does, but for chats, whose template
+        has them already.
+        """
         if isinstance(prompt, tuple):
             self._check_ids(prompt, "prompt")
             return list(prompt)
@@ -95,7 +100,14 @@ class Preprocessor:
         encoded = self._encoder.encode([Record(0, 0, 0, row)])[0]
         if encoded.error is not None:
             raise ApiError(400, "invalid_value", encoded.error, _field_of(prompt))
-        return encoded.token_ids
+        if special is None:
+            return encoded.token_ids
+        return list(self._tokenizer(encoded.text, add_special_tokens=special, verbose=False).input_ids)
+
+    def text(self, tokens: list[int]) -> str:
+        """Of token ids, special ones included; raises ApiError for ids that the model does not know."""
+        self._check_ids(tokens, "tokens")
+        return str(self._tokenizer.decode(tokens))
 
     # ------------------------------------------------------------------ parts
 
@@ -145,7 +157,12 @@ class Preprocessor:
         temperature = 1.0 if request.temperature is None else request.temperature
         return Sampling(
             temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
+            top_k=max(0, request.top_k or 0),
             top_p=1.0 if request.top_p is None else request.top_p,
+            min_p=request.min_p or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
             seed=None if request.seed is None else row_seed(request.seed, index),
             logit_bias=bias,
             top_logprobs=request.top_logprobs_wanted or 0,

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skipdecode.serving.errors import ApiError
 
-__all__ = ["ChatRequest", "CompletionRequest", "Extension", "GenerationRequest", "Message", "Prompt", "TokenizeRequest"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Extension",
+    "GenerationRequest",
+    "Message",
+    "Prompt",
+    "TokenizeRequest",
+]
 
+_MOST_STOPS = 16
 _MOST_STOP_CHARACTERS = 1000
 _INT64 = 2**63
+_UNUSED = "accepted; not used, not kept"
 
 
 def _whole_text(text: str) -> str:
@@ -29,35 +40,68 @@ Stop = Annotated[Text, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
 BiasKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
-# Fields of OpenAI's that are not implemented, with the values that change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+Neutral = Mapping[str, tuple[Any, ...]]
+
+# Fields of OpenAI's and of vLLM's that are not implemented, with the values that change nothing.
+_NEUTRAL: Neutral = {
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
+    "early_stopping": (False,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": ({},),
+    "ignore_eos": (False,),
+    "include_reasoning": (False, True),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),
     "prediction": (),
-    "presence_penalty": (0,),
-    "prompt_cache_key": (),
-    "reasoning_effort": (),
+    "priority": (0,),
+    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "safety_identifier": (),
     "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "verbosity": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "web_search_options": (),
+}
+_NEUTRAL_IN_CHATS: Neutral = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
 }
 
 
 class _Strict(BaseModel):
+    """Fields that are known, of the right type. What is null, or changes nothing, is as good as left out."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    neutral: ClassVar[Neutral] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields or (name not in cls.neutral and value is not None):
+                kept[name] = value
+            elif value is not None and not any(_same(value, neutral) for neutral in cls.neutral[name]):
+                accepted = "".join(f", or give {neutral!r}" for neutral in cls.neutral[name])
+                message = f"{name} is not implemented: leave it out{accepted}"
+                raise ApiError(400, "unsupported_field", message, name)
+        return kept
 
 
 class Extension(_Strict):
@@ -80,39 +124,35 @@ class Extension(_Strict):
 class StreamOptions(_Strict):
     """Of a stream."""
 
+    neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
     include_usage: bool | None = None
 
 
 class _GenerationFields(_Strict):
     """What completions and chats have in common."""
 
+    neutral = _NEUTRAL
     model: str | None = Field(None, description="the served name, or left out")
     n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="only the likeliest k tokens; 0 and -1: all")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # Far beyond what is of use, and so that no logit overflows.
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     logit_bias: dict[BiasKey, Bias] | None = Field(None, max_length=1000)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: str | None = Field(None, description=_UNUSED)
+    safety_identifier: str | None = Field(None, description=_UNUSED)
+    prompt_cache_key: str | None = Field(None, description=_UNUSED)
+    metadata: dict[str, Any] | None = Field(None, description=_UNUSED)
     skipdecode: Extension | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_what_is_not_implemented(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if name not in _NEUTRAL or name in cls.model_fields:
-                kept[name] = value
-            elif value is not None and not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
-                accepted = "".join(f", or give {neutral!r}" for neutral in _NEUTRAL[name])
-                message = f"{name} is not implemented: leave it out{accepted}"
-                raise ApiError(400, "unsupported_field", message, name)
-        return kept
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> _GenerationFields:
@@ -140,6 +180,7 @@ class _GenerationFields(_Strict):
 class CompletionRequest(_GenerationFields):
     """Body of /v1/completions."""
 
+    neutral = {**_NEUTRAL, "add_special_tokens": (True,)}
     prompt: (
         Text
         | Annotated[list[Text], Field(min_length=1)]
@@ -176,11 +217,12 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """One message of a chat."""
+    """One message of a chat; an answer of this server, or of OpenAI's without tools, may be sent back as it came."""
 
+    neutral = {"annotations": ([],), "audio": (), "function_call": (), "refusal": (), "tool_calls": ([],)}
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = Field(None, description="accepted and not used")
+    name: str | None = Field(None, description=_UNUSED)
 
     def plain(self) -> dict[str, str]:
         """For the chat template."""
@@ -191,6 +233,7 @@ class Message(_Strict):
 class ChatRequest(_GenerationFields):
     """Body of /v1/chat/completions."""
 
+    neutral = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -227,11 +270,15 @@ Prompt = str | tuple[int, ...] | list[Message]
 
 
 class TokenizeRequest(_Strict):
-    """Body of /tokenize: one of the two."""
+    """Body of /tokenize: prompt or messages."""
 
+    neutral = {**_NEUTRAL_IN_CHATS, "add_special_tokens": (), "return_token_strs": (False,)}
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(
+        None, description="the start token and the like; default: true, but for a chat, whose template has them"
+    )
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -243,6 +290,13 @@ class TokenizeRequest(_Strict):
     def source(self) -> Prompt:
         """The one that was given."""
         return self.prompt if self.prompt is not None else self.messages or []
+
+
+class DetokenizeRequest(_Strict):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
+from skipdecode.data.detokenizer import Detokenizer, Piece
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
 from skipdecode.serving.catalog import NamedSchedule
-from skipdecode.serving.detokenizer import Detokenizer, Piece
 from skipdecode.serving.errors import ApiError
 
 __all__ = ["Choice", "ChoiceFinish", "Event", "RequestState", "Summary", "Update"]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from skipdecode.serving.detokenizer import Piece
+from skipdecode.data.detokenizer import Piece
 from skipdecode.serving.errors import ApiError, ExactModel
 from skipdecode.serving.protocol import GenerationRequest
 from skipdecode.serving.request_state import ChoiceFinish, Event, RequestState, Summary, Update

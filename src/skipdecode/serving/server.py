@@ -59,7 +59,7 @@ def open_socket(binding: Binding) -> socket.socket:
 
 def make_server(service: Service, binding: Binding, keys: ApiKeys | None = None) -> uvicorn.Server:
     """A uvicorn server; its `run` returns once it is stopped."""
-    app = create_app(service, keys=keys, local_only=is_loopback(binding.host))
+    app = create_app(service, keys=keys, local_only=is_loopback(binding.host), cors=binding.cors)
     config = uvicorn.Config(
         app,
         log_config=_log_config(binding.log_level),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from skipdecode.models.loading.hub import SCHEDULE_FILE
+from skipdecode.models.carried import SCHEDULE_FILE, carry
 from skipdecode.schedule import Schedule
 
 __all__ = ["Checkpoints", "merge_adapter", "save_tuned"]
@@ -157,11 +157,12 @@ def save_tuned(
     if hasattr(model, "get_base_model"):
         if base_name is not None:
             model.active_peft_config.base_model_name_or_path = base_name
+        carry(model, schedule)
         state = model.state_dict() if state_dict is None else state_dict
         dtype = getattr(torch, adapter_dtype)
         adapter = {name: tensor.to(dtype) for name, tensor in state.items() if "lora_" in name}
         model.save_pretrained(partial, state_dict=adapter, save_embedding_layers=False)
-        (partial / SCHEDULE_FILE).write_text(schedule.to_json(indent=1) + "\n", encoding="utf-8")
+        schedule.save(partial / SCHEDULE_FILE)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
         model.config.skipdecode = schedule.to_dict()

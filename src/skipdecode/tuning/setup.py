@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 from torch import nn
 
+from skipdecode.common.environment import multiplies_bf16
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -64,20 +65,9 @@ def process_state() -> Any:
 
 
 def _precision(asked: str, device: torch.device) -> str:
-    """accelerate's name of the arithmetic: "bf16" or "no" (fp32).
-
-    `auto` takes bf16 where the device multiplies it in hardware. A CPU without AVX512-BF16 or AMX emulates it at a
-    fraction of fp32's speed (measured: 21 against 132 GFLOP/s on two AVX2 cores).
-    """
-    if asked != "auto":
-        return {"fp32": "no", "bf16": "bf16"}[asked]
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
-    if device.type == "cpu":
-        # Public only in newer torch; without it fp32 is the safe answer.
-        abilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-        return "bf16" if abilities.get("avx512_bf16") or abilities.get("amx_bf16") else "no"
-    return "no"
+    """accelerate's name of the arithmetic: "bf16" or "no" (fp32); `auto` takes bf16 where the device multiplies it."""
+    bf16 = multiplies_bf16(device.type) if asked == "auto" else asked == "bf16"
+    return "bf16" if bf16 else "no"
 
 
 def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:

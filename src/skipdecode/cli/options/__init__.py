@@ -9,7 +9,7 @@ from typing import NamedTuple
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
-from skipdecode.errors import DataError, OutputError, ScheduleError, UsageError
+from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
@@ -23,7 +23,6 @@ __all__ = [
     "check_schedule_options",
     "choose_schedule",
     "read_cost",
-    "read_schedule",
     "with_breaks",
 ]
 
@@ -51,7 +50,8 @@ class ModelOptions(Options):
     """How a model is loaded."""
 
     dtype: str = option(
-        "of the weights; auto is the checkpoint's own",
+        "of the weights; auto is the checkpoint's own, for smollm2-135m bfloat16 where the device multiplies that and "
+        "else float32",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
@@ -109,7 +109,7 @@ def check_schedule_options(options: ScheduleOptions) -> None:
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
     if options.schedule is not None:
-        read_schedule(options.schedule)
+        Schedule.load(options.schedule)
 
 
 def choose_schedule(
@@ -122,7 +122,7 @@ def choose_schedule(
     """
     check_schedule_options(options)
     if options.schedule is not None:
-        chosen = ScheduleChoice(read_schedule(options.schedule), f"from {options.schedule}")
+        chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
@@ -134,18 +134,6 @@ def choose_schedule(
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return chosen
-
-
-def read_schedule(path: str) -> Schedule:
-    """The schedule of a JSON file; raises ScheduleError naming the file."""
-    try:
-        return Schedule.from_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ScheduleError(f"cannot read the schedule {path}: {e.strerror or e}") from None
-    except UnicodeDecodeError:
-        raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
-    except ScheduleError as e:
-        raise ScheduleError(f"{path}: {e}") from None
 
 
 def read_cost(path: str) -> CostModel:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_schedule
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.common.options import option
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
@@ -136,7 +136,7 @@ def choose_method(
             options.nominal_speedup,
             seq_len,
             warmup_layers=options.warmup_layers,
-            drop_order=None if options.drop_order is None else read_schedule(options.drop_order).drop_order,
+            drop_order=None if options.drop_order is None else Schedule.load(options.drop_order).drop_order,
         )
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"

@@ -1,4 +1,4 @@
-"""Models by name: a local directory, a hub id, or the embedded ``smollm2-135m``; PEFT adapter directories too.
+"""Models by name: a directory, a hub id, the embedded ``smollm2-135m``; PEFT adapters too, bundled ones by name.
 
 Knows nothing about how a schedule is applied; it only hands over the one a checkpoint carries.
 """
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.kinds import read_json
-from skipdecode.errors import MissingExtraError, ModelLoadError, ScheduleError, SkipDecodeError, UsageError
+from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
+from skipdecode.models.carried import carry, of_adapter, of_config
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
+from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "SCHEDULE_FILE", "LoadedModel", "choose_device", "load_config", "load_model"]
+__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "load_recipe", "weights_dtype"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-SCHEDULE_FILE = "skipdecode.json"
-_CONFIG_KEY = "skipdecode"
 # Without one of these, transformers either fails or makes up an empty tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -51,6 +51,8 @@ class LoadedModel:
         The name that was asked for.
     path : Path
         The directory it was read from; of a hub id, its snapshot in the hub's own cache.
+    recipe : Recipe or None
+        The prompt and the schedules that it was tuned on; None where it does not say how it was tuned.
     """
 
     model: Any
@@ -58,6 +60,7 @@ class LoadedModel:
     name: str
     path: Path
     schedule: Schedule | None
+    recipe: Recipe | None = None
 
     @property
     def num_layers(self) -> int:
@@ -73,10 +76,10 @@ def load_model(
     Parameters
     ----------
     name : str
-        A local directory (a checkpoint or a PEFT adapter), a hub id, or ``smollm2-135m``. The embedded name goes first:
-        a directory of that name is ``./smollm2-135m``.
+        A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or ``e2e-smollm2-135m``, the
+        bundled adapter on it. These two names go first: a directory of such a name is ``./smollm2-135m``.
     dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
-        Type of the weights; "auto" is the checkpoint's own.
+        Type of the weights; "auto" is the checkpoint's own, but see `weights_dtype`.
     device : str, optional
         A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
     require_tokenizer : bool
@@ -91,6 +94,8 @@ def load_model(
         If peft is needed and absent.
     ScheduleError
         If the schedule it carries is wrong or is for another number of layers.
+    DataError
+        If its recipe.json is broken.
     UsageError
         If `dtype` or `device` is not accepted.
     """
@@ -104,20 +109,32 @@ def load_model(
         raise MissingExtraError(f"the adapter {name}", "peft")
     place = locate(name if adapter is None else base_name(adapter))
     config = _config(place)
-    schedule = _carried_schedule(config, place.where)
+    schedule = of_config(config, place.where)
     if adapter is not None:
-        schedule = _adapter_schedule(adapter, config) or schedule
+        schedule = of_adapter(adapter, config) or schedule
+    recipe = _recipe(place if adapter is None else Place(str(adapter), local_only=True), schedule, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
+    kind = weights_dtype(name, dtype, target)
     with _told(place.where, "its weights do not load"):
         model, loading = AutoModelForCausalLM.from_pretrained(
-            place.where, config=config, dtype=dtype, output_loading_info=True, **place.options
+            place.where, config=config, dtype=kind, output_loading_info=True, **place.options
         )
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
-        return LoadedModel(_with_adapter(model, adapter, target), tokenizer, name, adapter, schedule)
-    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule)
+        model = _with_adapter(model, adapter, target)
+        if schedule is not None:
+            carry(model, schedule)
+        return LoadedModel(model, tokenizer, name, adapter, schedule, recipe)
+    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule, recipe)
+
+
+def weights_dtype(name: str, dtype: str, device: Any) -> str:
+    """`dtype`, or what "auto" means where the checkpoint does not say it: for ``smollm2-135m``, and adapters on it."""
+    adapter = adapter_dir(name)
+    embedded = (name if adapter is None else base_name(adapter)) == smollm2.NAME
+    return smollm2.running_dtype(device.type) if embedded and dtype == "auto" else dtype
 
 
 def load_config(name: str) -> Any:
@@ -128,6 +145,19 @@ def load_config(name: str) -> Any:
     adapter = adapter_dir(name)
     base = name if adapter is None else base_name(adapter)
     return smollm2.known_config() if base == smollm2.NAME else _config(locate(base))
+
+
+def load_recipe(name: str) -> Recipe | None:
+    """The recipe of a model by name, without its weights; None where it has none. Raises as `load_model` does."""
+    adapter = adapter_dir(name)
+    if adapter is None and name == smollm2.NAME:
+        return None
+    place = locate(name) if adapter is None else Place(str(adapter), local_only=True)
+    config = _config(place) if adapter is None else load_config(name)
+    schedule = of_config(config, place.where)
+    if adapter is not None:
+        schedule = of_adapter(adapter, config) or schedule
+    return _recipe(place, schedule, config)
 
 
 # ---------------------------------------------------------------------- parts
@@ -194,6 +224,7 @@ def choose_device(device: str | None) -> Any:
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
+    check_base(model, base_name(adapter), adapter)
     with _told(str(adapter), "the adapter does not go on its base model"):
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
@@ -201,26 +232,19 @@ def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
         ).eval()
 
 
-# ---------------------------------------------------------------------- schedules
+def _recipe(place: Place, schedule: Schedule | None, config: Any) -> Recipe | None:
+    from transformers.utils import cached_file
 
-
-def _carried_schedule(config: Any, where: str) -> Schedule | None:
-    data = getattr(config, _CONFIG_KEY, None)
-    return None if data is None else _read_schedule(data, config, f"{where}, key {_CONFIG_KEY!r} of config.json")
-
-
-def _adapter_schedule(adapter: Path, config: Any) -> Schedule | None:
-    file = adapter / SCHEDULE_FILE
-    return _read_schedule(read_json(file), config, str(file)) if file.is_file() else None
-
-
-def _read_schedule(data: Any, config: Any, where: str) -> Schedule:
-    try:
-        schedule = Schedule.from_dict(data)
-        schedule.check_fits(config.get_text_config(decoder=True).num_hidden_layers)
-    except ScheduleError as e:
-        raise ScheduleError(f"{where}: {e}") from e
-    return schedule
+    # Where the hub has none, or cannot be reached, this answers None.
+    found = cached_file(
+        place.where,
+        RECIPE_FILE,
+        local_files_only=place.local_only,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+    return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, layers)
 
 
 # ---------------------------------------------------------------------- errors

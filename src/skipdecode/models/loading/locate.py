@@ -14,7 +14,9 @@ from skipdecode.models.loading.hub_probe import ask_hub
 __all__ = ["Place", "adapter_dir", "base_name", "locate"]
 
 _ADAPTER_FILE = "adapter_config.json"
-_ACCEPTED = f"accepted are a local directory, a hub id (owner/name) or {smollm2.NAME!r}"
+_BUNDLED = Path(__file__).parents[1] / "adapters"
+_NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{_ADAPTER_FILE}")))
+_ACCEPTED = f"accepted are a local directory, a hub id (owner/name), {', '.join(_NAMES)}"
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ def _locate_on_hub(name: str) -> Place:
 
 
 def adapter_dir(name: str) -> Path | None:
-    """The directory of a PEFT adapter, if `name` is one."""
+    """The directory of a PEFT adapter, if `name` is one; the names of bundled ones go first."""
+    if name in _NAMES:
+        return None if name == smollm2.NAME else _BUNDLED / name
     path = Path(name).expanduser()
-    return path if name and name != smollm2.NAME and (path / _ADAPTER_FILE).is_file() else None
+    return path if name and (path / _ADAPTER_FILE).is_file() else None
 
 
 def base_name(adapter: Path) -> str:

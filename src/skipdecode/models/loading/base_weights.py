@@ -1,0 +1,84 @@
+"""Which weights an adapter was tuned on: a few numbers of its base model, kept in its recipe and compared when it is
+put on.
+
+Numbers and no digest: they tell a cast (bf16 moves a weight by 0.4% at most) from a 4-bit copy (8%) and from another
+model (140%).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.kinds import read_json
+from skipdecode.common.progress import note
+from skipdecode.errors import ModelLoadError
+from skipdecode.models.loading.store import SOURCE_FILE
+
+__all__ = ["base_entry", "check_base"]
+
+_PLACES = 64
+_CAST = 0.004
+_OTHER_MODEL = 0.3
+_KEY, _FILE = "base", "recipe.json"
+
+
+def base_entry(model: Any, path: Path) -> dict[str, Any]:
+    """What a recipe says of the weights that a run starts from; JSON-ready.
+
+    Parameters
+    ----------
+    model : transformers causal LM
+        Without an adapter.
+    path : Path
+        The directory it was loaded from, which says the source of the embedded model.
+    """
+    source = path / SOURCE_FILE
+    return {
+        "source": source.read_text(encoding="utf-8").strip() if source.is_file() else None,
+        "weights": _sample(model),
+    }
+
+
+def check_base(model: Any, base: str, adapter: Path) -> None:
+    """Compare the base that an adapter goes on with the one that its recipe names; without such a recipe, nothing.
+
+    Other bits of the same weights get a note with how far they are apart.
+
+    Raises
+    ------
+    ModelLoadError
+        If `model` holds other weights.
+    """
+    recipe = read_json(adapter / _FILE) if (adapter / _FILE).is_file() else None
+    known = recipe.get(_KEY) if isinstance(recipe, dict) else None
+    if not isinstance(known, dict):
+        return
+    source = f" ({known['source']})" if known.get("source") else ""
+    away = _distance(known.get("weights"), _sample(model))
+    if away > _OTHER_MODEL:
+        raise ModelLoadError(
+            f"the adapter {adapter} was tuned on other weights{source} than {base} has: give it the base it was tuned "
+            f"on (base_model_name_or_path of its adapter_config.json), or tune one on this"
+        )
+    if away > _CAST:
+        note(
+            f"the adapter {adapter.name} was tuned on other bits of {base}{source}: weights differ by {away:.1%}, and "
+            "losses a little; skipdecode tune makes one for these"
+        )
+
+
+def _sample(model: Any) -> list[float]:
+    """Numbers from places spread over the model's matrices, to six digits."""
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
+    # Steps of the golden ratio: no two matrices are read at the same place.
+    shares = [(i * 0.6180339887 % 1, matrices[i * len(matrices) // _PLACES]) for i in range(_PLACES)]
+    return [float(f"{p.detach().flatten()[int(share * p.numel())].item():.6g}") for share, p in shares]
+
+
+def _distance(known: Any, now: list[float]) -> float:
+    """Root mean square of the differences over that of the known numbers; infinite if these are no such list."""
+    if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
+        return math.inf
+    return math.dist(known, now) / (math.hypot(*known) or math.inf)

@@ -1,0 +1,111 @@
+"""What `import skipdecode` gives: the public names, quickly; models and adapters by name; schedules as files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import skipdecode
+from checkpoints import save_adapter, save_checkpoint
+from skipdecode import Schedule
+from skipdecode.errors import ModelLoadError, OutputError, ScheduleError
+from skipdecode.models.loading.locate import adapter_dir, base_name
+from tiny import LAYERS, tiny_model
+
+SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
+
+
+def test_dir_shows_the_public_names_and_no_others():
+    __import__("skipdecode.cli.generate")  # a submodule that is loaded is an attribute, too
+    assert dir(skipdecode) == sorted(skipdecode.__all__)
+    assert all(getattr(skipdecode, name) is not None for name in skipdecode.__all__)
+    with pytest.raises(AttributeError):
+        skipdecode.absent  # noqa: B018
+
+
+def test_the_import_loads_no_torch():
+    code = "import sys, skipdecode; dir(skipdecode); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_schedule_is_saved_and_loaded(tmp_path: Path):
+    file = tmp_path / "new" / "schedule.json"
+    SCHEDULE.save(file)
+    assert Schedule.load(file) == Schedule.load(str(file)) == SCHEDULE
+    assert json.loads(file.read_text()) == SCHEDULE.to_dict()
+
+
+def test_what_cannot_be_loaded_or_saved_names_the_file(tmp_path: Path):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+    for name in ("broken.json", "bytes.json", "absent.json"):
+        with pytest.raises(ScheduleError, match=name):
+            Schedule.load(tmp_path / name)
+    with pytest.raises(OutputError, match="absent"):
+        SCHEDULE.save("/dev/null/absent.json")
+
+
+# ---------------------------------------------------------------------- models by name
+
+
+def test_load_gives_the_model_its_tokenizer_and_schedule(tmp_path: Path):
+    save_checkpoint(tmp_path, SCHEDULE.to_dict())
+    loaded = skipdecode.load(str(tmp_path), device="cpu", dtype="float64")
+    assert (loaded.schedule, loaded.num_layers, loaded.model.dtype) == (SCHEDULE, LAYERS, torch.float64)
+    assert loaded.tokenizer.padding_side == "left"
+
+
+def test_the_bundled_adapter_has_a_name_that_works_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("e2e-smollm2-135m").mkdir()
+    found = adapter_dir("e2e-smollm2-135m")
+    assert found is not None
+    assert base_name(found) == "smollm2-135m"
+    assert Schedule.load(found / "skipdecode.json").num_layers == 30
+    with pytest.raises(ModelLoadError):  # the directory of that name is ./name
+        skipdecode.load("./e2e-smollm2-135m")
+
+
+# ---------------------------------------------------------------------- attach finds what a model carries
+
+
+def test_attach_finds_an_adapters_schedule_however_it_was_loaded(tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    from skipdecode.tuning.checkpoint import save_tuned
+
+    base, adapter = str(tmp_path / "base"), tmp_path / "adapter"
+    save_checkpoint(tmp_path / "base", Schedule.constant(LAYERS, 4).to_dict())
+    save_tuned(save_adapter(tmp_path / "made", base), None, SCHEDULE, adapter, base_name=base)
+    plain = AutoModelForCausalLM.from_pretrained
+    for model in (
+        skipdecode.load(str(adapter), device="cpu").model,
+        peft.PeftModel.from_pretrained(plain(base), str(adapter)),
+        peft.AutoPeftModelForCausalLM.from_pretrained(str(adapter)),
+        plain(str(adapter)),
+    ):
+        with skipdecode.attach(model) as attachment:
+            assert attachment.schedule == SCHEDULE
+    with skipdecode.attach(plain(base)) as attachment:
+        assert attachment.schedule == Schedule.constant(LAYERS, 4)
+
+
+def test_an_adapter_whose_config_has_none_brings_the_one_beside_it(tmp_path: Path):
+    save_checkpoint(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", str(tmp_path / "base"))
+    SCHEDULE.save(tmp_path / "adapter" / "skipdecode.json")
+    with skipdecode.attach(skipdecode.load(str(tmp_path / "adapter"), device="cpu").model) as attachment:
+        assert attachment.schedule == SCHEDULE
+
+
+def test_a_model_without_a_schedule_says_how_to_get_one(tmp_path: Path):
+    with pytest.raises(ScheduleError, match=r"Schedule\.load\(FILE\)"):
+        skipdecode.attach(tiny_model("llama"))
+    with pytest.raises(ScheduleError, match="neither the adapter nor its base"):
+        skipdecode.attach(save_adapter(tmp_path, "base"))
