@@ -12,6 +12,8 @@ import torch
 
 from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
+from serve_tools import SCHEDULES as SERVED
+from serve_tools import offline, running, tiny_service, until
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.fast_model import open_model
@@ -278,6 +280,25 @@ def write(kv: PrefixKV, slot: int, row: dict[str, Any], end: int) -> None:
 
 def read(kv: PrefixKV, layer: int, slot: int, position: int) -> int:
     return int(place(kv, layer, slot, position)[0])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_server_keeps_prompts_between_requests_unless_told_not_to(cached: bool):
+    service, system = tiny_service(prefix_cache=cached), "You answer in few words. " * 3
+    with running(service) as client:
+        for i, name in enumerate(("nested", "even", "nested")):
+            prompt = f"{system}{i}, what?"
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+            body["skipdecode"] = {"schedule": name}
+            found = client.post("/v1/completions", json=body).json()
+            assert found["choices"][0]["text"] == offline(prompt, 8, SERVED[name])[1]
+        until(lambda: not any(group.rows for group in service.worker._groups))
+        assert "skipdecode_kv_bytes_held 0.0" in client.get("/metrics").text
+    # 75 tokens of system prompt are four whole pages; "even" drops layers in another order.
+    hits = [len(system) // PAGE * PAGE, 0] if cached else [0, 0]
+    groups = [next(g for g in service.worker._groups if g.takes(SERVED[name])) for name in ("nested", "even")]
+    assert [group.prefix_hit_tokens for group in groups] == hits
+    assert [group.cached_bytes > 0 for group in groups] == [cached, cached]
 
 
 def test_where_there_are_no_pages_it_is_refused_or_left_out():
