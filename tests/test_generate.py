@@ -23,6 +23,8 @@ from tiny import LAYERS
 
 ROWS = [{"id": f"r{i}", "prompt": "hello " * random.Random(i).randint(1, 9) + str(i)} for i in range(30)]
 
+CHAT_TURN = {"role": "user", "content": "hi"}
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -115,7 +117,7 @@ def test_on_error_stop_refuses_before_anything_is_generated(
     capsys: Any, tmp_path: Path, model_dir: str, bad: str, error: str
 ):
     data = write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": bad}])
-    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 1
+    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 2
     assert f"skipdecode: {error}" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -148,6 +150,26 @@ def test_stop_strings_end_and_cut_the_text(capsysbinary: Any, model_dir: str):
     row = json.loads(capsysbinary.readouterr().out)
     assert (row["text"], row["finish_reason"]) == (text[: text.index(stop)], "stop")
     assert row["new_tokens"] < 8
+
+
+def test_a_terminal_gets_text_and_a_pipe_jsonl_unless_asked(
+    capsysbinary: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: str
+):
+    def shown(*arguments: str) -> str:
+        assert generate(model_dir, *arguments) in (0, 1)
+        return capsysbinary.readouterr().out.decode()
+
+    one, two = (json.loads(shown(prompt))["text"].strip("\n") for prompt in ("one", "two"))
+    assert shown("one", "--output-format", "text") == one + "\n"
+    assert shown("one", "two", "--output-format", "text") == f"> one\n{one}\n\n> two\n{two}\n\n"
+    data = write_rows(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": ""}, {"messages": [CHAT_TURN]}])
+    lines = shown("--input", data, "--output-format", "text").splitlines()
+    assert [line for line in lines if line.startswith("> ")] == ["> one", "> line 2", "> hi"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown("one") == one + "\n"
+    assert json.loads(shown("one", "--output-format", "jsonl"))["text"].strip("\n") == one
+    assert generate(model_dir, "one", "--output", str(tmp_path / "out.jsonl")) == 0
+    assert read_rows(tmp_path / "out.jsonl")[0]["text"].strip("\n") == one
 
 
 def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, rows_file: str):
@@ -222,6 +244,7 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         (["x", "--input", "in.jsonl"], 2, "given both as arguments and with --input"),
         (["x", "--field", "q"], 2, "--field belongs to JSONL input"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
+        (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is of standard output"),
         (["x", "--top-k", "3"], 2, "give --temperature too"),
         (["x", "--seq-len", "3"], 2, "--seq-len belongs to --nominal-speedup"),
         (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "both name a schedule"),
@@ -229,15 +252,15 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         (["x", "--schedule", "broken.json"], 2, "broken.json: a schedule must be JSON"),
         (["x", "--schedule", "other.json"], 2, "is for 5 layers, but the model has 8"),
         (["x", "--nominal-speedup", "9"], 2, "at most 4.00 is possible"),
-        (["--input", "absent.jsonl"], 1, "cannot read the input absent.jsonl"),
-        (["--input", "empty.txt"], 1, "no prompts in empty.txt"),
-        (["--input", "bad.jsonl"], 1, "nothing to generate: no row of bad.jsonl can be used"),
-        ([""], 1, "nothing to generate"),
-        (["x", "--output", "absent/out.jsonl"], 1, "cannot write absent/out.jsonl.partial: No such file"),
-        (["x", "--output", "bad.jsonl"], 1, "the output bad.jsonl exists: give --overwrite"),
+        (["--input", "absent.jsonl"], 2, "cannot read the input absent.jsonl"),
+        (["--input", "empty.txt"], 2, "no prompts in empty.txt"),
+        (["--input", "bad.jsonl"], 2, "nothing to generate: no row of bad.jsonl can be used"),
+        ([""], 2, "nothing to generate"),
+        (["x", "--output", "absent/out.jsonl"], 2, "cannot write absent/out.jsonl.partial: No such file"),
+        (["x", "--output", "bad.jsonl"], 2, "the output bad.jsonl exists: give --overwrite"),
         (["--input", "bad.jsonl", "--output", "./bad.jsonl", "--overwrite"], 2, "are the same file"),
         (["x", "--output", "/dev/full"], 1, "cannot write to /dev/full: No space left on device"),
-        (["x", "--summary", "/dev/full/x"], 1, "cannot write /dev/full/x"),
+        (["x", "--summary", "/dev/full/x"], 2, "cannot write /dev/full/x"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
@@ -263,9 +286,9 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_unknown_model_and_model_without_tokenizer_are_one_line(capsys: Any, tmp_path: Path):
-    assert generate(str(tmp_path / "absent"), "x") == 1
+    assert generate(str(tmp_path / "absent"), "x") == 2
     assert "is not known" in capsys.readouterr().err.splitlines()[-1]
-    assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 1
+    assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 2
     assert "has no tokenizer" in capsys.readouterr().err.splitlines()[-1]
     assert generate(save_tiny_model(tmp_path / "plain", chat=False), "x", "--chat") == 2
     assert "no chat template: give --no-chat" in capsys.readouterr().err.splitlines()[-1]
