@@ -167,3 +167,16 @@ def test_sets_are_nested_and_json_goes_round(s):
 def test_schedules_need_no_torch():
     code = "import sys, skipdecode.schedule, skipdecode.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_weights_bear_schedules_that_run_at_least_the_layers_they_were_tuned_under() -> None:
+    tuned = Schedule.from_speedup(30, 2, 41)
+    milder, longer = Schedule.from_speedup(30, 1.5, 41), Schedule.from_speedup(30, 2, 128)
+    assert all(s.fits_weights((tuned,)) for s in (tuned, milder, longer, Schedule.full(30)))
+    deeper, shorter = Schedule.from_speedup(30, 3, 41), Schedule.from_speedup(30, 2, 20)
+    other_order = Schedule.even(30, tuned.budgets)
+    prompts = Schedule.from_speedup(30, 2, 41, prompt="max_exit")
+    assert not any(s.fits_weights((tuned,)) for s in (deeper, shorter, other_order, prompts))
+    assert shorter.fits_weights((tuned, deeper))
+    assert Schedule.full(30).fits_weights(())
+    assert not milder.fits_weights(())

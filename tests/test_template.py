@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
+from checkpoints import byte_tokenizer
+from serve_tools import greedy, offline, running, tiny_served_model
+from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.data.output import open_writer
+from skipdecode.models.loading.recipe import Recipe
+from skipdecode.serving.service import Service, open_service
 from textgen_tools import read_rows, save_tiny_model, write_rows
+from tiny import LAYERS
 
 ROWS = [{"mr": "name[X]"}, {"prompt": "name[Y]"}, {"text": "name[Z]\n"}]
 RENDERED = ["name[X]\n", "name[Y]\n", "name[Z]\n"]
@@ -114,3 +120,50 @@ def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tm
     assert "3 of 3 rows" in told
     assert "--prompt-template" in told
     assert json.loads(figures.read_text())["summary"]["rows_ended_at_once"] == 3
+
+
+# ---------------------------------------------------------------------- served
+
+
+TUNED = Schedule.from_speedup(LAYERS, 2, 16, name="tuned")
+DEEPER = Schedule.from_speedup(LAYERS, 3, 16, name="deeper")
+
+
+def service(recipe: Recipe | None, **options: Any) -> Service:
+    return open_service(
+        tiny_served_model(), byte_tokenizer(), name="tiny", others=(TUNED, DEEPER), recipe=recipe, **options
+    )
+
+
+def text(client: Any, prompt: Any, **extension: Any) -> str:
+    body = greedy(prompt=prompt, max_tokens=6, **({"skipdecode": extension} if extension else {}))
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def test_a_served_completion_goes_into_the_template_unless_the_request_says_otherwise() -> None:
+    ids = list(range(5, 9))
+    with running(service(Recipe("{mr}\n", tuned_under=(TUNED,)))) as client:
+        assert text(client, "name[X]") == text(client, "name[X]\n") == offline("name[X]\n", 6)[1]
+        assert text(client, "name[X]", template=False) == offline("name[X]", 6)[1]
+        assert text(client, ids) == text(client, ids, template=False)
+        entry = client.get("/v1/models").json()["data"][0]["skipdecode"]
+        assert entry["template"] == {"prompt": "{mr}\n", "fields": ["mr"], "chat": False, "used": True}
+        assert {s["name"]: s["tuned"] for s in entry["schedules"]} == {"full": True, "tuned": True, "deeper": False}
+
+
+def test_a_server_may_leave_prompts_as_they_are() -> None:
+    with running(service(Recipe("{mr}\n"), use_template=False)) as client:
+        assert text(client, "name[X]") == offline("name[X]", 6)[1]
+        assert text(client, "name[X]", template=True) == offline("name[X]\n", 6)[1]
+        assert client.get("/v1/models").json()["data"][0]["skipdecode"]["template"]["used"] is False
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe("{colour} {thing}:")])
+def test_a_served_text_that_no_template_takes_is_refused_by_field(recipe: Recipe | None) -> None:
+    with running(service(recipe)) as client:
+        answer = client.post("/v1/completions", json=greedy(prompt="red car", skipdecode={"template": True}))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == ("skipdecode.template" if recipe is None else "prompt")
+        assert text(client, "red car", template=False) == offline("red car", 6)[1]

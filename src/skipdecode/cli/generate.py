@@ -195,11 +195,14 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     from skipdecode.data.summary import schedule_line
     from skipdecode.engine.opening import open_engines
     from skipdecode.models.loading.hub import load_model
+    from skipdecode.models.loading.recipe import untuned_line
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
+    if (line := untuned_line([choice.schedule], loaded.recipe, config.model)) is not None:
+        note(line)
     return loaded, choice, open_engines(loaded.model, config.engine, note, config.weights)
 
 

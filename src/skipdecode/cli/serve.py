@@ -52,6 +52,11 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         default="auto",
         choices=(*ENGINES, "vllm"),
     )
+    template: bool = option(
+        "put a completion's text into the template that the checkpoint was tuned on, unless a request says otherwise; "
+        "--no-template leaves it as it is",
+        default=True,
+    )
     api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None)
 
 
@@ -105,6 +110,7 @@ def _name(config: Config) -> str:
 def _service(config: Config) -> Service:
     from skipdecode.common.progress import note
     from skipdecode.models.loading.hub import load_model
+    from skipdecode.models.loading.recipe import untuned_line
     from skipdecode.serving.service import open_service
 
     config.use_threads()
@@ -117,6 +123,8 @@ def _service(config: Config) -> Service:
         name=_name(config),
         carried=loaded.schedule,
         others=(*tuned_under, *_schedules(config, loaded.num_layers)),
+        recipe=loaded.recipe,
+        use_template=config.template,
         engine=config.engine,
         weights=config.weights,
         limits=config,
@@ -125,11 +133,15 @@ def _service(config: Config) -> Service:
     catalog = service.catalog
     own = " (the checkpoint's own)" if loaded.schedule is not None else ""
     note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
+    if (line := untuned_line(catalog.loaded.values(), loaded.recipe, config.model)) is not None:
+        note(line)
     if not tuned_under:
         note(
             f"this model was tuned under no schedule: `skipdecode plan {config.model}` finds one for the speed-up that "
             "you want, `skipdecode tune` makes the model hold under it"
         )
+    if service.template is not None and service.template.used:
+        note(f"completions go into the checkpoint's template {service.template.prompt!r} (--no-template)")
     note(f"keys and values take {service.kv_bytes_most / 2**30:.2f} GiB at most ({config.max_rows} rows)")
     return service
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -180,6 +181,18 @@ class NestedLayers:
         """The same budgets, and so the same cost, with layers dropped in another order."""
         drop_order = make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1])
         return replace(self, drop_order=drop_order, name=self.name if name is None else name)
+
+    def contains(self, other: NestedLayers) -> bool:
+        """Whether it runs, in the prompt and at every position, all layers that `other` runs."""
+        if self.num_layers != other.num_layers:
+            return False
+        pairs = [(self.prompt_layers(), other.prompt_layers())]
+        pairs += [(self.layers(i), other.layers(i)) for i in range(max(self.seq_len, other.seq_len))]
+        return all(set(less) <= set(more) for more, less in pairs)
+
+    def fits_weights(self, tuned_under: Iterable[NestedLayers]) -> bool:
+        """Whether weights tuned under these schedules bear it: it is full depth, or one of them is as deep a cut."""
+        return self.is_full or any(self.contains(other) for other in tuned_under)
 
     def check_fits(self, num_layers: int) -> None:
         """Raise ScheduleError unless the schedule is for a model of `num_layers` layers."""

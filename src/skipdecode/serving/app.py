@@ -172,7 +172,7 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    entry = service.catalog.model_entry(service.name)
+    entry = service.catalog.model_entry(service.name, service.template)
 
     @app.get("/v1/models", responses=_failures(401))
     async def models() -> ModelList:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import ApiError, ExactModel
 
-__all__ = ["Catalog", "ModelEntry", "ModelList", "NamedSchedule"]
+__all__ = ["Catalog", "ModelEntry", "ModelList", "NamedSchedule", "TemplateEntry"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class _ScheduleEntry(ExactModel):
     warmup_layers: int
     budgets: list[int]
     drop_order: list[int]
+    tuned: bool
 
 
 class _Budget(ExactModel):
@@ -47,8 +48,18 @@ class _Budget(ExactModel):
     drop_order: list[int]
 
 
+class TemplateEntry(ExactModel):
+    """The template that the checkpoint was tuned on; `used` says whether completions go into it by default."""
+
+    prompt: str
+    fields: list[str]
+    chat: bool
+    used: bool
+
+
 class _Schedules(ExactModel):
     num_layers: int
+    template: TemplateEntry | None
     default_schedule: str
     budget: _Budget
     schedules: list[_ScheduleEntry]
@@ -80,6 +91,8 @@ class Catalog:
         The checkpoint's own: the default. Without it, that is full depth.
     others : iterable of Schedule
         Further schedules; two of one name get a number.
+    tuned_under : sequence of Schedule
+        What the weights were tuned under.
 
     Attributes
     ----------
@@ -94,8 +107,15 @@ class Catalog:
         A schedule is for another number of layers.
     """
 
-    def __init__(self, num_layers: int, carried: Schedule | None, others: Iterable[Schedule] = ()) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        carried: Schedule | None,
+        others: Iterable[Schedule] = (),
+        tuned_under: Sequence[Schedule] = (),
+    ) -> None:
         self.num_layers = num_layers
+        self._tuned_under = tuned_under
         self.loaded: dict[str, Schedule] = {}
         self._add(Schedule.full(num_layers))
         self.default = "full" if carried is None else self._add(carried)
@@ -121,8 +141,8 @@ class Catalog:
         """A schedule that stands for all budgets of requests: it drops as much as any of them."""
         return self._constant(self._least_budget)
 
-    def model_entry(self, model: str) -> ModelEntry:
-        """The model, served under this name, with its schedules."""
+    def model_entry(self, model: str, template: TemplateEntry | None = None) -> ModelEntry:
+        """The model, served under this name, with its schedules and the template that it was tuned on."""
         schedules = [
             _ScheduleEntry(
                 name=name,
@@ -132,12 +152,17 @@ class Catalog:
                 warmup_layers=schedule.warmup_layers,
                 budgets=list(schedule.budgets),
                 drop_order=list(schedule.drop_order),
+                tuned=schedule.fits_weights(self._tuned_under),
             )
             for name, schedule in self.loaded.items()
         ]
         budget = _Budget(least=self._least_budget, most=self.num_layers, drop_order=list(self._budget_order))
         described = _Schedules(
-            num_layers=self.num_layers, default_schedule=self.default, budget=budget, schedules=schedules
+            num_layers=self.num_layers,
+            template=template,
+            default_schedule=self.default,
+            budget=budget,
+            schedules=schedules,
         )
         return ModelEntry(
             id=model, object="model", created=int(time.time()), owned_by="skipdecode", skipdecode=described

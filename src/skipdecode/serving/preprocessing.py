@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from skipdecode.data.detokenizer import Detokenizer
+from skipdecode.data.forms import PromptField
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling, row_seed
@@ -37,6 +38,10 @@ class Preprocessor:
         Tokens that the model knows.
     end_tokens : sequence of int
         A choice ends after any of them.
+    form : PromptField, optional
+        Its template is what completions' texts go into.
+    use_template : bool
+        Whether they do, where the request does not say.
     """
 
     def __init__(
@@ -47,12 +52,17 @@ class Preprocessor:
         end_tokens: Iterable[int],
         catalog: Catalog,
         limits: ServerLimits,
+        form: PromptField | None = None,
+        use_template: bool = True,
     ) -> None:
         self.context = context
         self._decoding = copy.deepcopy(tokenizer)
         # Without the context, which binds generation and not /tokenize: `_check_length` knows it.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = PromptEncoder(self._tokenizer, None)
+        self._form = form or PromptField()
+        self._templated = PromptEncoder(self._tokenizer, None, template=self._form.template)
+        self._use_template = use_template and self._form.template is not None
         self._vocab_size = vocab_size
         self._end_tokens = frozenset(end_tokens)
         self._catalog = catalog
@@ -71,7 +81,11 @@ class Preprocessor:
         copies = request.n or 1
         sources = request.prompts()
         self._check_choices(len(sources), copies)
-        prompts = [self._checked(source) for source in sources]
+        template = self._use_template if asked.template is None else asked.template
+        if template and self._form.template is None:
+            message = "this checkpoint names no template that it was tuned on: leave it out"
+            raise ApiError(400, "invalid_value", message, "skipdecode.template")
+        prompts = [self._checked(source, template) for source in sources]
         state = RequestState(
             schedule=schedule,
             prompt_tokens=sum(map(len, prompts)),
@@ -87,8 +101,8 @@ class Preprocessor:
             state.choices.append(Choice(state, index, engine_request, Detokenizer(self._decoding, request.stops)))
         return state
 
-    def tokens(self, prompt: Prompt, special: bool | None = None) -> list[int]:
-        """Token ids of a prompt or a chat, of any length.
+    def tokens(self, prompt: Prompt, special: bool | None = None, *, template: bool = False) -> list[int]:
+        """Token ids of a prompt or a chat, of any length; with `template`, a text goes into the checkpoint's.
 
         `special` says whether the tokenizer adds its special tokens; by default it does, but for chats, whose template
         has them already.
@@ -97,9 +111,13 @@ class Preprocessor:
             self._check_ids(prompt, "prompt")
             return list(prompt)
         row = prompt if isinstance(prompt, str) else [message.plain() for message in prompt]
-        encoded = self._encoder.encode([Record(0, 0, 0, row)])[0]
+        if template and isinstance(prompt, str):
+            encoded = self._templated.encode([self._form.record(prompt)])[0]
+        else:
+            encoded = self._encoder.encode([Record(0, 0, 0, row)])[0]
         if encoded.error is not None:
-            raise ApiError(400, "invalid_value", encoded.error, _field_of(prompt))
+            message = encoded.error + (" (in a request: skipdecode.template=false)" if template else "")
+            raise ApiError(400, "invalid_value", message, _field_of(prompt))
         if special is None:
             return encoded.token_ids
         return list(self._tokenizer(encoded.text, add_special_tokens=special, verbose=False).input_ids)
@@ -118,9 +136,9 @@ class Preprocessor:
             message = f"{prompts} prompts with n={copies} are too many choices: at most {most} together"
             raise ApiError(400, "invalid_value", message, field)
 
-    def _checked(self, prompt: Prompt) -> list[int]:
+    def _checked(self, prompt: Prompt, template: bool) -> list[int]:
         """Token ids of a prompt that leaves room for an answer."""
-        tokens = self.tokens(prompt)
+        tokens = self.tokens(prompt, template=template)
         given, most = len(tokens), self._limits.max_prompt_tokens
         message = None
         if self.context is not None and given >= self.context:

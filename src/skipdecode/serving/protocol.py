@@ -112,6 +112,11 @@ class Extension(_Strict):
         None, description="a constant number of layers after the prompt; at most all layers run"
     )
     trace: bool = Field(False, description="report the number of layers of each token")
+    template: bool | None = Field(
+        None,
+        description="put a completion's text into the template that the checkpoint was tuned on, or leave it as it is "
+        "(default: the server's, see /v1/models)",
+    )
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Extension:
@@ -169,7 +174,7 @@ class _GenerationFields(_Strict):
     @property
     def extension(self) -> Extension:
         """The extension, with its defaults."""
-        return self.skipdecode or Extension(schedule=None, budget=None, trace=False)
+        return self.skipdecode or Extension(schedule=None, budget=None, trace=False, template=None)
 
     @property
     def include_usage(self) -> bool:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
+from skipdecode.data.records import Template
 from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.loading.recipe import Recipe
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
-from skipdecode.serving.catalog import Catalog
+from skipdecode.serving.catalog import Catalog, TemplateEntry
 from skipdecode.serving.groups import KvSize, make_groups
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
@@ -33,6 +36,7 @@ class Service:
     limits: ServerLimits
     token_text: Callable[[int], str]  # of a single token
     kv_bytes_most: int  # of keys and values, within the limits
+    template: TemplateEntry | None = None  # that the checkpoint was tuned on
 
 
 def open_service(
@@ -42,6 +46,8 @@ def open_service(
     name: str,
     carried: Schedule | None = None,
     others: Sequence[Schedule] = (),
+    recipe: Recipe | None = None,
+    use_template: bool = True,
     engine: str = "auto",
     weights: str = "model",
     limits: ServerLimits | None = None,
@@ -57,6 +63,10 @@ def open_service(
         The model's name as clients see it.
     carried, others
         See `Catalog`.
+    recipe : Recipe or None
+        What the checkpoint says of its prompt and of the schedules that it was tuned under.
+    use_template : bool
+        Whether completions go into the checkpoint's template where a request does not say.
     engine, weights : str
         See `skipdecode.engine.opening.open_fast`.
     note : callable
@@ -69,7 +79,8 @@ def open_service(
     limits = limits or ServerLimits()
     plain = unwrap(model)
     num_layers = len(decoder_layers(plain))
-    catalog = Catalog(num_layers, carried, others)
+    form = choose_form(recipe)
+    catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
     source = open_engines(model, engine, note, weights)
     schedules = [*catalog.loaded.values(), catalog.budget_schedule()]
     groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
@@ -77,7 +88,9 @@ def open_service(
     metrics = Metrics(num_layers)
     context = context_length(plain)
     vocab_size = plain.get_input_embeddings().weight.shape[0]
-    preprocessor = Preprocessor(tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits)
+    preprocessor = Preprocessor(
+        tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits, form.field, use_template
+    )
     longest = limits.max_prompt_tokens + limits.max_new_tokens
     return Service(
         name=name,
@@ -88,7 +101,12 @@ def open_service(
         limits=limits,
         token_text=lambda token: str(tokenizer.decode([token])),
         kv_bytes_most=limits.max_rows * kv_size.of(min(longest, context or longest), num_layers),
+        template=None if form.template is None else _template_entry(form.template, use_template),
     )
+
+
+def _template_entry(template: Template, used: bool) -> TemplateEntry:
+    return TemplateEntry(prompt=template.prompt, fields=list(template.fields), chat=template.chat, used=used)
 
 
 def _kv_size(source: EngineSource) -> KvSize:

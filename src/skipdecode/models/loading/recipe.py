@@ -5,7 +5,7 @@ The one place that reads recipes; `skipdecode tune` writes them (`skipdecode.tun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["RECIPE_FILE", "RECIPE_FORMAT", "RECIPE_KIND", "Recipe", "checkpoint_recipe", "read_recipe"]
+__all__ = [
+    "RECIPE_FILE",
+    "RECIPE_FORMAT",
+    "RECIPE_KIND",
+    "Recipe",
+    "checkpoint_recipe",
+    "read_recipe",
+    "untuned_line",
+]
 
 RECIPE_FILE = "recipe.json"
 RECIPE_KIND, RECIPE_FORMAT = "recipe", 1
@@ -48,6 +56,21 @@ class Recipe:
     max_prompt_tokens: int | None = None
     task: str | None = None
     tuned_under: tuple[Schedule, ...] = ()
+
+
+def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL") -> str | None:
+    """One line for users where weights were not tuned under some of the schedules; None where they bear them all.
+
+    What it costs is measured in docs/quality.md (untuned weights).
+    """
+    tuned = () if recipe is None else recipe.tuned_under
+    names = [schedule.name for schedule in schedules if not schedule.fits_weights(tuned)]
+    if not names:
+        return None
+    return (
+        f"the weights were not tuned under {', '.join(names)} or a deeper cut: the text breaks (SmolLM2-135M untuned "
+        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode tune {model} --schedule FILE"
+    )
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -40,6 +40,7 @@ async function connect() {
   at("legend-differs").hidden = schedules.length === 0;
   at("results").hidden = false;
   setRunning(false);
+  showHint();
   showPlans();
 }
 
@@ -228,10 +229,15 @@ function element(tag, text) {
 
 const kind = () => new FormData(at("composer")).get("kind");
 
+function showHint() {
+  const template = kind() === "completion" && model?.template?.used ? model.template.prompt : null;
+  at("prompt-hint").textContent = template ? `Put into the template that this model was tuned on: ${JSON.stringify(template)}.` : HINTS[kind()];
+}
+
 function showKind() {
   at("prompt").value = typed[kind()];
   at("prompt").placeholder = kind() === "chat" ? "Ask something" : "Text to go on from";
-  at("prompt-hint").textContent = HINTS[kind()];
+  showHint();
   const chips = EXAMPLES[kind()].map(([name, text]) => {
     const chip = element("button", name);
     chip.type = "button";
