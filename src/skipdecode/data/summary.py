@@ -63,7 +63,9 @@ class SpeedComparison:
 
 @dataclass
 class RunSummary:
-    """A run's rows and the engine's totals (rows taken over from an earlier run are only counted).
+    """What a run, or a call of `skipdecode.LLM`, did and took; as text, a line or two.
+
+    Rows taken over from an earlier run are only counted.
 
     Parameters
     ----------
@@ -73,6 +75,8 @@ class RunSummary:
         Rows of the input that are in the output now, and how many of them are error rows.
     rows_resumed : int
         How many of the rows an earlier run had done.
+    ended_at_once : int
+        Rows generated now whose first token ended them: they have no text.
     seconds : float
         From the first row read to the last one generated.
     """
@@ -82,8 +86,42 @@ class RunSummary:
     rows: int = 0
     bad_rows: int = 0
     rows_resumed: int = 0
+    ended_at_once: int = 0
     seconds: float = 0.0
     comparison: SpeedComparison | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(summary_lines(self))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that ran."""
+        return self.stats.prompt_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were generated."""
+        return self.stats.new_tokens
+
+    @property
+    def mean_layers(self) -> float | None:
+        """Layers that a generated token ran when it was fed back, on average; None if none was."""
+        return self.stats.mean_layers
+
+    @property
+    def prompt_seconds(self) -> float:
+        """Time in prompts' forwards."""
+        return self.stats.prompt_seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time in the engine for all that is not prompts' forwards."""
+        return self.stats.after_prompts
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens fed back a second of decoding; None if none was."""
+        return _ratio(self.stats.fed_tokens, self.decode_seconds)
 
     @property
     def tokens_per_s(self) -> float:
@@ -104,6 +142,7 @@ class RunSummary:
             "rows": self.rows,
             "bad_rows": self.bad_rows,
             "rows_resumed": self.rows_resumed,
+            "rows_ended_at_once": self.ended_at_once,
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
@@ -114,7 +153,7 @@ class RunSummary:
             "kv_bytes_peak": stats.kv_bytes_peak,
             "kv_bytes_full_peak": stats.kv_bytes_full_peak,
             "tokens_per_s": self.tokens_per_s,
-            "decode_tokens_per_s": _ratio(stats.fed_tokens, stats.after_prompts),
+            "decode_tokens_per_s": self.decode_tokens_per_s,
             "mean_layers_per_token": stats.mean_layers,
             "kv_saved_share": self.kv_saved,
             "comparison": None if self.comparison is None else self.comparison.to_dict(),
@@ -168,6 +207,12 @@ def summary_lines(summary: RunSummary) -> list[str]:
         )
     if summary.comparison is not None:
         lines.append(_comparison_line(summary.comparison))
+    if summary.ended_at_once:
+        good = summary.rows - summary.bad_rows
+        lines.append(
+            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} rows ended at their first token: they "
+            "have no text; is the prompt of the form that the model was tuned on? --prompt-template or --task gives it"
+        )
     if summary.bad_rows:
         lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")
     return lines
