@@ -14,7 +14,6 @@ from html_page import read_page
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.evaluation.results import load_run
-from skipdecode.tuning.recipe import make_recipe, write_recipe
 from textgen_tools import save_tiny_model, write_rows
 
 
@@ -253,8 +252,8 @@ def test_a_model_tuned_on_other_prompts_is_told(
     named = {"task": None, "prompt_template": None, "prompt_field": None, "chat": False} | options
     if "task" in options:
         named["task"] = options["task"].replace("{place}", str(place))
-    recipe = make_recipe(named, Schedule.full(8), {}, {})
-    write_recipe(recipe, tmp_path / "tuned")
+    recipe = {"options": named, "schedule": Schedule.full(8).to_dict()}
+    (tmp_path / "tuned/recipe.json").write_text(json.dumps(recipe))
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")
     assert main(call) == 0

@@ -18,6 +18,7 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.recipe import Recipe
 from skipdecode.tuning.run_log import read_log
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
@@ -57,6 +58,7 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert told["data"]["train"]["records"] == 24
     assert told["options"]["prompt_template"] == "{colour} {thing}\n"
     loaded = load_model(str(out))
+    assert loaded.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(loaded.schedule,))
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
     assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])
@@ -189,7 +191,10 @@ def test_a_task_gives_prompt_and_response_and_an_adapter_may_be_half_as_large(fi
         pace = ["--steps", "2", "--compare-batches", "0", "--adapter-dtype", dtype, "--nominal-speedup", "2"]
         assert main([*command, *pace]) == 0
         sizes[dtype] = (out / "adapter_model.safetensors").stat().st_size
-        assert load_model(str(out)).schedule.name == "skipdecode-2x"
+        loaded = load_model(str(out))
+        assert loaded.schedule.name == "skipdecode-2x"
+        # In full, as the task's file may be gone one day.
+        assert (loaded.recipe.prompt_template, loaded.recipe.responses) == ("{mr}\n", ("refs", "ref"))
     assert sizes["float16"] < 0.6 * sizes["float32"]
 
 

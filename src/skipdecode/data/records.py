@@ -1,8 +1,9 @@
 """Records: what the rows of a file say, read in one way for all verbs.
 
-A `Template`, or a `PromptField` that is the prompt as it stands, says what of a row is the prompt and what may follow
-it. A row is a line that is not blank; rows are numbered without gaps, whatever is wrong with them, so that nothing is
-lost. Reading is a generator: memory does not grow with the file. Text only; knows nothing about tokens and models.
+A `Template` of records that are learned or scored, or a `PromptField` of rows to generate from, says what of a row is
+the prompt and what may follow it. A row is a line that is not blank; rows are numbered without gaps, whatever is wrong
+with them, so that nothing is lost. Reading is a generator: memory does not grow with the file. Text only; knows nothing
+about tokens and models.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Template:
         Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces.
     responses : str or sequence of str
         Fields that may hold the response, or a list of texts that a response is compared with; the first one that a row
-        has is used.
+        has is used. None are needed to generate.
     chat : bool
         The prompt goes through the tokenizer's chat template as one user message.
     truncate : str, optional
@@ -185,7 +186,7 @@ class Template:
     def __init__(
         self,
         prompt: str,
-        responses: str | Sequence[str],
+        responses: str | Sequence[str] = (),
         *,
         chat: bool = False,
         truncate: str | None = None,
@@ -206,30 +207,82 @@ class Template:
         """The prompt with these values in the braces."""
         return self.prompt.format_map(values)
 
+    def values(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Its fields as text; DataError for what is missing or no text."""
+        return {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
+
     def read(self, row: Mapping[str, Any]) -> Parts:
         """Prompt, values of its fields, responses that are not empty; DataError for what is missing or no text."""
-        values = {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
+        values = self.values(row)
         name = _found(row, self.responses)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
         responses = (_as_text(name, text).strip() for text in texts)
         return self.render(values), values, tuple(text for text in responses if text)
 
+    def values_of_text(self, text: str) -> dict[str, str]:
+        """A plain text as the value of its only field; a prompt that it made already gives the value in there.
+
+        DataError where it has several fields.
+        """
+        if len(self.fields) > 1:
+            needed = ", ".join(map(repr, self.fields))
+            raise DataError(
+                f"plain text cannot fill the template {self.prompt!r}: give a row with the fields {needed} (JSONL), or "
+                "--no-template"
+            )
+        (name,) = self.fields
+        before, _, after = self.render({name: "\0"}).partition("\0")
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
+            text = text[len(before) : len(text) - len(after)]
+        return {name: text}
+
 
 class PromptField:
-    """A field that is the whole prompt: text, or a chat.
+    """The prompt of a row to generate from: one field, as it stands or in a template; or the fields of the template.
+
+    A row that has all the template's fields is rendered by it, and one that is a chat stays one. A plain text is the
+    value of a template's only field.
 
     Parameters
     ----------
     name : str, optional
-        Default: the first of `PROMPT_FIELDS` that a row has.
+        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        self._name = name
+    def __init__(self, name: str | None = None, template: Template | None = None) -> None:
+        self.name = name
+        self.template = template
+
+    def row(self, prompt: str | list[Message]) -> dict[str, Any]:
+        """A text or a chat as the row that holds it."""
+        return {self.name or "prompt": prompt}
+
+    def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
+        """A text, a chat or a row as a record by itself; what is wrong with it is its `error`."""
+        return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
 
     def read(self, row: Mapping[str, Any]) -> Parts:
-        """The prompt alone; raises DataError if it is missing, empty or no text."""
-        name = self._name or next((f for f in PROMPT_FIELDS if f in row), None)
+        """The prompt and the values of its template; raises DataError if it is missing, empty or no text."""
+        template = self.template
+        if template is not None and self._fills(row, template):
+            values = template.values(row)
+            if not any(value.strip() for value in values.values()):
+                raise DataError(f"field {template.fields[0]!r} is empty")
+            return template.render(values), values, ()
+        prompt = self._prompt(row)
+        if template is None or not isinstance(prompt, str):
+            return prompt, {}, ()
+        values = template.values_of_text(prompt)
+        return template.render(values), values, ()
+
+    def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
+        """Whether a row has all fields of the template, none of them a chat."""
+        return self.name is None and all(f in row and not isinstance(row[f], list) for f in template.fields)
+
+    def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
+        name = self.name or next((f for f in PROMPT_FIELDS if f in row), None)
+        if name is None and self.template is not None:
+            self.template.values(row)  # says what is missing
         if name is None:
             raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
         if name not in row:
@@ -240,8 +293,8 @@ class PromptField:
         if not (value.strip() if isinstance(value, str) else value):
             raise DataError(f"field {name!r} is empty")
         if isinstance(value, str):
-            return _checked(f"field {name!r}", value), {}, ()
-        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)], {}, ()
+            return _checked(f"field {name!r}", value)
+        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)]
 
 
 def _message(where: str, message: Any) -> Message:

@@ -134,6 +134,8 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise DataError(f"the task file {path} is not UTF-8: {e}") from None
+    except OSError as e:
+        raise DataError(f"cannot read the task file {path}: {e.strerror or e}") from None
     try:
         return _parse(content, check_metric)
     except DataError as e:
