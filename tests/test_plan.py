@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 from matplotlib import image
 
+from checkpoints import save_checkpoint
 from counted import count_time
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -91,7 +92,10 @@ def test_the_report_has_the_figures_of_the_document(config_file, capsys):
     command = (config_file, "--nominal-speedup", "2", "--batch", "4", "--seq-len", "32")
     figures = json.loads(plan(capsys, *command, "--json"))["figures"]
     text = " ".join(plan(capsys, *command).split())
-    assert f"nominal {figures['nominal_speedup']:.2f}x" in text
+    assert f"nominal {figures['nominal_speedup']:.2f}x layers" in text
+    assert f"decode {figures['predicted_decode_speedup']:.2f}x time" in text
+    assert f"request {figures['predicted_request_speedup']:.2f}x time" in text
+    assert 1 < figures["predicted_request_speedup"] < figures["predicted_decode_speedup"] < figures["nominal_speedup"]
     assert "of weights in bfloat16" in text
     assert "for 4 x (64 prompt + 33 new tokens), lockstep" in text
     assert "schedule skipdecode-2x: 20 falling to 10 of 30 layers, left out bottom-up" in text
@@ -198,6 +202,25 @@ def test_files_and_the_next_command(config_file, tmp_path, capsys, monkeypatch):
     assert min(pixels.shape[:2]) > 400
     colours = {tuple(c) for c in (pixels[::8, ::8, :3] * 255).astype(int).reshape(-1, 3).tolist()}
     assert {(11, 111, 174), (230, 232, 228)} <= colours, "layers that run, and layers left out"
+
+
+def test_what_comes_next_can_be_run(model_dir, config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    count_time(monkeypatch)
+
+    def commands(model: str, *target: str) -> list[list[str]]:
+        lines = plan(capsys, model, *target, "--out", "s.json").splitlines()
+        return [shlex.split(line)[1:] for line in lines if line.startswith(("next", "then"))]
+
+    save_checkpoint(tmp_path / "model")
+    tune, generate = commands("model", "--nominal-speedup", "2")
+    assert main(tune[1:]) == 1
+    assert "train.jsonl" in capsys.readouterr().err.splitlines()[-1], "all that tune needs is named"
+    (tmp_path / "model").rename("tuned")
+    assert main([*generate[1:-1], "red green"]) == 0
+    ((*_, only),) = commands(model_dir, "--nominal-speedup", "1")
+    assert only == "Your prompt", "full depth needs no tuning"
+    assert commands(config_file, "--nominal-speedup", "2")[0][:3] == ["skipdecode", "tune", "MODEL"]
 
 
 def test_help_is_quick():

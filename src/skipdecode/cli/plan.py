@@ -258,7 +258,8 @@ def _commands(plan: _Plan) -> dict[str, str]:
     if plan.schedule.is_full:
         return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
     merge = "" if adapter_dir(config.model) is None else " --merge"
-    tune = f"skipdecode tune {model} --schedule {file} --train train.jsonl --dev dev.jsonl --out tuned{merge}"
+    data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
+    tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned{merge}"
     return {"next": tune, "then": f"skipdecode generate tuned --compare {rest}"}
 
 

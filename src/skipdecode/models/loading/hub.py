@@ -123,6 +123,7 @@ def load_model(
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
+        check_base(model, base_name(adapter), adapter, recipe and recipe.base)
         model = _with_adapter(model, adapter, target)
         if schedule is not None:
             carry(model, schedule)
@@ -224,7 +225,6 @@ def choose_device(device: str | None) -> Any:
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
-    check_base(model, base_name(adapter), adapter)
     with _told(str(adapter), "the adapter does not go on its base model"):
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
