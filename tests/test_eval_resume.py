@@ -48,7 +48,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
     assert not (out / "skipdecode-2x" / "run.json").exists()
     kept = [row for row in read_rows(out / "unfinished.jsonl")[1:] if row[0].startswith("batch")]
     # Another run may not replace what is finished, nor take over or throw away what is not.
-    assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 1
+    assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
     assert "full holds a run already: give --overwrite" in capsys.readouterr().err
     # The same command goes on.
     assert main(arguments(place, "--out", str(out), *more)) == 0
@@ -61,7 +61,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
         assert run.data["metrics"] == whole.data["metrics"]
         # The times are those of the first call: nothing was generated again.
         assert run.data["speed"]["decode_seconds"] == sum(sides[number]["decode_seconds"] for _, sides in kept)
-    assert main(arguments(place, "--out", str(out), *more)) == 1
+    assert main(arguments(place, "--out", str(out), *more)) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 

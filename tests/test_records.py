@@ -16,8 +16,9 @@ import pytest
 
 from checkpoints import byte_tokenizer
 from skipdecode.common import jsonl
+from skipdecode.data.forms import PromptField
 from skipdecode.data.prompts import PromptEncoder
-from skipdecode.data.records import PromptField, Record, SeenIds
+from skipdecode.data.records import Record, SeenIds
 from skipdecode.data.source import PromptSource
 from skipdecode.errors import DataError, UsageError
 from textgen_tools import write_rows

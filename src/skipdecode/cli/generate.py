@@ -96,8 +96,8 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
+    from skipdecode.data.forms import PromptField
     from skipdecode.data.output import check_output, open_writer
-    from skipdecode.data.records import PromptField
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
@@ -207,7 +207,8 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
 
 
 def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int) -> RunSummary:
-    from skipdecode.data.records import PromptField, SeenIds
+    from skipdecode.data.forms import PromptField
+    from skipdecode.data.records import SeenIds
     from skipdecode.data.run import generate_rows, refuse_bad_rows
     from skipdecode.data.summary import BadRows
 

@@ -8,6 +8,7 @@ SKIPDECODE_API_KEY (in plain, with commas between them); without any, everybody 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ def run(config: Config) -> int:
         )
     shown = f"[{config.host}]" if ":" in config.host else config.host
     note(f"serving {service.name} on http://{shown}:{listening.getsockname()[1]}")
+    logging.disable(logging.NOTSET)  # from here on the log is ours
     run_server(service, config, listening, keys)
     return 0
 

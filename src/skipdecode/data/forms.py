@@ -5,14 +5,85 @@ The one place that decides it, for the command line, the server and Python alike
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from skipdecode.data.records import PromptField, Template
+from skipdecode.common.jsonl import kind_of
+from skipdecode.data.records import Message, Parts, Record, Template, checked_text, read_records
 from skipdecode.data.tasks import load_task
-from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.loading.recipe import Recipe
 
-__all__ = ["PromptForm", "choose_form", "recipe_template"]
+__all__ = ["PROMPT_FIELDS", "PromptField", "PromptForm", "choose_form", "recipe_template"]
+
+PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+
+
+class PromptField:
+    """The prompt of a row to generate from: one field, as it stands or in a template; or the fields of the template.
+
+    A row that has all the template's fields is rendered by it, and one that is a chat stays one. A plain text is the
+    value of a template's only field.
+
+    Parameters
+    ----------
+    name : str, optional
+        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has.
+    """
+
+    def __init__(self, name: str | None = None, template: Template | None = None) -> None:
+        self.name = name
+        self.template = template
+
+    def row(self, prompt: str | list[Message]) -> dict[str, Any]:
+        """A text or a chat as the row that holds it."""
+        return {self.name or "prompt": prompt}
+
+    def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
+        """A text, a chat or a row as a record by itself; what is wrong with it is its `error`."""
+        return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
+
+    def read(self, row: Mapping[str, Any]) -> Parts:
+        """The prompt and the values of its template; raises DataError if it is missing, empty or no text."""
+        template = self.template
+        if template is not None and self._fills(row, template):
+            values = template.values(row)
+            if not any(value.strip() for value in values.values()):
+                raise DataError(f"field {template.fields[0]!r} is empty")
+            return template.render(values), values, ()
+        prompt = self._prompt(row)
+        if template is None or not isinstance(prompt, str):
+            return prompt, {}, ()
+        values = template.values_of_text(prompt)
+        return template.render(values), values, ()
+
+    def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
+        """Whether a row has all fields of the template, none of them a chat."""
+        return self.name is None and all(f in row and not isinstance(row[f], list) for f in template.fields)
+
+    def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
+        name = self.name or next((f for f in PROMPT_FIELDS if f in row), None)
+        if name is None and self.template is not None:
+            self.template.values(row)  # says what is missing
+        if name is None:
+            raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
+        if name not in row:
+            raise DataError(f"field {name!r} is missing")
+        value = row[name]
+        if not isinstance(value, str | list):
+            raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
+        if not (value.strip() if isinstance(value, str) else value):
+            raise DataError(f"field {name!r} is empty")
+        if isinstance(value, str):
+            return checked_text(f"field {name!r}", value)
+        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)]
+
+
+def _message(where: str, message: Any) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    return {"role": role, "content": checked_text(where, content)}
 
 
 class PromptForm(NamedTuple):

@@ -1,9 +1,9 @@
 """Records: what the rows of a file say, read in one way for all verbs.
 
-A `Template` of records that are learned or scored, or a `PromptField` of rows to generate from, says what of a row is
-the prompt and what may follow it. A row is a line that is not blank; rows are numbered without gaps, whatever is wrong
-with them, so that nothing is lost. Reading is a generator: memory does not grow with the file. Text only; knows nothing
-about tokens and models.
+A form says what of a row is the prompt and what may follow it: a `Template` of records that are learned or scored, or a
+`skipdecode.data.forms.PromptField` of rows to generate from. A row is a line that is not blank; rows are numbered
+without gaps, whatever is wrong with them, so that nothing is lost. Reading is a generator: memory does not grow with
+the file. Text only; knows nothing about tokens and models.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from skipdecode.common.jsonl import Row, kind_of
 from skipdecode.errors import DataError, UsageError
 
 __all__ = [
-    "PROMPT_FIELDS",
+    "Form",
     "Message",
-    "PromptField",
+    "Parts",
     "Record",
     "Reject",
     "SeenIds",
     "Template",
+    "checked_text",
     "read_records",
     "reject_summary",
     "usable",
 ]
 
 Message = dict[str, str]
-PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+#: Prompt, values of the template's fields, responses.
+Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
 _REJECTS_SHOWN = 5
 
 
@@ -66,7 +68,15 @@ class Record:
     references: tuple[str, ...] = ()
 
 
-def read_records(rows: Iterable[tuple[int, Row]], form: Template | PromptField) -> Iterator[Record]:
+class Form(Protocol):
+    """What tells the prompt of a row."""
+
+    def read(self, row: Mapping[str, Any]) -> Parts:
+        """Raises DataError for a row that cannot be used."""
+        ...
+
+
+def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record]:
     """The records of numbered lines: `form` says what their prompt is; one that cannot be used has an `error`."""
     for index, (line, row) in enumerate(rows):
         name: str | int = line
@@ -157,8 +167,6 @@ def _id_hash(record: Record) -> int:
 
 # ---------------------------------------------------------------------- from the fields of a row to its prompt
 
-Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
-
 
 class Template:
     """The prompt as text with fields of the row in it, and the field that holds the response.
@@ -237,73 +245,6 @@ class Template:
         return {name: text}
 
 
-class PromptField:
-    """The prompt of a row to generate from: one field, as it stands or in a template; or the fields of the template.
-
-    A row that has all the template's fields is rendered by it, and one that is a chat stays one. A plain text is the
-    value of a template's only field.
-
-    Parameters
-    ----------
-    name : str, optional
-        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has.
-    """
-
-    def __init__(self, name: str | None = None, template: Template | None = None) -> None:
-        self.name = name
-        self.template = template
-
-    def row(self, prompt: str | list[Message]) -> dict[str, Any]:
-        """A text or a chat as the row that holds it."""
-        return {self.name or "prompt": prompt}
-
-    def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
-        """A text, a chat or a row as a record by itself; what is wrong with it is its `error`."""
-        return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
-
-    def read(self, row: Mapping[str, Any]) -> Parts:
-        """The prompt and the values of its template; raises DataError if it is missing, empty or no text."""
-        template = self.template
-        if template is not None and self._fills(row, template):
-            values = template.values(row)
-            if not any(value.strip() for value in values.values()):
-                raise DataError(f"field {template.fields[0]!r} is empty")
-            return template.render(values), values, ()
-        prompt = self._prompt(row)
-        if template is None or not isinstance(prompt, str):
-            return prompt, {}, ()
-        values = template.values_of_text(prompt)
-        return template.render(values), values, ()
-
-    def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
-        """Whether a row has all fields of the template, none of them a chat."""
-        return self.name is None and all(f in row and not isinstance(row[f], list) for f in template.fields)
-
-    def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
-        name = self.name or next((f for f in PROMPT_FIELDS if f in row), None)
-        if name is None and self.template is not None:
-            self.template.values(row)  # says what is missing
-        if name is None:
-            raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
-        if name not in row:
-            raise DataError(f"field {name!r} is missing")
-        value = row[name]
-        if not isinstance(value, str | list):
-            raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
-        if not (value.strip() if isinstance(value, str) else value):
-            raise DataError(f"field {name!r} is empty")
-        if isinstance(value, str):
-            return _checked(f"field {name!r}", value)
-        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)]
-
-
-def _message(where: str, message: Any) -> Message:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
-    return {"role": role, "content": _checked(where, content)}
-
-
 def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """The first of the names that the row has."""
     name = next((name for name in names if name in row), None)
@@ -316,10 +257,10 @@ def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
 def _as_text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field is no text: {name!r} is {kind_of(value)}")
-    return _checked(f"field is no text: {name!r}", str(value))
+    return checked_text(f"field is no text: {name!r}", str(value))
 
 
-def _checked(where: str, text: str) -> str:
+def checked_text(where: str, text: str) -> str:
     """Text that can be written as UTF-8."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f"{where} has half of a surrogate pair, which is no text")

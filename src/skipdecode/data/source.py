@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from skipdecode.common.jsonl import BOM, Row, decoded, object_of, read_lines, read_objects
-from skipdecode.data.records import PromptField, Record, Reject, read_records, reject_summary, usable
+from skipdecode.data.forms import PromptField
+from skipdecode.data.records import Record, Reject, read_records, reject_summary, usable
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import carry, of_adapter, of_config
 from skipdecode.models.families import decoder_layers, unwrap
@@ -115,7 +116,7 @@ def load_model(
     recipe = _recipe(place if adapter is None else Place(str(adapter), local_only=True), schedule, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
     kind = weights_dtype(name, dtype, target)
-    with _told(place.where, "its weights do not load"):
+    with _told(place.where, "its weights do not load"), without_foreign_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(
             place.where, config=config, dtype=kind, output_loading_info=True, **place.options
         )
@@ -225,7 +226,7 @@ def choose_device(device: str | None) -> Any:
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
-    with _told(str(adapter), "the adapter does not go on its base model"):
+    with _told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars():
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
             model, str(adapter), torch_device=str(device), autocast_adapter_dtype=False
