@@ -210,17 +210,19 @@ def test_what_comes_next_can_be_run(model_dir, config_file, tmp_path, capsys, mo
 
     def commands(model: str, *target: str) -> list[list[str]]:
         lines = plan(capsys, model, *target, "--out", "s.json").splitlines()
-        return [shlex.split(line)[1:] for line in lines if line.startswith(("next", "then"))]
+        return [shlex.split(line)[2:] for line in lines if line.startswith(("next", "then"))]
 
     save_checkpoint(tmp_path / "model")
     tune, generate = commands("model", "--nominal-speedup", "2")
     for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text(json.dumps({"prompt": "red one", "response": "green two"}) + "\n")
-    assert main([*tune[1:], "--steps", "1", "--compare-batches", "0"]) == 0
-    assert main([*generate[1:-1], "red green"]) == 0
+    assert main([*tune, "--steps", "1", "--compare-batches", "0"]) == 0
+    assert main([*generate[:-1], "red green"]) == 0
+    assert commands("tuned", "--nominal-speedup", "1.5")[0][:2] == ["generate", "tuned"], "it is ready"
+    assert commands("tuned", "--nominal-speedup", "3")[0][0] == "tune", "it was tuned for less"
     ((*_, only),) = commands(model_dir, "--nominal-speedup", "1")
     assert only == "Your prompt", "full depth needs no tuning"
-    assert commands(config_file, "--nominal-speedup", "2")[0][:3] == ["skipdecode", "tune", "MODEL"]
+    assert commands(config_file, "--nominal-speedup", "2")[0][:2] == ["tune", "MODEL"]
 
 
 def test_help_is_quick():

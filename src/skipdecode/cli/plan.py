@@ -104,7 +104,7 @@ def run(config: Config) -> int:
         prompt_len=config.prompt_len,
         new_tokens=_tokens(config),
     )
-    plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost))
+    plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost), _tuned(config, schedule))
     if config.out is not None:
         schedule.save(config.out)
     if config.png is not None:
@@ -182,18 +182,32 @@ def _reason(config: Config, schedule: Schedule, cost: CostModel) -> str | None:
     return why_flat(cost, linear, config.prompt_len, _tokens(config))
 
 
+def _tuned(config: Config, schedule: Schedule) -> bool:
+    from skipdecode.models.loading.hub import load_recipe
+    from skipdecode.performance.cost_source import weights_at_hand
+
+    # Nothing is fetched to find out; a config alone has no weights.
+    known = not Path(config.model).is_file() and weights_at_hand(config.model)
+    recipe = load_recipe(config.model) if known else None
+    return schedule.is_full or (recipe is not None and recipe.covers(schedule))
+
+
 # ---------------------------------------------------------------------- what is shown
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A schedule with what it was planned for and what it brings; `reason` says why it is flat, if it had to be."""
+    """A schedule with what it was planned for and what it brings.
+
+    `reason` says why it is flat, if it had to be; `tuned` whether the weights are ready for it.
+    """
 
     config: Config
     source: CostSource
     schedule: Schedule
     figures: Assessment
     reason: str | None
+    tuned: bool
 
 
 def _report(plan: _Plan, width: int) -> str:
@@ -256,8 +270,8 @@ def _commands(plan: _Plan) -> dict[str, str]:
     # A file is a config without weights: whose they are is for the user to say.
     model = "MODEL" if Path(config.model).is_file() else shlex.quote(config.model)
     file, rest = shlex.quote(config.out), f"--max-new-tokens {_tokens(config)} 'Your prompt'"
-    if plan.schedule.is_full:
-        return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
+    if plan.tuned:
+        return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}
     merge = "" if adapter_dir(config.model) is None else " --merge"
     data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
     tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned{merge}"
@@ -277,6 +291,7 @@ def _document(plan: _Plan) -> dict[str, Any]:
         "schedule": plan.schedule.to_dict(),
         "figures": asdict(plan.figures),
         "reason": plan.reason,
+        "tuned": plan.tuned,
         "cost": source.cost.to_dict(),
         "cost_origin": source.origin,
         "next": _commands(plan)["next"],

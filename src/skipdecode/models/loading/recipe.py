@@ -52,6 +52,13 @@ class Recipe:
     tuned_under: tuple[Schedule, ...] = ()
     base: Mapping[str, Any] | None = None
 
+    def covers(self, schedule: Schedule) -> bool:
+        """Whether the weights were tuned under a schedule, or under one that leaves out all that it leaves out."""
+        return schedule.is_full or any(
+            all(set(tuned.layers(i)) <= set(schedule.layers(i)) for i in range(max(tuned.seq_len, schedule.seq_len)))
+            for tuned in self.tuned_under
+        )
+
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe as `skipdecode tune` wrote it; raises DataError if the file cannot be read or is no recipe."""
