@@ -121,7 +121,7 @@ def load_model(
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
-        check_base(model, base_name(adapter), adapter, recipe and recipe.base)
+        check_base(model, base_name(adapter), adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, adapter, target)
         if schedule is not None:
             carry(model, schedule)
