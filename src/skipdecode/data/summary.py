@@ -71,6 +71,8 @@ class RunSummary:
         Rows of the input that are in the output now, and how many of them are error rows.
     rows_resumed : int
         How many of the rows an earlier run had done.
+    ended_at_once : int
+        Rows generated now whose first token ended them: they have no text.
     seconds : float
         From the first row read to the last one generated.
     """
@@ -80,6 +82,7 @@ class RunSummary:
     rows: int = 0
     bad_rows: int = 0
     rows_resumed: int = 0
+    ended_at_once: int = 0
     seconds: float = 0.0
     comparison: SpeedComparison | None = None
 
@@ -135,6 +138,7 @@ class RunSummary:
             "rows": self.rows,
             "bad_rows": self.bad_rows,
             "rows_resumed": self.rows_resumed,
+            "rows_ended_at_once": self.ended_at_once,
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
@@ -196,6 +200,12 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"{layers:.1f} of {summary.num_layers} layers for a token on average "
             f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
             f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
+        )
+    if summary.ended_at_once:
+        good = summary.rows - summary.bad_rows
+        lines.append(
+            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} rows ended at their first token: they "
+            "have no text; is the prompt of the form that the model was tuned on? --prompt-template or --task gives it"
         )
     if summary.bad_rows:
         lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")
