@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> Trainer:
         train_dataset=rows,
         data_collator=DataCollatorForSeq2Seq(loaded.tokenizer, label_pad_token_id=-100),
     )
+    model.train()  # else attach warns that these weights were not tuned under the schedule
     with attach(model, schedule):
         trainer.train()
 

@@ -50,6 +50,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
         processing_class=loaded.tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
+    trainer.model.train()  # else attach warns that these weights were not tuned under the schedule
     with attach(trainer.model, schedule):
         trainer.train()
 

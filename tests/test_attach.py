@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, MambaConfig, MambaForCausalLM, T5Config
 
 import skipdecode
+from checkpoints import save_checkpoint
 from oracle import layer_list
 from skipdecode import Schedule, attach, detach
-from skipdecode.errors import AlreadyAttachedError, ScheduleError, UnsupportedModelError
+from skipdecode.errors import AlreadyAttachedError, ScheduleError, UnsupportedModelError, UntunedScheduleWarning
+from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, ragged_prompts, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
@@ -257,3 +262,38 @@ def test_peft_models():
     prompt = get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(skipdecode.SkipDecodeError, match="prompt learning"):
         attach(prompt, PAPER)
+
+
+def test_attach_warns_once_where_the_weights_were_not_tuned_under_the_schedule(tmp_path: Path):
+    tuned, deeper = Schedule.from_speedup(LAYERS, 2, 16), Schedule.from_speedup(LAYERS, 3, 16)
+    model = tiny_model("llama")
+    with pytest.warns(UntunedScheduleWarning) as told, attach(model, tuned):
+        pass
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with attach(model, Schedule.full(LAYERS)):
+            pass
+        with attach(model.train(), tuned):
+            pass
+        model.eval().config.skipdecode = tuned.to_dict()
+        for fine in (None, tuned, Schedule.from_speedup(LAYERS, 1.5, 16)):
+            with attach(model, fine):
+                pass
+    with pytest.warns(UntunedScheduleWarning), attach(model, deeper):
+        pass
+
+
+def test_a_loaded_model_knows_all_schedules_that_it_was_tuned_under(tmp_path: Path):
+    tuned, deeper = Schedule.from_speedup(LAYERS, 2, 16), Schedule.from_speedup(LAYERS, 3, 16)
+    save_checkpoint(tmp_path, tuned.to_dict())
+    options = {"curriculum": "sampled", "sampled_speedups": [2.0, 3.0]}
+    (tmp_path / "recipe.json").write_text(json.dumps({"options": options, "schedule": tuned.to_dict()}))
+    model = load_model(str(tmp_path)).model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntunedScheduleWarning)
+        with attach(model, deeper):
+            pass
+    with pytest.warns(UntunedScheduleWarning), attach(model, Schedule.from_speedup(LAYERS, 4, 16)):
+        pass

@@ -22,6 +22,8 @@
     ├── OutputError            a place that cannot take the results
     └── MissingExtraError      an optional dependency is absent; says what to install
 
+Beside them one warning: `UntunedScheduleWarning`.
+
 Messages are one line: what was wrong, what is accepted, what to do.
 """
 
@@ -44,6 +46,7 @@ __all__ = [
     "UnfitModelError",
     "UnsupportedFeatureError",
     "UnsupportedModelError",
+    "UntunedScheduleWarning",
     "UsageError",
     "WorkError",
     "WriteError",
@@ -168,3 +171,7 @@ class MissingExtraError(SkipDecodeError, ImportError):
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional dependency: pip install 'skipdecode[{extra}]'")
+
+
+class UntunedScheduleWarning(UserWarning):
+    """A schedule on weights that were not tuned under it or a deeper cut: the text breaks."""

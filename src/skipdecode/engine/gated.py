@@ -19,7 +19,7 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import Row, put_out
 from skipdecode.engine.scheduler import RequestSize, Scheduler
-from skipdecode.models.attach import Attachment, attach
+from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
@@ -135,7 +135,7 @@ class GatedEngine(Engine):
         layers = len(schedule.prompt_layers())
         rows = [Row(number=number, request=self._requests.pop(number)[0], budget=layers) for number in numbers]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        attachment = attach(self._model, schedule)
+        attachment = Attachment(self._model, schedule)
         return _Wave(schedule, attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:

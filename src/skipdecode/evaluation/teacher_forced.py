@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.scores import table_of
-from skipdecode.models.attach import attach
+from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 
 __all__ = ["reference_loss", "teacher_forced"]
@@ -40,7 +40,7 @@ def teacher_forced(
         Tables of top1_agreement and kl.
     """
     batch = _Batch(prompts, full, model.device)
-    with torch.inference_mode(), attach(model, schedule) as attachment:
+    with torch.inference_mode(), Attachment(model, schedule) as attachment:
         with attachment.paused():
             output = model(**batch.call)
         shallow = model(**batch.call, prompt_length=batch.prompt_lengths)
@@ -59,7 +59,7 @@ def reference_loss(
     Arguments and table are as those of `teacher_forced`.
     """
     batch = _Batch(prompts, references, model.device)
-    with torch.inference_mode(), attach(model, schedule):
+    with torch.inference_mode(), Attachment(model, schedule):
         output = model(**batch.call, prompt_length=batch.prompt_lengths)
         guesses = zip(batch.log_probabilities(output), batch.outputs, strict=True)
         losses = [-guess.gather(-1, ids[:, None]).squeeze(-1) for guess, ids in guesses]

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from skipdecode.errors import AlreadyAttachedError, AttachError, ScheduleError, UnsupportedFeatureError
+from skipdecode.errors import (
+    AlreadyAttachedError,
+    AttachError,
+    ScheduleError,
+    UnsupportedFeatureError,
+    UntunedScheduleWarning,
+)
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.carried import of_model
+from skipdecode.models.carried import of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
 from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
+from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
 
@@ -40,6 +48,12 @@ def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
     -------
     Attachment
 
+    Warns
+    -----
+    UntunedScheduleWarning
+        The weights were not tuned under the schedule or a deeper cut, as far as the model knows. Call `model.train()`
+        before it where they are about to be.
+
     Raises
     ------
     UnsupportedModelError
@@ -49,7 +63,12 @@ def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
     ScheduleError
         The schedule is for another number of layers, or there is none.
     """
-    return Attachment(model, schedule)
+    attachment = Attachment(model, schedule)
+    if not attachment.model.training:
+        line = untuned_line([attachment.schedule], Recipe(tuned_under=tuned_under(model)))
+        if line is not None:
+            warnings.warn(line, UntunedScheduleWarning, stacklevel=2)
+    return attachment
 
 
 def detach(model: Any) -> None:

@@ -14,10 +14,11 @@ from skipdecode.errors import ScheduleError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["SCHEDULE_FILE", "carry", "of_adapter", "of_config", "of_model"]
+__all__ = ["SCHEDULE_FILE", "carry", "keep_tuned", "of_adapter", "of_config", "of_model", "tuned_under"]
 
 SCHEDULE_FILE = "skipdecode.json"
 _KEY = "skipdecode"
+_TUNED = "_skipdecode_tuned_under"
 
 
 def of_config(config: Any, where: str) -> Schedule | None:
@@ -66,6 +67,20 @@ def carry(adapted: Any, schedule: Schedule) -> None:
     """Have the active adapter of a PeftModel carry a schedule, also when it is saved."""
     config = adapted.active_peft_config
     config.auto_mapping = {**(config.auto_mapping or {}), _KEY: schedule.to_dict()}
+
+
+def keep_tuned(model: Any, schedules: tuple[Schedule, ...]) -> None:
+    """Have a loaded model know all schedules that it was tuned under; it carries one of them at most."""
+    unwrap(model).__dict__[_TUNED] = schedules
+
+
+def tuned_under(model: Any) -> tuple[Schedule, ...]:
+    """The schedules that a loaded model was tuned under, as far as it knows: what it carries counts."""
+    known: tuple[Schedule, ...] = unwrap(model).__dict__.get(_TUNED, ())
+    try:
+        return (*known, of_model(model))
+    except ScheduleError:
+        return known
 
 
 def _depth(config: Any) -> int:

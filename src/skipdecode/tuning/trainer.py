@@ -25,7 +25,7 @@ from skipdecode.common.files import copy_files
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
-from skipdecode.models.attach import attach
+from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.checkpoint import Checkpoints, merge_adapter, save_tuned
 from skipdecode.tuning.collate import Batch, GroupedBatches, collate
@@ -138,7 +138,7 @@ class Tuner:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model = model.requires_grad_(True) if config.full else add_lora(model, config)
         self._adapter = None if config.full else model
-        self._attachment = attach(model, self._schedule)
+        self._attachment = Attachment(model, self._schedule)
         self._model, optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
         self._model.train()
         if frozen is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
-from skipdecode.models.carried import carry, of_adapter, of_config
+from skipdecode.models.carried import carry, keep_tuned, of_adapter, of_config
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import check_base
@@ -120,6 +120,8 @@ def load_model(
     if missing := sorted(loading["missing_keys"]):
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
+    if recipe is not None:
+        keep_tuned(model, recipe.tuned_under)
     if adapter is not None:
         check_base(model, base_name(adapter), adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, adapter, target)
