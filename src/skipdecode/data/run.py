@@ -151,6 +151,7 @@ class _Run:
         if reason is None:
             return False
         del self.open[out.request]
+        self.summary.ended_at_once += reason == "eos" and len(row.tokens) == 1
         self.writer.put(row.prompt.record.index, self.job.row(row.prompt, row.tokens, reason))
         self.summary.rows += 1
         self._keep_for_comparison(row)

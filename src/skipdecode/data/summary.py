@@ -75,6 +75,8 @@ class RunSummary:
         Rows of the input that are in the output now, and how many of them are error rows.
     rows_resumed : int
         How many of the rows an earlier run had done.
+    ended_at_once : int
+        Rows generated now whose first token ended them: they have no text.
     seconds : float
         From the first row read to the last one generated.
     """
@@ -84,6 +86,7 @@ class RunSummary:
     rows: int = 0
     bad_rows: int = 0
     rows_resumed: int = 0
+    ended_at_once: int = 0
     seconds: float = 0.0
     comparison: SpeedComparison | None = None
 
@@ -139,6 +142,7 @@ class RunSummary:
             "rows": self.rows,
             "bad_rows": self.bad_rows,
             "rows_resumed": self.rows_resumed,
+            "rows_ended_at_once": self.ended_at_once,
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
@@ -203,6 +207,12 @@ def summary_lines(summary: RunSummary) -> list[str]:
         )
     if summary.comparison is not None:
         lines.append(_comparison_line(summary.comparison))
+    if summary.ended_at_once:
+        good = summary.rows - summary.bad_rows
+        lines.append(
+            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} rows ended at their first token: they "
+            "have no text; is the prompt of the form that the model was tuned on? --prompt-template or --task gives it"
+        )
     if summary.bad_rows:
         lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")
     return lines
