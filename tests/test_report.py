@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def report(out: Path, *arguments: str | Path) -> str:
 
 
 def headings(html: str, tag: str) -> list[str]:
-    return re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html)
+    return re.findall(rf"<{tag}(?: [^>]*)?>(.*?)</{tag}>", html)
 
 
 def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
@@ -244,6 +245,22 @@ def test_two_models_never_share_a_chart_or_a_table(tmp_path: Path):
         "e2e on smollm2-135m: 630 records against e2e-other-full",
     ]
     assert ["twin of" in part for title, part in found.items() if title.startswith("e2e on ")] == [False, False, True]
+
+
+def test_runs_of_two_models_are_compared_with_their_names(place: Path, tmp_path: Path):
+    one, other = place / "runs" / "flat-2x", tmp_path / "other"
+    shutil.copytree(one, other)
+    run = json.loads((other / "run.json").read_text())
+    run["config"]["model"] = "/secret/place/another"
+    (other / "run.json").write_text(json.dumps(run))
+    out = tmp_path / "r.html"
+    assert main(["eval", "--compare", str(one), str(other), "--metrics", "bleu", "--report", str(out)]) == 0
+    found = sections(out.read_text())
+    assert [title for title in found if title.startswith("mine on ")] == [
+        "mine on checkpoint: 8 records",
+        "mine on another: 8 records",
+    ]
+    assert re.findall(r"<td>(checkpoint|another)</td>", found["Paired differences"]) == ["checkpoint", "another"]
 
 
 def test_tables_against_one_yardstick_are_one_section_with_each_checkpoint(tmp_path: Path):

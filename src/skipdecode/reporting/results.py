@@ -17,7 +17,7 @@ from skipdecode.evaluation.scores import FIDELITY
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import curve_name
 
-__all__ = ["HEADLINE", "Bounded", "Group", "Result", "groups_of", "percent"]
+__all__ = ["HEADLINE", "Bounded", "Group", "Result", "groups_of", "model_of", "percent"]
 
 HEADLINE = ("bleu", "rougeL", "bertscore_f1")
 
@@ -232,9 +232,13 @@ def _with(source: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------------- runs
 
 
+def model_of(run: Run) -> str:
+    """The name of the checkpoint."""
+    return Path(str(run.data["config"].get("model"))).name
+
+
 def _run_group(run: Run) -> Group:
-    data, config = run.data, run.data["config"]
-    model = Path(str(config.get("model"))).name
+    data, config, model = run.data, run.data["config"], model_of(run)
     return Group(config.get("task", {}).get("name", ""), model, data["n"], model, data["environment"].get("cpu", ""))
 
 
@@ -252,7 +256,7 @@ def _of_run(run: Run) -> Result:
     return Result(
         name=run.name,
         curve=curve_name(run.name),
-        model=Path(str(config.get("model"))).name,
+        model=model_of(run),
         full=config.get("method", {}).get("name") == "full",
         decoding=config.get("method"),
         nominal=data.get("nominal_speedup"),
