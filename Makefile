@@ -29,10 +29,10 @@ test-vllm:
 	elif [ $$status != 0 ]; then exit $$status; \
 	else $(VLLM_ENV)/bin/python -m pytest -c tests/vllm_plugin/pytest.ini tests/vllm_plugin --durations=5; fi
 
-# The documentation as a site that works from its folder: build/site/index.html.
+# The documentation as a site that fetches nothing. Its pages work from their folder; the search needs a server.
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; with its search: $(BIN)/python -m http.server -d build/site"
 
 lint: .venv/ready
 	$(BIN)/ruff check .
