@@ -194,15 +194,18 @@ class CostModel:
         return self.step.fixed_seconds + active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
 
     def prompt_seconds(self, tokens: int, layers: int) -> float:
-        """One forward over `tokens` tokens of prompts through `layers` layers.
+        """One forward over `tokens` tokens of prompts through `layers` layers."""
+        return self.at(1).fixed_seconds + layers * self.prompt_layer_seconds(tokens)
+
+    def prompt_layer_seconds(self, tokens: int) -> float:
+        """One layer in a forward over `tokens` tokens of prompts, without the cache read.
 
         Level below the least known number of tokens, on straight lines between those known, in proportion beyond.
         """
         row = self.steps[-1].layer_seconds / self.max_rows
         known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds),)
         last = known[-1]
-        layer = last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
-        return self.at(1).fixed_seconds + layers * layer
+        return last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
 
     def _reads(self, kv_tokens: float) -> float:
         """The cache read of a layer."""
