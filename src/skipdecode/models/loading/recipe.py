@@ -62,10 +62,7 @@ class Recipe:
 
     def covers(self, schedule: Schedule) -> bool:
         """Whether the weights were tuned under a schedule, or under one that leaves out all that it leaves out."""
-        return schedule.is_full or any(
-            all(set(tuned.layers(i)) <= set(schedule.layers(i)) for i in range(max(tuned.seq_len, schedule.seq_len)))
-            for tuned in self.tuned_under
-        )
+        return schedule.fits_weights(self.tuned_under)
 
 
 def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL") -> str | None:
@@ -73,8 +70,8 @@ def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: st
 
     What it costs is measured in docs/quality.md (untuned weights).
     """
-    tuned = () if recipe is None else recipe.tuned_under
-    names = [schedule.name for schedule in schedules if not schedule.fits_weights(tuned)]
+    known = recipe or Recipe()
+    names = [schedule.name for schedule in schedules if not known.covers(schedule)]
     if not names:
         return None
     return (
