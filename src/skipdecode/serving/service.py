@@ -64,9 +64,7 @@ def open_service(
     carried, others
         See `Catalog`.
     recipe : Recipe or None
-        What the checkpoint says of its prompt and of the schedules that it was tuned under.
-    use_template : bool
-        Whether completions go into the checkpoint's template where a request does not say.
+        The checkpoint's; `use_template` puts completions into its template where a request does not say.
     engine, weights : str
         See `skipdecode.engine.opening.open_fast`.
     note : callable
@@ -85,13 +83,12 @@ def open_service(
     schedules = [*catalog.loaded.values(), catalog.budget_schedule()]
     groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
     kv_size = _kv_size(source)
-    metrics = Metrics(num_layers)
     context = context_length(plain)
     vocab_size = plain.get_input_embeddings().weight.shape[0]
     preprocessor = Preprocessor(
         tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits, form.field, use_template
     )
-    longest = limits.max_prompt_tokens + limits.max_new_tokens
+    longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(
         name=name,
         catalog=catalog,
