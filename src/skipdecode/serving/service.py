@@ -74,8 +74,7 @@ def open_service(
     ------
     UsageError, ScheduleError, UnsupportedModelError
     """
-    limits = limits or ServerLimits()
-    plain = unwrap(model)
+    limits, plain = limits or ServerLimits(), unwrap(model)
     num_layers = len(decoder_layers(plain))
     form = choose_form(recipe)
     catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
@@ -84,10 +83,8 @@ def open_service(
     groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
     kv_size = _kv_size(source)
     context = context_length(plain)
-    vocab_size = plain.get_input_embeddings().weight.shape[0]
-    preprocessor = Preprocessor(
-        tokenizer, context, vocab_size, end_tokens(model, tokenizer), catalog, limits, form.field, use_template
-    )
+    words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
+    preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form.field, use_template)
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(
         name=name,
