@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,7 +21,7 @@ from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.bootstrap import Table
-from skipdecode.evaluation.generate import Outputs, batches, generate_all
+from skipdecode.evaluation.generate import Outputs, generate_all
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
@@ -34,11 +36,12 @@ from skipdecode.evaluation.results import (
 )
 from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
+from skipdecode.evaluation.speed import batches, speed_entries, time_sample
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["evaluate", "note_left_out"]
+__all__ = ["evaluate", "note_left_out", "prompt_room"]
 
 
 def evaluate(
@@ -55,10 +58,11 @@ def evaluate(
     skip_bad: bool = False,
     progress: bool = False,
 ) -> list[Run]:
-    """Generate, score and save; the runs in the order of `methods`.
+    """Generate, time, score and save; the runs in the order of `methods`.
 
-    A run that was interrupted goes on with the batches and the methods that are left. Several methods take turns on
-    each batch and share full depth beside them.
+    A run that was interrupted goes on with the batches and the methods that are left. Full depth that an earlier call
+    left, from the same settings, is not generated again for other methods; speed is measured anew, for only what took
+    turns can be compared.
 
     Parameters
     ----------
@@ -84,22 +88,31 @@ def evaluate(
     records, prompts = _encoded(subject, task, records, settings, skip_bad)
     about = _about(config, task, records, settings)
     work = _Work(subject, task, records.items, prompts, settings, progress)
-    runs = []
-    with closing(_begun(out, about, methods, prompts, overwrite)) as kept:
-        found = work.generate(list(methods.values()), kept)
+    taken = {} if overwrite else _taken_over(out, methods, about, prompts, metrics)
+    runs: dict[Path, Run] = {}
+    with closing(_begun(out, about, methods, taken, prompts, overwrite)) as kept:
+        given = work.generate(methods, taken, kept)
+        speeds = work.speeds(methods, kept)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
-        for (directory, method), outputs in zip(methods.items(), found, strict=True):
-            if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
-                runs.append(load_run(directory))
-                continue
-            scored = work.score(method, metrics, outputs)
-            rows = work.rows(outputs, scored)
-            data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
-            runs.append(save_run(directory, data, rows))
-            kept.put(f"saved {directory}", scored_with)
+        # The yardstick first.
+        for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
+            full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
+            if directory in taken:
+                run = taken[directory]
+            elif kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
+                run = load_run(directory)
+            else:
+                outputs = given[method]
+                scored = work.score(method, metrics, outputs)
+                rows = work.rows(outputs, scored)
+                whole = {**about, "method": method.settings()}
+                data = run_document(rows, whole, method, scored, outputs, settings, full)
+                run = save_run(directory, data | speeds.get(method, {}), rows)
+                kept.put(f"saved {directory}", scored_with)
+            runs[directory] = Run(run.path, {**run.data, **speeds.get(method, {})})
         kept.remove()
-    return runs
+    return [runs[directory] for directory in methods]
 
 
 # ---------------------------------------------------------------------- steps
@@ -123,15 +136,21 @@ def _encoded(
     subject: Subject, task: Task, records: Records, settings: EvaluationSettings, skip_bad: bool
 ) -> tuple[Records, list[list[int]]]:
     """The records whose prompts fit, and the prompts' tokens."""
-    room = None if subject.context is None else subject.context - (settings.max_new_tokens or 0)
-    if room is not None and room < 1:
-        raise UsageError(
-            f"--max-new-tokens {settings.max_new_tokens} leaves no room for a prompt: the model's context is "
-            f"{subject.context} tokens; give fewer"
-        )
+    room = prompt_room(subject.context, settings.max_new_tokens or 0)
     fitting, prompts = encode_prompts(task.template(), records, subject.tokenizer, room=room, skip_bad=skip_bad)
     note_left_out(fitting.skipped[len(records.skipped) :])
     return fitting, prompts
+
+
+def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
+    """Tokens that a prompt may have; None without a limit. Raises UsageError if there is no room for one."""
+    room = None if context is None else context - max_new_tokens
+    if room is not None and room < 1:
+        raise UsageError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
+            "give fewer"
+        )
+    return room
 
 
 def note_left_out(rejects: Sequence[Reject]) -> None:
@@ -153,17 +172,53 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Ev
     }
 
 
+def _taken_over(
+    out: Path,
+    methods: Mapping[Path, Method],
+    about: Mapping[str, Any],
+    prompts: list[list[int]],
+    metrics: Sequence[Metric],
+) -> dict[Path, Run]:
+    """Full depth by its directory, if other methods are to be run beside what an earlier call left of it."""
+    if is_unfinished(out, _whole(about, methods, prompts)):
+        return {}
+    full = {directory: method for directory, method in methods.items() if method.full_depth}
+    found = {}
+    for directory, method in full.items() if len(full) < len(methods) else ():
+        if not (directory / RUN_FILE).exists():
+            continue
+        run = load_run(directory)
+        settings = json.loads(json.dumps({**about, "method": method.settings()}))
+        signatures = {name: entry["signature"] for name, entry in run.data["metrics"].items()}
+        scored = all(signatures.get(m.name, "").startswith(m.signature) and m.name in signatures for m in metrics)
+        if run.data["config"] == settings and run.data["engine"] == method.engine and scored:
+            note(f"full depth is taken from {directory}, where an earlier call left it")
+            found[directory] = run
+    return found
+
+
 def _begun(
-    out: Path, about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]], overwrite: bool
+    out: Path,
+    about: Mapping[str, Any],
+    methods: Mapping[Path, Method],
+    taken: Mapping[Path, Run],
+    prompts: list[list[int]],
+    overwrite: bool,
 ) -> KeptValues:
     """What is kept of this very run, begun here or earlier; raises OutputError if a finished run would be replaced."""
-    sides = [[method.settings(), method.engine] for method in methods.values()]
-    about = {**about, "methods": sides, "prompts": prompts}
+    left = {directory: method for directory, method in methods.items() if directory not in taken}
+    about = _whole(about, left, prompts)
     goes_on = is_unfinished(out, about)
-    for directory in methods:
+    for directory, method in left.items():
+        what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
         # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
-        check_directory(directory, overwrite=overwrite or goes_on)
+        check_directory(directory, overwrite=overwrite or goes_on, what=what)
     return keep_unfinished(out, about)
+
+
+def _whole(about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]]) -> dict[str, Any]:
+    """All that outputs depend on."""
+    return {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts}
 
 
 @dataclass(frozen=True)
@@ -177,13 +232,12 @@ class _Work:
     settings: EvaluationSettings
     progress: bool
 
-    def generate(self, methods: Sequence[Method], kept: KeptValues) -> list[Outputs]:
-        """The outputs of each method, next to the one full depth that ran beside all on the same engine."""
-        sides = list(methods)
-        if self.settings.full_depth:
-            there = {side.engine for side in sides if side.full_depth}
-            used = {side.engine for side in sides}
-            sides += [full for full in self.subject.full if full.engine in used - there]
+    def generate(
+        self, methods: Mapping[Path, Method], taken: Mapping[Path, Run], kept: KeptValues
+    ) -> dict[Method, Outputs]:
+        """The outputs of each method that is not `taken`, next to those of full depth on the same engine."""
+        sides = [method for directory, method in methods.items() if directory not in taken]
+        sides += self._beside(methods.values())
         with self._bar("generate") as bar:
             found = generate_all(
                 self.subject.model,
@@ -195,12 +249,44 @@ class _Work:
                 eos=self.subject.eos,
                 progress=bar.update,
             )
-        full = {side.engine: given for side, given in zip(sides, found, strict=True) if side.full_depth}
+        full = {methods[directory].engine: [row["tokens"] for row in run.outputs] for directory, run in taken.items()}
+        full |= {side.engine: given.tokens for side, given in zip(sides, found, strict=True) if side.full_depth}
         # Full depth is not compared with itself.
-        return [
-            Outputs(given, None if method.full_depth else full.get(method.engine))
-            for method, given in zip(methods, found, strict=False)
-        ]
+        return {
+            side: given if side.full_depth else replace(given, full=full.get(side.engine, []))
+            for side, given in zip(sides, found, strict=True)
+        }
+
+    def speeds(self, methods: Mapping[Path, Method], kept: KeptValues) -> dict[Method, dict[str, Any]]:
+        """What each method's document says of speed, from a few batches of records; nothing without full depth."""
+        sides = [*methods.values(), *self._beside(methods.values())]
+        full = {side.engine: i for i, side in enumerate(sides) if side.full_depth}
+        if not full or len(full) == len(sides):
+            return {}
+        most = self.settings.max_new_tokens or 2
+        lengths = [min(max(n, 2), most) for n in self.reference_tokens]
+        model, settings = self.subject.model, self.settings
+        timings, about = time_sample(model, sides, self.prompts, lengths, settings, kept, self.progress)
+        draws = {"resamples": settings.resamples, "seed": settings.seed}
+        return {
+            side: speed_entries(ours, None if side.full_depth else timings[full[side.engine]], **draws, about=about)
+            for side, ours in zip(sides, timings, strict=True)
+            if side.engine in full
+        }
+
+    def _beside(self, methods: Collection[Method]) -> list[Method]:
+        """Full depth on each engine that methods use and that has none among them."""
+        if not self.settings.full_depth:
+            return []
+        there = {method.engine for method in methods if method.full_depth}
+        used = {method.engine for method in methods}
+        return [full for full in self.subject.full if full.engine in used - there]
+
+    @cached_property
+    def reference_tokens(self) -> list[int]:
+        """Mean length of each record's references."""
+        tokenizer = self.subject.tokenizer
+        return [round(mean(map(len, response_ids(record.references, tokenizer)))) for record in self.records]
 
     def score(self, method: Method, metrics: Sequence[Metric], outputs: Outputs) -> Scored:
         """All that the method's outputs are scored with."""
@@ -230,7 +316,7 @@ class _Work:
                 "output": texts[i],
                 "tokens": outputs.tokens[i],
                 "prompt_tokens": len(self.prompts[i]),
-                "reference_tokens": round(mean(map(len, response_ids(record.references, self.subject.tokenizer)))),
+                "reference_tokens": self.reference_tokens[i],
             }
             if full_texts:
                 row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}

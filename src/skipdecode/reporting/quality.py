@@ -33,7 +33,8 @@ METRIC_NAMES = {
     "kl": "KL from full depth, nats (lower is better)",
     "top1_agreement": "top-1 agreement with full depth, %",
     "token_agreement": "token agreement with full depth, %",
-    "exact_match": "outputs equal to full depth's, %",
+    "full_depth_agreement": "outputs that agree with full depth's, %",
+    "exact_match": "outputs equal to full depth's, %",  # of older tables
 }
 _WORTH = 0.99
 _TRADE_OFF = (
@@ -111,7 +112,7 @@ def _of_run(run: Run) -> _Result:
         decoding=config.get("method"),
         nominal=data.get("nominal_speedup"),
         speed=_speed(run.measured_speedup, speed and (speed["low"], speed["high"])),
-        layers=(data.get("speed") or {}).get("layers_per_token"),
+        layers=run.layers_per_token,
         scores={
             name: _Bounded(entry["score"], (entry["interval"]["low"], entry["interval"]["high"]))
             for name, entry in data["metrics"].items()

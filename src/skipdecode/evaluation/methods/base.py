@@ -16,7 +16,7 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.generate import GenerateEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
-from skipdecode.models.families import find_family, unwrap
+from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.schedule import Schedule
 
 __all__ = ["GenerateMethod", "Generation", "Method", "Untouched"]
@@ -68,8 +68,6 @@ class Method(ABC):
         Whether it is full depth itself, the yardstick.
     engine : str
         What runs the model (`Engine.name`).
-    rows_leave : bool
-        Whether rows that have ended leave the batch. If not, they are decoded on to the end of the longest.
     """
 
     name: str
@@ -78,7 +76,6 @@ class Method(ABC):
     lossless: bool = False
     full_depth: bool = False
     engine: str = GenerateEngine.name
-    rows_leave: bool = False
 
     @abstractmethod
     def make_engine(self, model: Any, max_rows: int) -> Engine:
@@ -88,7 +85,13 @@ class Method(ABC):
         """
 
     def generate(
-        self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int], rows: int = 0
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        eos: set[int],
+        rows: int = 0,
     ) -> Generation:
         """Greedy continuations.
 
@@ -98,6 +101,8 @@ class Method(ABC):
             In eval mode, nothing attached; left as it was.
         prompts : sequence of sequence of int
             Token ids, none empty.
+        max_new_tokens : int or sequence of int
+            Of every row, or of each.
         eos : set of int
             Tokens that end a row.
         rows : int
@@ -113,7 +118,9 @@ class Method(ABC):
             raise UsageError(f"{self.name} decodes {self.max_batch} row at a time: give --batch-size {self.max_batch}")
         engine = self.make_engine(model, together)
         ends = frozenset(eos)
-        decoded = engine.decode([Request(tuple(prompt), max_new_tokens, stop_ids=ends) for prompt in prompts])
+        most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        pairs = zip(prompts, most, strict=True)
+        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends) for prompt, new in pairs])
         stats = engine.stats
         return Generation(
             [row.tokens for row in decoded],
@@ -131,6 +138,10 @@ class Method(ABC):
     def check(self, model: Any) -> None:
         """Refuse a model that the method does not fit; raises a `SkipDecodeError` that says why."""
         find_family(unwrap(model))
+        self.check_shape(unwrap(model).config.model_type, len(decoder_layers(unwrap(model))))
+
+    def check_shape(self, model_type: str, num_layers: int) -> None:  # noqa: B027  # most fit all
+        """The part of `check` that needs no weights."""
 
 
 class GenerateMethod(Method):
