@@ -163,10 +163,9 @@ def _evaluate(config: Config) -> int:
 
 def _check_shape(config: Config, each: Sequence[Config], task: Task, directory: Path) -> None:
     """Refuse, before weights are loaded, what does not fit the model's config or cannot be written."""
-    from skipdecode.data.prompts import context_length
+    from skipdecode.data.prompts import context_length, prompt_room
     from skipdecode.evaluation.methods.scheduled import off_engine
     from skipdecode.evaluation.results import check_directory, is_unfinished
-    from skipdecode.evaluation.run import prompt_room
     from skipdecode.models.loading.hub import load_config
 
     shape = load_config(config.model)

@@ -24,7 +24,7 @@ from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.bootstrap import Table
-from skipdecode.evaluation.metrics import METRICS
+from skipdecode.evaluation.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from skipdecode.evaluation.generate import Outputs
@@ -42,6 +42,7 @@ __all__ = [
     "keep_unfinished",
     "load_run",
     "run_document",
+    "same_run",
     "save_run",
 ]
 
@@ -138,6 +139,18 @@ def load_run(path: str | Path) -> Run:
 def _renamed(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Figures by name, in the names of today."""
     return {_OLD_NAMES.get(name, name): value for name, value in figures.items()}
+
+
+def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: Sequence[Metric]) -> Run | None:
+    """The finished run in the directory, if it was made as this one would be and has these metrics."""
+    if not (directory / RUN_FILE).exists():
+        return None
+    run = load_run(directory)
+    there = {name: entry["signature"] for name, entry in run.data["metrics"].items()}
+    # A signature may be complete only when something is scored.
+    scored = all(m.name in there and there[m.name].startswith(m.signature) for m in metrics)
+    same = run.data["config"] == json.loads(json.dumps(config)) and run.data.get("engine") == engine
+    return run if same and scored else None
 
 
 def check_directory(directory: Path, *, overwrite: bool, what: str = "a run") -> None:

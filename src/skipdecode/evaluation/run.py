@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +14,10 @@ import numpy as np
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.prompts import encode_prompts, prompt_room, response_ids
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.errors import UsageError
 from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.generate import Outputs, generate_all
 from skipdecode.evaluation.methods.base import Method
@@ -32,16 +30,17 @@ from skipdecode.evaluation.results import (
     keep_unfinished,
     load_run,
     run_document,
+    same_run,
     save_run,
 )
 from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
-from skipdecode.evaluation.speed import batches, speed_entries, time_sample
+from skipdecode.evaluation.speed import batches, measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["evaluate", "note_left_out", "prompt_room"]
+__all__ = ["evaluate", "note_left_out"]
 
 
 def evaluate(
@@ -92,7 +91,10 @@ def evaluate(
     runs: dict[Path, Run] = {}
     with closing(_begun(out, about, methods, taken, prompts, overwrite)) as kept:
         given = work.generate(methods, taken, kept)
-        speeds = work.speeds(methods, kept)
+        sides = [*methods.values(), *work.beside(methods.values())]
+        most = settings.max_new_tokens or 2
+        lengths = [min(max(tokens, 2), most) for tokens in work.reference_tokens]
+        speeds = measured_speeds(subject.model, sides, prompts, lengths, settings, kept, progress)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
         # The yardstick first.
@@ -142,17 +144,6 @@ def _encoded(
     return fitting, prompts
 
 
-def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
-    """Tokens that a prompt may have; None without a limit. Raises UsageError if there is no room for one."""
-    room = None if context is None else context - max_new_tokens
-    if room is not None and room < 1:
-        raise UsageError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
-            "give fewer"
-        )
-    return room
-
-
 def note_left_out(rejects: Sequence[Reject]) -> None:
     """Say how many records are left out, and the line and reason of the first ones; nothing if there are none."""
     if rejects:
@@ -185,13 +176,8 @@ def _taken_over(
     full = {directory: method for directory, method in methods.items() if method.full_depth}
     found = {}
     for directory, method in full.items() if len(full) < len(methods) else ():
-        if not (directory / RUN_FILE).exists():
-            continue
-        run = load_run(directory)
-        settings = json.loads(json.dumps({**about, "method": method.settings()}))
-        signatures = {name: entry["signature"] for name, entry in run.data["metrics"].items()}
-        scored = all(signatures.get(m.name, "").startswith(m.signature) and m.name in signatures for m in metrics)
-        if run.data["config"] == settings and run.data["engine"] == method.engine and scored:
+        run = same_run(directory, {**about, "method": method.settings()}, method.engine, metrics)
+        if run is not None:
             note(f"full depth is taken from {directory}, where an earlier call left it")
             found[directory] = run
     return found
@@ -237,7 +223,7 @@ class _Work:
     ) -> dict[Method, Outputs]:
         """The outputs of each method that is not `taken`, next to those of full depth on the same engine."""
         sides = [method for directory, method in methods.items() if directory not in taken]
-        sides += self._beside(methods.values())
+        sides += self.beside(methods.values())
         with self._bar("generate") as bar:
             found = generate_all(
                 self.subject.model,
@@ -257,24 +243,7 @@ class _Work:
             for side, given in zip(sides, found, strict=True)
         }
 
-    def speeds(self, methods: Mapping[Path, Method], kept: KeptValues) -> dict[Method, dict[str, Any]]:
-        """What each method's document says of speed, from a few batches of records; nothing without full depth."""
-        sides = [*methods.values(), *self._beside(methods.values())]
-        full = {side.engine: i for i, side in enumerate(sides) if side.full_depth}
-        if not full or len(full) == len(sides):
-            return {}
-        most = self.settings.max_new_tokens or 2
-        lengths = [min(max(n, 2), most) for n in self.reference_tokens]
-        model, settings = self.subject.model, self.settings
-        timings, about = time_sample(model, sides, self.prompts, lengths, settings, kept, self.progress)
-        draws = {"resamples": settings.resamples, "seed": settings.seed}
-        return {
-            side: speed_entries(ours, None if side.full_depth else timings[full[side.engine]], **draws, about=about)
-            for side, ours in zip(sides, timings, strict=True)
-            if side.engine in full
-        }
-
-    def _beside(self, methods: Collection[Method]) -> list[Method]:
+    def beside(self, methods: Collection[Method]) -> list[Method]:
         """Full depth on each engine that methods use and that has none among them."""
         if not self.settings.full_depth:
             return []

@@ -19,7 +19,7 @@ from skipdecode.evaluation.bootstrap import Table, compare
 from skipdecode.evaluation.methods.base import Generation, Method
 from skipdecode.evaluation.settings import EvaluationSettings
 
-__all__ = ["ROUNDS", "WHAT", "Timing", "batches", "speed_entries", "time_equal_lengths", "time_sample"]
+__all__ = ["ROUNDS", "WHAT", "Timing", "batches", "measured_speeds", "speed_entries", "time_equal_lengths"]
 
 ROUNDS = 3
 WHAT = "outputs of the lengths of the references, all methods in turn on the same batches, medians of rounds"
@@ -108,7 +108,7 @@ def _median(rounds: Sequence[Generation]) -> Generation:
     return replace(rounds[0], **seconds)
 
 
-def time_sample(
+def measured_speeds(
     model: Any,
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
@@ -116,15 +116,33 @@ def time_sample(
     settings: EvaluationSettings,
     kept: KeptValues,
     progress: bool,
-) -> tuple[list[Timing], dict[str, Any]]:
-    """`time_equal_lengths` on a few batches of rows from all over the data, and words on what was done, JSON-ready."""
-    wanted = min(len(prompts), max(_BATCHES * settings.batch_size, _LEAST_ROWS))
+) -> dict[Method, dict[str, Any]]:
+    """What each method's result says of speed, from a few batches of rows from all over the data.
+
+    Nothing, unless full depth is there and another method too. The rest is as in `time_equal_lengths`.
+    """
+    full = {method.engine: method for method in methods if method.full_depth}
+    if not full or len(full) == len(methods):
+        return {}
+    size = settings.batch_size
+    wanted = min(len(prompts), max(_BATCHES * size, _LEAST_ROWS))
     chosen = [i * len(prompts) // wanted for i in range(wanted)]
     rows, each = [prompts[i] for i in chosen], [lengths[i] for i in chosen]
-    size = settings.batch_size
     with progress_bar(ROUNDS * wanted, "record", name="speed", shown=progress) as bar:
         timings = time_equal_lengths(model, methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
-    return timings, {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
+    by_method = dict(zip(methods, timings, strict=True))
+    about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
+    return {
+        method: speed_entries(
+            timing,
+            None if method.full_depth else by_method[full[method.engine]],
+            resamples=settings.resamples,
+            seed=settings.seed,
+            about=about,
+        )
+        for method, timing in by_method.items()
+        if method.engine in full
+    }
 
 
 def speed_entries(
