@@ -18,7 +18,6 @@ from skipdecode.cli import main
 from skipdecode.evaluation.metrics import check_metrics
 from skipdecode.evaluation.results import load_run
 from skipdecode.evaluation.settings import MetricOptions
-from skipdecode.tuning.recipe import make_recipe, write_recipe
 from textgen_tools import save_tiny_model, write_rows
 
 
@@ -74,7 +73,7 @@ def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, 
     assert even.measured_speedup > 0
     # Of other settings it is no yardstick, and it is not replaced unasked.
     other = arguments(place, "--max-new-tokens", "5", *more, "d3:2")
-    assert main(other) == 1
+    assert main(other) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert main([*other, "--overwrite"]) == 0
     assert load_run(tmp_path / "full").data["config"]["settings"]["max_new_tokens"] == 5
@@ -247,7 +246,7 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["--out", "{place}/full"], 1, "holds a run already"),
+        (["--out", "{place}/full"], 2, "holds a run already"),
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
         (["--out", "{place}/x", "--method", "even"], 2, "--method even needs --nominal-speedup"),
         (["--out", "{place}/x", "--method", "full", "--nominal-speedup", "2"], 2, "--method full has no schedule"),
@@ -261,9 +260,9 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
             2,
             "--bertscore-layers 0 is not accepted: give 1 or more",
         ),
-        (["--out", "{place}/x", "--max-new-tokens", "95"], 1, "there is room for 1"),
-        (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 1, "none.jsonl: No such file"),
-        (["--out", "{place}/data.jsonl/x"], 1, "cannot make the directory"),
+        (["--out", "{place}/x", "--max-new-tokens", "95"], 2, "there is room for 1"),
+        (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 2, "none.jsonl: No such file"),
+        (["--out", "{place}/data.jsonl/x"], 2, "cannot make the directory"),
         (["--compare", "{place}/full"], 2, "--compare reads finished runs"),
         ([], 2, "--out is needed"),
     ],
@@ -289,7 +288,7 @@ def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path,
     data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long[0], *ROWS[1:3], long[1]])
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
     call[call.index("--data") + 1] = data
-    assert main(call) == 1
+    assert main(call) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "2 records cannot be used (2 prompt too long)" in message
     assert "line 2: prompt too long: that of record a has 101 tokens, there is room for 90; line 5: " in message
@@ -301,7 +300,7 @@ def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys:
     data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long, {"text": 7}, *ROWS[1:3], "no object"])
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
     call[call.index("--data") + 1] = data
-    assert main(call) == 1
+    assert main(call) == 2
     assert "line 3: missing field: 'answer'" in capsys.readouterr().err
     assert main([*call, "--bad-records", "skip"]) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if " left out; " in line]
@@ -316,7 +315,7 @@ def test_nothing_left_is_an_error_though_bad_records_are_skipped(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     more = ["--max-new-tokens", "95", "--bad-records", "skip"]
-    assert main(arguments(place, "--out", str(tmp_path / "x"), "--method", "full", *more)) == 1
+    assert main(arguments(place, "--out", str(tmp_path / "x"), "--method", "full", *more)) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "8 records cannot be used (8 prompt too long)" in message
     assert "--bad-records" not in message
@@ -342,8 +341,8 @@ def test_a_model_tuned_on_other_prompts_is_told(
     named = {"task": None, "prompt_template": None, "prompt_field": None, "chat": False} | options
     if "task" in options:
         named["task"] = options["task"].replace("{place}", str(place))
-    recipe = make_recipe(named, Schedule.full(8), {}, {})
-    write_recipe(recipe, tmp_path / "tuned")
+    recipe = {"options": named, "schedule": Schedule.full(8).to_dict()}
+    (tmp_path / "tuned/recipe.json").write_text(json.dumps(recipe))
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")
     assert main(call) == 0

@@ -44,13 +44,13 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
     assert main(arguments(place, "--out", str(unbroken), *more)) == 0
     with monkeypatch.context() as patch:
         interrupt_scoring(patch, 2)
-        assert main(arguments(place, "--out", str(out), *more)) == 130
+        assert main(arguments(place, "--out", str(out), *more)) == 230
     finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
     assert not (out / "skipdecode-2x" / "run.json").exists()
     lines = read_rows(out / "unfinished.jsonl")[1:]
     kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
-    assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 1
+    assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
     assert "give --overwrite" in capsys.readouterr().err
     assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
     # The same command goes on.
@@ -67,7 +67,7 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
         # Of one round after the other, two batches each, the medians.
         rounds = [[side[number]["decode_seconds"] for _, side in turns[batch::2]] for batch in range(2)]
         assert run.data["speed"]["decode_seconds"] == pytest.approx(sum(map(median, rounds)))
-    assert main(arguments(place, "--out", str(out), *more)) == 1
+    assert main(arguments(place, "--out", str(out), *more)) == 2
     assert "holds a run already" in capsys.readouterr().err
 
 

@@ -115,7 +115,7 @@ def test_on_error_stop_refuses_before_anything_is_generated(
     capsys: Any, tmp_path: Path, model_dir: str, bad: str, error: str
 ):
     data = write_rows(tmp_path / "in.jsonl", [{"prompt": "x"}, {"prompt": bad}])
-    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 1
+    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 2
     assert f"skipdecode: {error}" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -229,15 +229,15 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         (["x", "--schedule", "broken.json"], 2, "broken.json: a schedule must be JSON"),
         (["x", "--schedule", "other.json"], 2, "is for 5 layers, but the model has 8"),
         (["x", "--nominal-speedup", "9"], 2, "at most 4.00 is possible"),
-        (["--input", "absent.jsonl"], 1, "cannot read the input absent.jsonl"),
-        (["--input", "empty.txt"], 1, "no prompts in empty.txt"),
-        (["--input", "bad.jsonl"], 1, "nothing to generate: no row of bad.jsonl can be used"),
-        ([""], 1, "nothing to generate"),
-        (["x", "--output", "absent/out.jsonl"], 1, "cannot write absent/out.jsonl.partial: No such file"),
-        (["x", "--output", "bad.jsonl"], 1, "the output bad.jsonl exists: give --overwrite"),
+        (["--input", "absent.jsonl"], 2, "cannot read the input absent.jsonl"),
+        (["--input", "empty.txt"], 2, "no prompts in empty.txt"),
+        (["--input", "bad.jsonl"], 2, "nothing to generate: no row of bad.jsonl can be used"),
+        ([""], 2, "nothing to generate"),
+        (["x", "--output", "absent/out.jsonl"], 2, "cannot write absent/out.jsonl.partial: No such file"),
+        (["x", "--output", "bad.jsonl"], 2, "the output bad.jsonl exists: give --overwrite"),
         (["--input", "bad.jsonl", "--output", "./bad.jsonl", "--overwrite"], 2, "are the same file"),
         (["x", "--output", "/dev/full"], 1, "cannot write to /dev/full: No space left on device"),
-        (["x", "--summary", "/dev/full/x"], 1, "cannot write /dev/full/x"),
+        (["x", "--summary", "/dev/full/x"], 2, "cannot write /dev/full/x"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
@@ -263,9 +263,9 @@ def test_what_cannot_be_done_is_one_line(
 
 
 def test_unknown_model_and_model_without_tokenizer_are_one_line(capsys: Any, tmp_path: Path):
-    assert generate(str(tmp_path / "absent"), "x") == 1
+    assert generate(str(tmp_path / "absent"), "x") == 2
     assert "is not known" in capsys.readouterr().err.splitlines()[-1]
-    assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 1
+    assert generate(save_tiny_model(tmp_path / "bare", tokenizer=False), "x") == 2
     assert "has no tokenizer" in capsys.readouterr().err.splitlines()[-1]
     assert generate(save_tiny_model(tmp_path / "plain", chat=False), "x", "--chat") == 2
     assert "no chat template: give --no-chat" in capsys.readouterr().err.splitlines()[-1]

@@ -261,7 +261,7 @@ def test_plain_ascii_where_the_terminal_has_no_blocks(config_file, monkeypatch):
         (("--min-exit-layer", "2"), "go together"),
         (("--target-speedup", "9"), "out of reach"),
         (("--target-speedup", "0.5"), "1 or more"),
-        (("--target-speedup", "fast"), "argument --target-speedup"),
+        (("--target-speedup", "fast"), "--target-speedup 'fast'"),
         (("--target-speedup", "2", "--batch", "0"), "--batch 0"),
         (("--target-speedup", "2", "--seq-len", "0"), "--seq-len 0"),
         (("--target-speedup", "2", "--prompt-len", "0"), "--prompt-len 0"),
@@ -287,18 +287,18 @@ def test_wrong_files_are_told(tmp_path, config_file, capsys, monkeypatch):
         ("odd.json", json.dumps(SMOLLM2 | {"num_hidden_layers": "many"}), "num_hidden_layers"),
     ):
         (tmp_path / name).write_text(content)
-        assert main(["plan", str(tmp_path / name), "--target-speedup", "2"]) == 1
+        assert main(["plan", str(tmp_path / name), "--target-speedup", "2"]) == 2
         assert message in capsys.readouterr().err
-    assert main(["plan", str(tmp_path / "nowhere"), "--target-speedup", "2"]) == 1
+    assert main(["plan", str(tmp_path / "nowhere"), "--target-speedup", "2"]) == 2
     assert "nowhere" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["plan", config_file, "--target-speedup", "2", "--out", str(tmp_path / "file" / "s.json")]) == 1
+    assert main(["plan", config_file, "--target-speedup", "2", "--out", str(tmp_path / "file" / "s.json")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_extra_is_named(config_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plan", config_file, "--target-speedup", "2", "--png", str(tmp_path / "p.png")]) == 1
+    assert main(["plan", config_file, "--target-speedup", "2", "--png", str(tmp_path / "p.png")]) == 2
     assert "skipdecode[plot]" in capsys.readouterr().err
 
 

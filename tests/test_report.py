@@ -163,7 +163,7 @@ def test_a_broken_file_is_named(
     text = json.dumps(content) if isinstance(content, dict) else content
     bad.write_bytes(text if isinstance(text, bytes) else text.encode())
     good = str(ROOT / "results" / "decode-opt-1.3b-cpu.json")
-    assert main(["report", good, str(bad), "--out", str(out)]) == 1
+    assert main(["report", good, str(bad), "--out", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert name in line
     assert message in line
@@ -188,7 +188,7 @@ def test_a_result_of_an_older_version_is_refused_with_what_it_lacks(
     text = (ROOT / "results" / name).read_text()
     assert text.startswith(first)
     (tmp_path / name).write_text(text.replace(first, without, 1))
-    assert main(["report", str(tmp_path / name), "--out", str(tmp_path / "r.html")]) == 1
+    assert main(["report", str(tmp_path / name), "--out", str(tmp_path / "r.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(word in line for word in (name, '"kind"', '"format": 1'))
 
@@ -199,7 +199,7 @@ def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ([str(tmp_path / "none")], "no such file or directory"),
         ([str(tmp_path), "--bad", "skip"], "nothing to report"),
     ):
-        assert main(["report", *arguments, "--out", str(tmp_path / "r.html")]) == 1
+        assert main(["report", *arguments, "--out", str(tmp_path / "r.html")]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 

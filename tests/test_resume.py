@@ -75,7 +75,7 @@ def test_ctrl_c_keeps_the_rows_and_says_how_to_go_on(
     done = partial.read_bytes().count(b"\n") - 1
     assert f"interrupted: {done} finished rows are kept in {partial}; the same command goes on" in told
     assert "Traceback" not in told
-    assert main([*long_run(model_dir, data, out), "--seed", "6"]) == 1
+    assert main([*long_run(model_dir, data, out), "--seed", "6"]) == 2
     assert "seed: 5 then, 6 now" in capsys.readouterr().err.splitlines()[-1]
     assert main(long_run(model_dir, data, out)) == 0
     assert [r["id"] for r in read_rows(out)] == list(range(len(MANY)))

@@ -2,11 +2,15 @@
 
 ::
 
-    SkipDecodeError            base; ``exit_code`` is what the command line returns
-    ├── UsageError             wrong flags or values on the command line (exit code 2)
+    SkipDecodeError            base; what was asked cannot be done as written (the command line's exit code is then 2)
+    ├── WorkError              the work failed once it had begun (exit code 1)
+    │   ├── DivergedError      a loss that is no number
+    │   ├── FetchError         a model that could not be fetched or kept; a ModelLoadError too
+    │   └── WriteError         results that could not be written; an OutputError too
+    ├── UsageError             wrong flags or values on the command line
     │   └── OptionError        a value that an option does not accept
-    ├── ScheduleError          a schedule that is not nested, or does not fit the model (exit code 2)
-    ├── TargetError            a wall-clock target that no schedule of this kind reaches (exit code 2)
+    ├── ScheduleError          a schedule that is not nested, or does not fit the model
+    ├── TargetError            a wall-clock target that no schedule of this kind reaches
     ├── AttachError            the model cannot be gated
     │   ├── UnsupportedModelError   its architecture is not in the table of families
     │   └── AlreadyAttachedError    a schedule is attached already
@@ -15,8 +19,7 @@
     ├── RefusedEngineError     a vLLM engine that would give wrong text, refused before it starts
     ├── ModelLoadError         a model name or directory that does not load
     ├── DataError              prompts or records that cannot be read; carries the line number
-    ├── OutputError            results that cannot be written
-    ├── DivergedError          a tuning run whose loss is no longer a number
+    ├── OutputError            a place that cannot take the results
     └── MissingExtraError      an optional dependency is absent; says what to install
 
 Messages are one line: what was wrong, what is accepted, what to do.
@@ -29,6 +32,7 @@ __all__ = [
     "AttachError",
     "DataError",
     "DivergedError",
+    "FetchError",
     "MissingExtraError",
     "ModelLoadError",
     "OptionError",
@@ -41,19 +45,25 @@ __all__ = [
     "UnsupportedFeatureError",
     "UnsupportedModelError",
     "UsageError",
+    "WorkError",
+    "WriteError",
 ]
 
 
 class SkipDecodeError(Exception):
     """Base of all errors this package raises on purpose."""
 
+    exit_code = 2
+
+
+class WorkError(SkipDecodeError):
+    """The work failed once it had begun."""
+
     exit_code = 1
 
 
 class UsageError(SkipDecodeError):
     """A command line that cannot be carried out as written."""
-
-    exit_code = 2
 
 
 class OptionError(UsageError):
@@ -77,13 +87,9 @@ class OptionError(UsageError):
 class ScheduleError(SkipDecodeError, ValueError):
     """A schedule that is not nested, drops a layer it must keep, or does not fit the model."""
 
-    exit_code = 2
-
 
 class TargetError(SkipDecodeError, ValueError):
     """A speed target out of reach; the message states the bound and what sets it."""
-
-    exit_code = 2
 
 
 class AttachError(SkipDecodeError):
@@ -114,6 +120,10 @@ class ModelLoadError(SkipDecodeError):
     """A model name, directory or file that does not load."""
 
 
+class FetchError(WorkError, ModelLoadError):
+    """A model that could not be fetched, or kept: the network or the disk is at fault, not its name."""
+
+
 class DataError(SkipDecodeError):
     """Records that cannot be read.
 
@@ -131,11 +141,15 @@ class DataError(SkipDecodeError):
 
 
 class OutputError(SkipDecodeError):
-    """Results that cannot be written."""
+    """A place that cannot take the results: it is told before the work begins."""
 
 
-class DivergedError(SkipDecodeError):
-    """A tuning run whose loss or gradient is no longer a number; the message says where the batch is recorded."""
+class WriteError(WorkError, OutputError):
+    """Results that could not be written once the work had begun."""
+
+
+class DivergedError(WorkError):
+    """A loss or gradient that is no number, or no longer one; the message names the records."""
 
 
 class MissingExtraError(SkipDecodeError, ImportError):

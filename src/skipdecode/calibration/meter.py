@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
-from skipdecode.errors import DataError
+from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.schedule import Schedule
@@ -72,7 +72,7 @@ class LossMeter:
 
         Raises
         ------
-        DataError
+        DivergedError
             If a loss is no number.
         """
         totals = [[0.0] * len(self.counts) for _ in schedules]
@@ -138,7 +138,9 @@ class _SharedPrompt:
         sums: list[float] = losses.sum(0).tolist()
         if not torch.isfinite(losses).all():
             names = ", ".join(self._batch.ids[:3])
-            raise DataError(f"the loss is no number on records {names}, …: the model's arithmetic overflows on them")
+            raise DivergedError(
+                f"the loss is no number on records {names}, …: the model's arithmetic overflows on them"
+            )
         return sums
 
     def _forward(self, start: int, end: int, cache: SkipCache) -> Tensor:

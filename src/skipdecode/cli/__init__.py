@@ -12,9 +12,12 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from skipdecode import __version__
-from skipdecode.cli.arguments import add_options, config_from
+from skipdecode.cli.arguments import Parser, add_options, config_from
+from skipdecode.common.progress import quiet
+from skipdecode.common.registry import near
 from skipdecode.errors import SkipDecodeError
 
 __all__ = ["VERBS", "main"]
@@ -33,25 +36,19 @@ VERBS = {
     "info": "versions, devices, supported families, cached models",
 }
 _INTERRUPTED = 130
+_DEBUG = "show the traceback of an error, and what other packages warn of"
+# What is at a path that was given, or is not: the command, not the work, is at fault.
+_NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code (0 done, 1 failed, 2 wrong usage, 130 interrupted)."""
+    """Run one verb; returns the exit code (0 done, 1 failed at work, 2 cannot be done as written, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
-    verb = arguments[0] if arguments and arguments[0] in VERBS else None
-    if verb is None:
-        _top_parser().parse_args(arguments or ["--help"])
-        return 2
     try:
-        module = importlib.import_module(f"skipdecode.cli.{verb}")
-        parser = argparse.ArgumentParser(prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=_Help)
-        add_options(parser, module.Config)
-        if hasattr(module, "prepare_parser"):
-            module.prepare_parser(parser, arguments[1:])
-        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        return int(module.run(config_from(module.Config, parser.parse_intermixed_args(arguments[1:]))))
+        with nullcontext() if debug else quiet():
+            return _run(arguments)
     except SkipDecodeError as error:
         return _fail(str(error), error.exit_code, debug)
     except KeyboardInterrupt:
@@ -62,7 +59,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}", 1, debug)
+        return _fail(f"{where}{error.strerror or error}", 2 if isinstance(error, _NO_SUCH_PATH) else 1, debug)
+    except Exception as error:
+        if debug:
+            raise
+        return _fail(f"{type(error).__name__}: {error} (--debug shows where it comes from)", 1, debug)
+
+
+def _run(arguments: list[str]) -> int:
+    verb = arguments[0] if arguments else "--help"
+    if verb not in VERBS:
+        parser = _top_parser()
+        if not verb.startswith("-"):
+            parser.error(f"unknown verb {verb!r}{near(verb, VERBS)}: accepted are {', '.join(VERBS)}")
+        parser.read([verb, *arguments[1:]])
+    module = importlib.import_module(f"skipdecode.cli.{verb}")
+    parser = Parser(prog=f"skipdecode {verb}", description=module.__doc__, formatter_class=_Help)
+    add_options(parser, module.Config)
+    if hasattr(module, "prepare_parser"):
+        module.prepare_parser(parser, arguments[1:])
+    parser.add_argument("--debug", action="store_true", help=_DEBUG)
+    return int(module.run(config_from(module.Config, parser.read(arguments[1:]))))
 
 
 def _fail(message: str, code: int, debug: bool) -> int:
@@ -79,15 +96,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if action.default in (None, (), "") else super()._get_help_string(action)
 
 
-def _top_parser() -> argparse.ArgumentParser:
+def _top_parser() -> Parser:
     width = max(map(len, VERBS))
     lines = "\n".join(f"  {verb:<{width}}  {line}" for verb, line in VERBS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="skipdecode",
         description=f"Layer-skipping decoding that keeps batching and KV caching.\n\nverbs:\n{lines}",
-        epilog="skipdecode VERB --help tells a verb's options; --debug shows the traceback of an error",
+        epilog="skipdecode VERB --help tells a verb's options",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
+    parser.add_argument("verb", metavar="VERB", help="one of the verbs above")
+    parser.add_argument("--debug", action="store_true", help=_DEBUG)
     parser.add_argument("--version", action="version", version=f"skipdecode {__version__}")
     return parser

@@ -6,13 +6,14 @@ import argparse
 import dataclasses
 import inspect
 import shlex
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from skipdecode.common.options import Kind, kinds
+from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
 
-__all__ = ["add_options", "command_line", "config_from", "flag"]
+__all__ = ["Parser", "add_options", "command_line", "config_from", "flag"]
 
 T = TypeVar("T")
 
@@ -82,9 +83,10 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
     if kind.type is bool:
         parser.add_argument(flag(field.name), action=argparse.BooleanOptionalAction, **keywords)
         return
-    keywords["type"] = _reader(meta["parse"] or kind.type)
+    keywords["type"] = _reader(flag(field.name), kind)
     if kind.choices is not None:
-        keywords["choices"] = kind.choices
+        # For the help alone: what is accepted is told by `config_from`, in one wording for all that can be wrong.
+        keywords["metavar"] = f"{{{','.join(kind.choices)}}}"
     if meta["positional"]:
         nargs = ("+" if required else "*") if kind.many else (None if required else "?")
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
@@ -102,14 +104,32 @@ class _Gather(argparse.Action):
         setattr(namespace, self.dest, values if before is self.default else [*before, *values])
 
 
-def _reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`parse` whose ValueError message reaches the user, which argparse grants only to its own error type."""
+def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
+    """From the text of a flag to its value; raises UsageError in the words of `config_from`."""
+    parse = kind.metadata["parse"] or kind.type
 
     def read(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as e:
-            raise argparse.ArgumentTypeError(str(e)) from None
+            accepted = kind.refuses(text) if parse is kind.type else str(e)
+            raise UsageError(f"{name} {text!r} is not accepted: give {accepted}") from None
 
-    read.__name__ = getattr(parse, "__name__", "value")
     return read
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UsageError, one line, and tells what an unknown option is like."""
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The parsed words of a command line."""
+        known = self._option_string_actions
+        for word in words[: words.index("--") if "--" in words else None]:
+            name = word.partition("=")[0]
+            # What holds a space is a text, to argparse too; and the beginning of an option stands for it.
+            if name.startswith("--") and " " not in name and not any(each.startswith(name) for each in known):
+                self.error(f"unknown option {name}{near(name, known)}")
+        return self.parse_intermixed_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")

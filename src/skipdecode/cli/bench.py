@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import ThreadOptions
+from skipdecode.cli.options import ThreadOptions, check_files
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -75,9 +74,7 @@ def run(config: Config) -> int:
 def _check(config: Config) -> None:
     if (config.model is None) == (config.geometry is None):
         raise UsageError("what to measure is not clear: give either a model or --geometry")
-    for name in (config.out, config.png, config.profile):
-        if name is not None and not Path(name).parent.is_dir():
-            raise UsageError(f"the folder of {name} does not exist: make it, or name another")
+    check_files(config.out, config.profile, picture=config.png)
 
 
 def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,9 +163,7 @@ def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
 
 def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     """Every schedule on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
-    from tqdm import tqdm
-
-    from skipdecode.common.progress import note
+    from skipdecode.common.progress import note, progress_bar
     from skipdecode.engine.opening import end_tokens, open_engines
     from skipdecode.engine.requests import Request
 
@@ -180,7 +177,7 @@ def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
 
     decode(setting.schedules[0][1], 1, 2)
     runs: list[list[tuple[Engine, list[list[int]]]]] = [[] for _ in setting.schedules]
-    with tqdm(total=config.rounds * len(runs), unit="run", file=sys.stderr, leave=False) as bar:
+    with progress_bar(config.rounds * len(runs), "run", leave=False) as bar:
         for _ in range(config.rounds):
             for (_, schedule), results in zip(setting.schedules, runs, strict=True):
                 results.append(decode(schedule, len(setting.prompts), config.max_new_tokens))

@@ -262,7 +262,7 @@ def _folder(name: str) -> str:
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
-    from skipdecode.tuning.recipe import RECIPE_FILE, read_recipe
+    from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
 
     path = loaded.path / RECIPE_FILE
     if not path.is_file():

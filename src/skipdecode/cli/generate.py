@@ -96,6 +96,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
+    from skipdecode.data.forms import PromptField
     from skipdecode.data.output import check_output, open_writer
 
     sampling = _checked_sampling(config)
@@ -103,7 +104,7 @@ def run(config: Config) -> int:
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
     source = _source(config)
-    rows = source.count(config.field, all_usable=config.on_error == "stop")
+    rows = source.count(PromptField(config.field), all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
     fingerprint = _fingerprint(config, source, choice.schedule) | {"engine": engines.name}
     writer = open_writer(config.output, fingerprint, restart=config.restart)
@@ -206,12 +207,13 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
 
 
 def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int) -> RunSummary:
+    from skipdecode.data.forms import PromptField
     from skipdecode.data.records import SeenIds
     from skipdecode.data.run import generate_rows, refuse_bad_rows
     from skipdecode.data.summary import BadRows
 
     if config.on_error == "stop":
-        refuse_bad_rows(source.records(config.field), job.encoder)
+        refuse_bad_rows(source.records(PromptField(config.field)), job.encoder)
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
@@ -222,11 +224,11 @@ def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter,
             bar.update(ended)
 
         # All rows are read for their ids, those too that an earlier run finished.
-        records = (r for r in ids.watch(source.records(config.field)) if not writer.is_done(r.index))
+        records = (r for r in ids.watch(source.records(PromptField(config.field))) if not writer.is_done(r.index))
         summary = generate_rows(
             records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress
         )
-    if repeated := ids.repeated(source.records(config.field)):
+    if repeated := ids.repeated(source.records(PromptField(config.field))):
         note(f"{repeated}; all are generated, in order")
     return summary
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from skipdecode.cli.arguments import command_line
-from skipdecode.cli.options import EngineOptions, ModelOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -125,6 +125,7 @@ def _check(config: Config) -> None:
             f"{'no' if not any(given) else 'more than one'} target was given: give one of --target-speedup, "
             "--nominal-speedup, or --min-exit-layer with --max-exit-layer"
         )
+    check_files(config.out, picture=config.png)
 
 
 def _tokens(config: Config) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from skipdecode.cli.options import check_files
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Options, option
 from skipdecode.common.progress import note
@@ -38,6 +39,7 @@ class Config(Options):
 
 def run(config: Config) -> int:
     """Read, draw, write; returns 0."""
+    check_files(config.out)
     sources = _sources(config)
     from skipdecode.reporting.contents import html_report
 

@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
-from skipdecode.cli.options.records import RecordOptions, read_examples
+from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
+from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.recipe import (
-    RECIPE_FILE,
-    check_same_run,
-    data_entry,
-    make_recipe,
-    read_recipe,
-    write_recipe,
-)
+from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
@@ -102,8 +96,8 @@ def run(config: Config) -> int:
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     state = process_state()
-    base = base_entry(loaded.model, loaded.path)
-    recipe = make_recipe(options, schedule, data, environment(), base=base, processes=state.num_processes)
+    base, processes = base_entry(loaded.model, loaded.path), state.num_processes
+    recipe = make_recipe(options, make_template(config), schedule, data, environment(), base=base, processes=processes)
     if config.resume and (out / RECIPE_FILE).is_file():
         stored = read_recipe(out / RECIPE_FILE)
         check_same_run(stored, recipe)

@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from skipdecode.errors import OutputError
+from skipdecode.errors import OutputError, WriteError
 
-__all__ = ["cache_dir", "copy_files", "write_whole"]
+__all__ = ["cache_dir", "check_place", "copy_files", "write_whole"]
 
 
 def cache_dir() -> Path:
@@ -32,12 +32,28 @@ def copy_files(source: Path, target: Path) -> None:
         os.replace(partial, target / file.name)
 
 
+def check_place(path: Path | str) -> None:
+    """Refuse, before the work, a file that `write_whole` could not write after it.
+
+    Raises
+    ------
+    OutputError
+        It is a directory, or there is none that can be written to where it, or a directory for it, would be made.
+    """
+    path = Path(path)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise OutputError(f"cannot write {path}: it is a directory; name a file in it")
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {path}: {folder} is not a directory that can be written to")
+
+
 def write_whole(path: Path | str, data: str | bytes) -> None:
     """Write a file in one step, its directory too if need be: readers see the old content or the new, never a part.
 
     Raises
     ------
-    OutputError
+    WriteError
         If it cannot be written; an existing file is then as it was.
     """
     path = Path(path)
@@ -56,4 +72,4 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
     except OSError as e:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
+        raise WriteError(f"cannot write {path}: {e.strerror or e}") from None

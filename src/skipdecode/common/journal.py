@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from skipdecode.common.jsonl import json_line
-from skipdecode.errors import OutputError
+from skipdecode.errors import OutputError, WriteError
 
 __all__ = ["Journal", "KeptValues", "is_begun"]
 
@@ -198,7 +198,7 @@ class Journal(Generic[Piece]):
         try:
             yield
         except OSError as e:
-            raise OutputError(
+            raise WriteError(
                 f"cannot write {self.path}: {e.strerror or e}; {self.count} {self._pieces} are kept in it: make room, "
                 "then give the same command again"
             ) from None
@@ -220,7 +220,7 @@ class KeptValues(Journal[list[Any]]):
         return self._values.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value; raises OutputError if it cannot be written."""
+        """Keep a value; raises WriteError if it cannot be written."""
         self.append(json_line([key, value]))
         self._values[key] = value
 

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from skipdecode.common.registry import near
 from skipdecode.errors import OptionError
 
 __all__ = ["Kind", "Options", "kinds", "option"]
@@ -93,7 +94,7 @@ class Kind(NamedTuple):
     def refuses(self, value: Any) -> str | None:
         """What is accepted in place of `value`, in words; None if it is accepted."""
         if self.choices is not None:
-            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+            return None if value in self.choices else f"one of {', '.join(self.choices)}{near(value, self.choices)}"
         if self.type is bool:
             return None if isinstance(value, bool) else "true or false"
         if self.type not in (int, float):

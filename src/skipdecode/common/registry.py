@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from skipdecode.errors import UsageError
 
-__all__ = ["Registry", "check_name"]
+__all__ = ["Registry", "check_name", "near"]
+
+
+def near(name: object, known: Iterable[str]) -> str:
+    """What a user who wrote `name` may have meant, as words for a message; empty where nothing known is like it."""
+    by_lower = {each.lower(): each for each in known}
+    found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def check_name(kind: str, name: object, known: Collection[str]) -> str:
@@ -25,9 +32,7 @@ def check_name(kind: str, name: object, known: Collection[str]) -> str:
     """
     if isinstance(name, str) and name in known:
         return name
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise UsageError(f"unknown {kind} {name!r}{hint}: accepted are {', '.join(known)}")
+    raise UsageError(f"unknown {kind} {name!r}{near(name, known)}: accepted are {', '.join(known)}")
 
 
 class Registry:

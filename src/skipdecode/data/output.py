@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
-from skipdecode.errors import OutputError
+from skipdecode.errors import OutputError, WriteError
 
 __all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "open_writer"]
 
@@ -114,11 +114,11 @@ class FileWriter:
         return index in self._done
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        """Keep one row; raises OutputError if it cannot be written."""
+        """Keep one row; raises WriteError if it cannot be written."""
         self._journal.append(b"%d %s\t" % (index, b"bad" if bad else b"ok") + json_line(row))
 
     def finish(self) -> None:
-        """All rows are there: put the output in place, over one that is there. Raises OutputError."""
+        """All rows are there: put the output in place, over one that is there. Raises WriteError."""
         self._journal.sync()
         merging = self.path.with_name(self.path.name + ".merging")
         try:
@@ -133,7 +133,7 @@ class FileWriter:
         except OSError as e:
             with contextlib.suppress(OSError):
                 merging.unlink(missing_ok=True)
-            raise OutputError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
+            raise WriteError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
 
     def close(self) -> None:
         """Keep what is there; nothing to do after `finish`."""
@@ -188,7 +188,7 @@ class StreamWriter:
             # What could not be written must not be tried again when the interpreter closes the stream.
             with contextlib.suppress(OSError):
                 self._stream.close()
-            raise OutputError(f"cannot write to {self._name}: {e.strerror or e}") from None
+            raise WriteError(f"cannot write to {self._name}: {e.strerror or e}") from None
 
 
 RowWriter = FileWriter | StreamWriter

@@ -137,8 +137,8 @@ class PromptEncoder:
 
     def _cut(self, prompt: EncodedPrompt, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
         """The prompt's text and tokens, with the end of the field gone that may be cut if it is too long."""
-        template, values = self._template, prompt.record.values
-        if template is None or template.truncate is None:
+        template, values = self._template, prompt.record.values  # no values: a chat, which no template made
+        if template is None or template.truncate is None or template.truncate not in values:
             return prompt.text, token_ids
         most = min(n for n in (template.max_prompt_tokens, most) if n is not None)
         if len(token_ids) <= most:

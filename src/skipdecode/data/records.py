@@ -1,8 +1,9 @@
 """Records: what the rows of a file say, read in one way for all verbs.
 
-A `Template`, or a `PromptField` that is the prompt as it stands, says what of a row is the prompt and what may follow
-it. A row is a line that is not blank; rows are numbered without gaps, whatever is wrong with them, so that nothing is
-lost. Reading is a generator: memory does not grow with the file. Text only; knows nothing about tokens and models.
+A form says what of a row is the prompt and what may follow it: a `Template` of records that are learned or scored, or a
+`skipdecode.data.forms.PromptField` of rows to generate from. A row is a line that is not blank; rows are numbered
+without gaps, whatever is wrong with them, so that nothing is lost. Reading is a generator: memory does not grow with
+the file. Text only; knows nothing about tokens and models.
 """
 
 from __future__ import annotations
@@ -13,26 +14,28 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from skipdecode.common.jsonl import Row, kind_of
 from skipdecode.errors import DataError, UsageError
 
 __all__ = [
-    "PROMPT_FIELDS",
+    "Form",
     "Message",
-    "PromptField",
+    "Parts",
     "Record",
     "Reject",
     "SeenIds",
     "Template",
+    "checked_text",
     "read_records",
     "reject_summary",
     "usable",
 ]
 
 Message = dict[str, str]
-PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+#: Prompt, values of the template's fields, responses.
+Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
 _REJECTS_SHOWN = 5
 
 
@@ -65,7 +68,15 @@ class Record:
     references: tuple[str, ...] = ()
 
 
-def read_records(rows: Iterable[tuple[int, Row]], form: Template | PromptField) -> Iterator[Record]:
+class Form(Protocol):
+    """What tells the prompt of a row."""
+
+    def read(self, row: Mapping[str, Any]) -> Parts:
+        """Raises DataError for a row that cannot be used."""
+        ...
+
+
+def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record]:
     """The records of numbered lines: `form` says what their prompt is; one that cannot be used has an `error`."""
     for index, (line, row) in enumerate(rows):
         name: str | int = line
@@ -156,8 +167,6 @@ def _id_hash(record: Record) -> int:
 
 # ---------------------------------------------------------------------- from the fields of a row to its prompt
 
-Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
-
 
 class Template:
     """The prompt as text with fields of the row in it, and the field that holds the response.
@@ -168,7 +177,7 @@ class Template:
         Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces.
     responses : str or sequence of str
         Fields that may hold the response, or a list of texts that a response is compared with; the first one that a row
-        has is used.
+        has is used. None are needed to generate.
     chat : bool
         The prompt goes through the tokenizer's chat template as one user message.
     truncate : str, optional
@@ -185,7 +194,7 @@ class Template:
     def __init__(
         self,
         prompt: str,
-        responses: str | Sequence[str],
+        responses: str | Sequence[str] = (),
         *,
         chat: bool = False,
         truncate: str | None = None,
@@ -206,49 +215,34 @@ class Template:
         """The prompt with these values in the braces."""
         return self.prompt.format_map(values)
 
+    def values(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Its fields as text; DataError for what is missing or no text."""
+        return {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
+
     def read(self, row: Mapping[str, Any]) -> Parts:
         """Prompt, values of its fields, responses that are not empty; DataError for what is missing or no text."""
-        values = {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
+        values = self.values(row)
         name = _found(row, self.responses)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
         responses = (_as_text(name, text).strip() for text in texts)
         return self.render(values), values, tuple(text for text in responses if text)
 
+    def values_of_text(self, text: str) -> dict[str, str]:
+        """A plain text as the value of its only field; a prompt that it made already gives the value in there.
 
-class PromptField:
-    """A field that is the whole prompt: text, or a chat.
-
-    Parameters
-    ----------
-    name : str, optional
-        Default: the first of `PROMPT_FIELDS` that a row has.
-    """
-
-    def __init__(self, name: str | None = None) -> None:
-        self._name = name
-
-    def read(self, row: Mapping[str, Any]) -> Parts:
-        """The prompt alone; raises DataError if it is missing, empty or no text."""
-        name = self._name or next((f for f in PROMPT_FIELDS if f in row), None)
-        if name is None:
-            raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
-        if name not in row:
-            raise DataError(f"field {name!r} is missing")
-        value = row[name]
-        if not isinstance(value, str | list):
-            raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
-        if not (value.strip() if isinstance(value, str) else value):
-            raise DataError(f"field {name!r} is empty")
-        if isinstance(value, str):
-            return _checked(f"field {name!r}", value), {}, ()
-        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)], {}, ()
-
-
-def _message(where: str, message: Any) -> Message:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
-    return {"role": role, "content": _checked(where, content)}
+        DataError where it has several fields.
+        """
+        if len(self.fields) > 1:
+            needed = ", ".join(map(repr, self.fields))
+            raise DataError(
+                f"plain text cannot fill the template {self.prompt!r}: give a row with the fields {needed} (JSONL), or "
+                "--no-template"
+            )
+        (name,) = self.fields
+        before, _, after = self.render({name: "\0"}).partition("\0")
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
+            text = text[len(before) : len(text) - len(after)]
+        return {name: text}
 
 
 def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -263,10 +257,10 @@ def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
 def _as_text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field is no text: {name!r} is {kind_of(value)}")
-    return _checked(f"field is no text: {name!r}", str(value))
+    return checked_text(f"field is no text: {name!r}", str(value))
 
 
-def _checked(where: str, text: str) -> str:
+def checked_text(where: str, text: str) -> str:
     """Text that can be written as UTF-8."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f"{where} has half of a surrogate pair, which is no text")

@@ -20,7 +20,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary, SpeedComparison
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
-from skipdecode.errors import DataError, SkipDecodeError
+from skipdecode.errors import DataError, WorkError
 
 __all__ = ["Job", "generate_rows", "refuse_bad_rows"]
 
@@ -118,7 +118,7 @@ class _Run:
         try:
             outputs = self.engine.step()
         except torch.OutOfMemoryError:
-            raise SkipDecodeError(
+            raise WorkError(
                 f"out of memory with {self.job.batch_size} rows of up to {self.job.max_new_tokens} new tokens: give a "
                 "smaller --batch-size (finished rows of a file output are kept)"
             ) from None
@@ -178,7 +178,7 @@ def generate_rows(
     ------
     OutputError
         A row cannot be written.
-    SkipDecodeError
+    WorkError
         The accelerator is out of memory.
     """
     engine = job.make_engine(job.batch_size)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from skipdecode.common.jsonl import BOM, Row, decoded, object_of, read_lines, read_objects
-from skipdecode.data.records import PromptField, Record, Reject, read_records, reject_summary, usable
+from skipdecode.data.forms import PromptField
+from skipdecode.data.records import Record, Reject, read_records, reject_summary, usable
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
@@ -84,13 +85,13 @@ class PromptSource:
         data = "".join(json.dumps({"prompt": p}) + "\n" for p in prompts).encode()
         return cls("arguments", io.BytesIO(data), "jsonl", {"sha256": hashlib.sha256(data).hexdigest()})
 
-    def records(self, field: str | None = None) -> Iterator[Record]:
-        """All records, from the first on; `field` names the JSONL field that is the prompt (default: `PromptField`)."""
-        is_json = self.format == "jsonl"
-        rows = ((line, object_of(raw) if is_json else _text_row(raw)) for line, raw in self._lines())
-        return read_records(rows, PromptField(field if is_json else None))
+    def records(self, form: PromptField | None = None) -> Iterator[Record]:
+        """All records, from the first on; `form` says what of a row or a line of text is the prompt."""
+        is_json, form = self.format == "jsonl", form or PromptField()
+        rows = ((line, object_of(raw) if is_json else _text_row(raw, form)) for line, raw in self._lines())
+        return read_records(rows, form)
 
-    def count(self, field: str | None = None, *, all_usable: bool = False) -> int:
+    def count(self, form: PromptField | None = None, *, all_usable: bool = False) -> int:
         """How many records there are, those with an error included. Reads them as JSON up to the first usable one only.
 
         Raises
@@ -99,7 +100,7 @@ class PromptSource:
             There is none, none can be used, or one cannot be and `all_usable` is set, which reads all.
         """
         found = False
-        for record in self.records(field):
+        for record in self.records(form):
             if record.error is not None and all_usable:
                 raise DataError(f"{record.error} (in {self.name})", record.line)
             found = found or record.error is None
@@ -121,9 +122,9 @@ class PromptSource:
         return read_lines(self._file)
 
 
-def _text_row(raw: bytes | None) -> Row:
+def _text_row(raw: bytes | None, form: PromptField) -> Row:
     try:
-        return {"prompt": decoded(raw)}
+        return form.row(decoded(raw))
     except DataError as e:
         return e
 

@@ -6,13 +6,13 @@ line number.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.registry import near
 from skipdecode.data.records import Template
 from skipdecode.data.stopping import cut_at
 from skipdecode.errors import DataError, MissingExtraError, UsageError
@@ -122,18 +122,21 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
     UsageError
         Neither a known name nor a ``.yaml`` file.
     DataError
-        The file is not YAML, or a field is unknown, missing or not accepted; with the line number.
+        The file cannot be read or is not YAML, or a field is unknown, missing or not accepted; with the line number.
     """
     text = str(name_or_file)
     if text in task_names():
         return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"), check_metric)
     path = Path(name_or_file)
     if path.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"unknown task {text!r}: accepted are {', '.join(task_names())} and task files (*.yaml)")
+        hint = near(text, task_names())
+        raise UsageError(f"unknown task {text!r}{hint}: accepted are {', '.join(task_names())} and task files (*.yaml)")
     try:
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise DataError(f"the task file {path} is not UTF-8: {e}") from None
+    except OSError as e:
+        raise DataError(f"cannot read the task file {path}: {e.strerror or e}") from None
     try:
         return _parse(content, check_metric)
     except DataError as e:
@@ -207,8 +210,7 @@ def _values(kind: type, data: Mapping[Any, Any], lines: Mapping[str, int], where
     for name, value in data.items():
         line = lines.get(str(name))
         if name not in accepted:
-            near = difflib.get_close_matches(str(name), accepted, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = near(name, accepted)
             raise DataError(f"unknown field {name!r}{where}{hint}: accepted are {', '.join(accepted)}", line)
         fits, wanted = _KINDS[str(accepted[name].type).removesuffix(" | None")]
         if not fits(value) or (name in needed and not value):

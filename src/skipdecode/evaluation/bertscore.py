@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
 from skipdecode.evaluation.metrics import MeanMetric
 from skipdecode.evaluation.settings import MetricOptions
@@ -59,7 +60,8 @@ class BertScore(MeanMetric):
                 f"--bertscore-model {model} is not in bert_score's table: name the layer with --bertscore-layers"
             )
         try:
-            self._scorer = bert_score.BERTScorer(model_type=model, num_layers=layers, device=options.device)
+            with without_foreign_bars():
+                self._scorer = bert_score.BERTScorer(model_type=model, num_layers=layers, device=options.device)
         except (OSError, ValueError, AssertionError) as e:
             reason = " ".join(str(e).split())[:160]
             raise ModelLoadError(

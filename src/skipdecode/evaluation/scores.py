@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode.errors import UsageError
+from skipdecode.common.registry import check_name
 from skipdecode.evaluation.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.evaluation.metrics import METRICS
 
@@ -62,9 +62,7 @@ def scorer_of(name: str) -> Callable[[Table], float]:
     """
     if name in FIDELITY:
         return partial(ratio_score, name)
-    if name not in METRICS:
-        raise UsageError(f"unknown metric {name!r}: accepted are {', '.join((*METRICS.names(), *FIDELITY))}")
-    score: Callable[[Table], float] = METRICS.get(name).score
+    score: Callable[[Table], float] = METRICS.get(check_name("metric", name, (*METRICS, *FIDELITY))).score
     return score
 
 

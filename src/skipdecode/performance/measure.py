@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 
 from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
+from skipdecode.common.progress import progress_bar
 from skipdecode.engine import kernels
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.errors import DataError, OutputError, UsageError
@@ -186,7 +186,7 @@ class CostMeter:
         """
         kinds = [times for depths in self._steps.values() for times in depths.values()]
         total = (rounds + 1) * (len(kinds) + len(self._prompts))
-        with tqdm(total=total, desc="calibrating", unit="run", disable=None if progress else True) as bar:
+        with progress_bar(total, "run", name="calibrating", shown=progress) as bar:
             for attempt in range(_MOST_REPEATS * rounds):
                 if attempt > rounds and min(map(sum, kinds)) >= least_seconds:
                     break

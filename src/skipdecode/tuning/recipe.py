@@ -1,4 +1,4 @@
-"""The recipe of a run: every option, the schedule, the data's digests, the environment, and what came of it.
+"""The recipe of a run: options, prompt, schedule, the data's digests, the environment, and what came of it.
 
 `recipe.json` lies in the run's directory from its start, so a resumed run can be checked against it, and repeats the
 run when it is given to `skipdecode tune --recipe`.
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import read_json
-from skipdecode.errors import DataError, UsageError
+from skipdecode.data.records import Template
+from skipdecode.errors import UsageError
+from skipdecode.models.loading.recipe import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
 from skipdecode.schedule import Schedule
 
-__all__ = ["RECIPE_FILE", "check_same_run", "data_entry", "make_recipe", "read_recipe", "write_recipe"]
+__all__ = ["check_same_run", "data_entry", "make_recipe", "write_recipe"]
 
-RECIPE_FILE = "recipe.json"
-_KIND, _FORMAT = "recipe", 1
 _MUST_AGREE = ("options", "schedule", "data")
 
 
 def make_recipe(
     options: Mapping[str, Any],
+    template: Template,
     schedule: Schedule,
     data: Mapping[str, Any],
     environment: Mapping[str, Any],
@@ -33,11 +33,26 @@ def make_recipe(
     base: Mapping[str, Any] | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
-    """A recipe without result; JSON-ready. `base` is of `skipdecode.models.loading.base_weights.base_entry`."""
+    """A recipe without result; JSON-ready.
+
+    Parameters
+    ----------
+    template : Template
+        What the options made prompts of, in full.
+    base : mapping, optional
+        Of `skipdecode.models.loading.base_weights.base_entry`.
+    """
     recipe = {
-        "kind": _KIND,
-        "format": _FORMAT,
+        "kind": RECIPE_KIND,
+        "format": RECIPE_FORMAT,
         "options": dict(options),
+        "prompt": {
+            "template": template.prompt,
+            "responses": template.responses,
+            "chat": template.chat,
+            "truncate": template.truncate,
+            "max_prompt_tokens": template.max_prompt_tokens,
+        },
         "schedule": schedule.to_dict(),
         "data": dict(data),
         "base": base,
@@ -60,24 +75,6 @@ def data_entry(path: Path, records: int, rejects: int) -> dict[str, Any]:
 def write_recipe(recipe: Mapping[str, Any], directory: Path) -> None:
     """Write `directory`/recipe.json; it is there whole or not at all."""
     write_whole(directory / RECIPE_FILE, json.dumps(recipe, indent=1) + "\n")
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe from its file.
-
-    Raises
-    ------
-    DataError
-        If the file cannot be read or is no recipe.
-    """
-    recipe = read_json(path)
-    if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
-        raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
-    if recipe.get("kind", _KIND) != _KIND:
-        raise DataError(f"recipe {path}: is of kind {recipe['kind']!r}, {_KIND} is accepted")
-    if recipe.get("format", _FORMAT) != _FORMAT:
-        raise DataError(f"recipe {path}: format {recipe['format']!r} is not known, this version reads {_FORMAT}")
-    return recipe
 
 
 def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
@@ -19,6 +20,7 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
+    "check_files",
     "check_out",
     "check_schedule_options",
     "choose_schedule",
@@ -150,8 +152,20 @@ def check_out(out: Path, what: str, *, resume: bool) -> None:
     """Refuse an output that is a file, or a directory that holds anything, unless `resume` goes on with `what`."""
     if out.exists() and not out.is_dir():
         raise OutputError(f"--out {out} is a file: give a directory")
+    check_place(out / "schedule.json")
     if not resume and out.is_dir() and any(out.iterdir()):
         raise UsageError(f"--out {out} is not empty: give --resume to go on with {what}, or another directory")
+
+
+def check_files(*files: str | None, picture: str | None = None) -> None:
+    """Refuse, before the work, files that could not be written after it, and a picture that could not be drawn."""
+    for file in (*files, picture):
+        if file is not None:
+            check_place(file)
+    if picture is not None:
+        from skipdecode.reporting.plots import check_matplotlib
+
+        check_matplotlib()
 
 
 def with_breaks(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.common.options import option
+from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
@@ -85,8 +86,9 @@ def _from_word(options: OptionsT, word: str) -> OptionsT:
         return replace(options, schedule=word, seq_len=None, drop_order=None)
     name, colon, speedup = word.partition(":")
     if name not in (*_OTHERS, *_SCHEDULES):
+        hint = near(name, (*_OTHERS, *_SCHEDULES))
         accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
-        raise UsageError(f"--methods {word}: unknown method {name!r}: accepted are {accepted}")
+        raise UsageError(f"--methods {word}: unknown method {name!r}{hint}: accepted are {accepted}")
     if not colon:
         return replace(options, method=name, seq_len=None, drop_order=None)
     order = options.drop_order if name in _TAKE_ORDER else None

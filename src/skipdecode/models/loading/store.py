@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from skipdecode.common.files import cache_dir
 from skipdecode.common.progress import note
-from skipdecode.errors import ModelLoadError
+from skipdecode.errors import FetchError
 
 __all__ = ["SOURCE_FILE", "CachedModel", "add_model", "cached_models", "find_model"]
 
@@ -69,7 +69,7 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
 
     Raises
     ------
-    ModelLoadError
+    FetchError
         If the store cannot be written.
     """
     root = _root()
@@ -80,7 +80,7 @@ def add_model(name: str, build: Callable[[Path], str]) -> Path:
             if not final.is_dir():
                 _build(name, final, build)
     except OSError as e:
-        raise ModelLoadError(
+        raise FetchError(
             f"{name} cannot be stored in {root}: {e.strerror or e}; make room there, or set SKIPDECODE_CACHE to a "
             "directory you can write to"
         ) from e

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tqdm import tqdm
 
+from skipdecode.common.progress import progress_bar
 from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.machine import measure_bandwidth
@@ -54,7 +54,7 @@ def measure(
     cells = [(Rows(*size, workload.new), _runs(peers, schedules, size[0])) for size in workload.sizes]
     found = []
     total = sum(len(runs) for _, runs in cells) * workload.rounds
-    with tqdm(total=total, unit="run", disable=None if progress else True) as bar:
+    with progress_bar(total, "run", shown=progress) as bar:
         for rows, runs in cells:
             times = {run: _Times([], []) for run in runs}
             # An engine's schedules in a row, and every other round backwards: memory's speed may change within a round.

@@ -9,7 +9,7 @@ from typing import Any
 
 from skipdecode.errors import MissingExtraError
 
-__all__ = ["COLORS", "GRID", "INK", "LEFT_OUT", "new_figure", "png", "svg", "tip"]
+__all__ = ["COLORS", "GRID", "INK", "LEFT_OUT", "check_matplotlib", "new_figure", "png", "svg", "tip"]
 
 # Okabe and Ito's colours, made a little darker: told apart by colour-blind readers, and on white paper.
 COLORS = ("#0b6fae", "#c8501e", "#0a8f6a", "#a8508a", "#a37a00", "#3d97c4", "#6b5bb5", "#5a6673")
@@ -37,13 +37,20 @@ _STYLE = {
 _VARIABLES = {color: f"--c{i}" for i, color in enumerate(COLORS)} | {INK: "--ink", GRID: "--grid", LEFT_OUT: "--idle"}
 
 
-def new_figure(width: float = 4.7, height: float = 3.3) -> Any:
-    """An empty figure of this many inches; raises MissingExtraError without matplotlib."""
+def check_matplotlib() -> None:
+    """Raise MissingExtraError, before the work whose result is to be drawn, where there is no matplotlib."""
     try:
-        import matplotlib
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         raise MissingExtraError("a picture", "plot") from None
+
+
+def new_figure(width: float = 4.7, height: float = 3.3) -> Any:
+    """An empty figure of this many inches; raises MissingExtraError without matplotlib."""
+    check_matplotlib()
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_STYLE):
         # Not through pyplot: no window system, no global state.
         return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")

@@ -17,7 +17,7 @@ import torch
 
 from skipdecode.engine.generate import BatchEngine, TimedToken
 from skipdecode.engine.requests import Request
-from skipdecode.errors import MissingExtraError, SkipDecodeError, UsageError
+from skipdecode.errors import MissingExtraError, UsageError, WorkError
 from skipdecode.performance.bench.gguf_file import write_gguf
 from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.cost import CostModel
@@ -44,7 +44,7 @@ class _LlamaCppEngine(BatchEngine):
         settings.n_threads = settings.n_threads_batch = torch.get_num_threads()
         self._context = library.llama_init_from_model(weights, settings)
         if not self._context:
-            raise SkipDecodeError(f"llama.cpp has no room for {rows.batch} rows of {rows.prompt + rows.new} tokens")
+            raise WorkError(f"llama.cpp has no room for {rows.batch} rows of {rows.prompt + rows.new} tokens")
         self._batch = library.llama_batch_init(rows.batch, 0, 1)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class _LlamaCppEngine(BatchEngine):
             batch.token[row], batch.pos[row] = token, position
             batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, row, 1
         if status := self._library.llama_decode(self._context, batch):
-            raise SkipDecodeError(f"llama.cpp's decode step failed with status {status}")
+            raise WorkError(f"llama.cpp's decode step failed with status {status}")
         logits = self._library.llama_get_logits(self._context)
         found = np.ctypeslib.as_array(logits, (len(tokens), self._vocabulary)).argmax(1)
         return [int(token) for token in found]
@@ -124,7 +124,7 @@ class LlamaCppPeer(Peer):
             settings.use_mmap, settings.n_gpu_layers = False, 0
             self._weights = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
         if not self._weights:
-            raise SkipDecodeError(f"llama.cpp cannot load the {kind} file that was written for it")
+            raise WorkError(f"llama.cpp cannot load the {kind} file that was written for it")
 
     def engine(self, schedule: Schedule, rows: Rows) -> BatchEngine:
         """See `Peer`; one engine for all runs of such rows, whose prompts are computed once."""

@@ -1,0 +1,181 @@
+"""What rows to generate from are made prompts with: the template that a checkpoint was tuned on, or what the user says.
+
+The one place that decides it, for the command line, the server and Python alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from skipdecode.common.jsonl import kind_of
+from skipdecode.data.records import Message, Parts, Record, Template, checked_text, read_records
+from skipdecode.data.tasks import load_task
+from skipdecode.errors import DataError, SkipDecodeError, UsageError
+from skipdecode.models.loading.recipe import Recipe
+
+__all__ = ["PROMPT_FIELDS", "PromptField", "PromptForm", "choose_form", "recipe_template"]
+
+PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+
+
+class PromptField:
+    """The prompt of a row to generate from: one field, as it stands or in a template; or the fields of the template.
+
+    A row that has all the template's fields is rendered by it, and one that is a chat stays one. A plain text is the
+    value of a template's only field.
+
+    Parameters
+    ----------
+    name : str, optional
+        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has.
+    """
+
+    def __init__(self, name: str | None = None, template: Template | None = None) -> None:
+        self.name = name
+        self.template = template
+
+    def row(self, prompt: str | list[Message]) -> dict[str, Any]:
+        """A text or a chat as the row that holds it."""
+        return {self.name or "prompt": prompt}
+
+    def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
+        """A text, a chat or a row as a record by itself; what is wrong with it is its `error`."""
+        return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
+
+    def read(self, row: Mapping[str, Any]) -> Parts:
+        """The prompt and the values of its template; raises DataError if it is missing, empty or no text."""
+        template = self.template
+        if template is not None and self._fills(row, template):
+            values = template.values(row)
+            if not any(value.strip() for value in values.values()):
+                raise DataError(f"field {template.fields[0]!r} is empty")
+            return template.render(values), values, ()
+        prompt = self._prompt(row)
+        if template is None or not isinstance(prompt, str):
+            return prompt, {}, ()
+        values = template.values_of_text(prompt)
+        return template.render(values), values, ()
+
+    def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
+        """Whether a row has all fields of the template, none of them a chat."""
+        return self.name is None and all(f in row and not isinstance(row[f], list) for f in template.fields)
+
+    def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
+        name = self.name or next((f for f in PROMPT_FIELDS if f in row), None)
+        if name is None and self.template is not None:
+            self.template.values(row)  # says what is missing
+        if name is None:
+            raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
+        if name not in row:
+            raise DataError(f"field {name!r} is missing")
+        value = row[name]
+        if not isinstance(value, str | list):
+            raise DataError(f"field {name!r} is {kind_of(value)}: give text, or a list of chat messages")
+        if not (value.strip() if isinstance(value, str) else value):
+            raise DataError(f"field {name!r} is empty")
+        if isinstance(value, str):
+            return checked_text(f"field {name!r}", value)
+        return [_message(f"message {number} of field {name!r}", m) for number, m in enumerate(value, 1)]
+
+
+def _message(where: str, message: Any) -> Message:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise DataError(f"{where} is not an object with text in 'role' and 'content'")
+    return {"role": role, "content": checked_text(where, content)}
+
+
+class PromptForm(NamedTuple):
+    """How prompts are made.
+
+    Parameters
+    ----------
+    field : PromptField
+        Reads rows, texts and chats; its `template` goes to `PromptEncoder` too.
+    remark : str or None
+        One line for users: which template is used and how to do without, or why there is none.
+    """
+
+    field: PromptField
+    remark: str | None
+
+    @property
+    def template(self) -> Template | None:
+        """What prompts are put into; None: they stay as they are."""
+        return self.field.template
+
+
+def choose_form(
+    recipe: Recipe | None,
+    *,
+    prompt_template: str | None = None,
+    task: str | None = None,
+    no_template: bool = False,
+    chat: bool = False,
+    field: str | None = None,
+) -> PromptForm:
+    """The form of a checkpoint's prompts: the user's, or the one that the checkpoint was tuned on, or none.
+
+    Parameters
+    ----------
+    recipe : Recipe or None
+        The checkpoint's (`LoadedModel.recipe`).
+    prompt_template : str, optional
+        Text with fields in braces.
+    task : str, optional
+        Name or file of a task, whose prompt is taken.
+    no_template : bool
+        Prompts stay as they are.
+    chat : bool
+        The user wants chats: a checkpoint's template that was not tuned as chat is left out.
+    field : str, optional
+        The field of a row that is the prompt, or goes into the template.
+
+    Raises
+    ------
+    UsageError
+        More than one of `prompt_template`, `task` and `no_template`; a template or task that is not accepted.
+    """
+    if sum((prompt_template is not None, task is not None, no_template)) > 1:
+        raise UsageError("--prompt-template, --task and --no-template each say what a prompt is: give one of them")
+    if prompt_template is not None:
+        return PromptForm(PromptField(field, Template(prompt_template, chat=chat)), None)
+    if task is not None:
+        template = load_task(task).template()
+        return PromptForm(PromptField(field, template), f"prompts go into the task's template {template.prompt!r}")
+    if no_template:
+        return PromptForm(PromptField(field), None)
+    try:
+        tuned = recipe_template(recipe)
+    except SkipDecodeError as e:
+        lost = f"the template that the checkpoint was tuned on is lost ({e}): name it with --prompt-template"
+        return PromptForm(PromptField(field), lost)
+    if tuned is None:
+        return PromptForm(PromptField(field), None)
+    through = " and the chat template" if tuned.chat else ""
+    if chat and not tuned.chat:
+        left = f"prompts go as chats, as asked; the checkpoint was tuned on the template {tuned.prompt!r} without chat"
+        return PromptForm(PromptField(field), left)
+    remark = (
+        f"prompts go into the checkpoint's template {tuned.prompt!r}{through} (--no-template leaves them as they are)"
+    )
+    return PromptForm(PromptField(field, tuned), remark)
+
+
+def recipe_template(recipe: Recipe | None) -> Template | None:
+    """The template that a checkpoint was tuned on; None where its recipe says none.
+
+    Raises SkipDecodeError where the recipe names a task alone that is not known here, or a template that is none.
+    """
+    if recipe is None or (recipe.prompt_template is None and recipe.task is None):
+        return None
+    if recipe.prompt_template is None:
+        return load_task(recipe.task or "").template()
+    return Template(
+        recipe.prompt_template,
+        recipe.responses,
+        chat=recipe.chat,
+        truncate=recipe.truncate,
+        max_prompt_tokens=recipe.max_prompt_tokens,
+    )

@@ -1,0 +1,127 @@
+"""What a checkpoint's recipe.json says of its use: the prompt that it was tuned on, and the schedules.
+
+The one place that reads recipes; `skipdecode tune` writes them (`skipdecode.tuning.recipe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.jsonl import kind_of
+from skipdecode.common.kinds import read_json
+from skipdecode.errors import DataError, ScheduleError
+from skipdecode.schedule import Schedule
+
+__all__ = ["RECIPE_FILE", "RECIPE_FORMAT", "RECIPE_KIND", "Recipe", "checkpoint_recipe", "read_recipe"]
+
+RECIPE_FILE = "recipe.json"
+RECIPE_KIND, RECIPE_FORMAT = "recipe", 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a checkpoint was tuned, as far as its use needs it.
+
+    Parameters
+    ----------
+    prompt_template : str, optional
+        The prompt's text with fields of the record in braces; None where the recipe does not say it.
+    responses : tuple of str
+        Fields that may hold the response.
+    chat : bool
+        The prompt went through the tokenizer's chat template.
+    truncate, max_prompt_tokens
+        See `skipdecode.data.records.Template`.
+    task : str, optional
+        The task that prompt and response are of, by name or file; a recipe of an older version says this alone.
+    tuned_under : tuple of Schedule
+        The schedules that the weights were tuned under, the target first.
+    """
+
+    prompt_template: str | None = None
+    responses: tuple[str, ...] = ()
+    chat: bool = False
+    truncate: str | None = None
+    max_prompt_tokens: int | None = None
+    task: str | None = None
+    tuned_under: tuple[Schedule, ...] = ()
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe as `skipdecode tune` wrote it; raises DataError if the file cannot be read or is no recipe."""
+    recipe = read_json(path)
+    if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
+        raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
+    if recipe.get("kind", RECIPE_KIND) != RECIPE_KIND:
+        raise DataError(f"recipe {path}: is of kind {recipe['kind']!r}, {RECIPE_KIND} is accepted")
+    if recipe.get("format", RECIPE_FORMAT) != RECIPE_FORMAT:
+        raise DataError(f"recipe {path}: format {recipe['format']!r} is not known, this version reads {RECIPE_FORMAT}")
+    return recipe
+
+
+def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> Recipe | None:
+    """The recipe of a checkpoint, from the file beside its weights.
+
+    Without that file, or where it is another tool's, the schedule that the checkpoint carries is all that is known;
+    without that too there is no recipe.
+
+    Raises
+    ------
+    DataError
+        The file is broken; names it and what is wrong.
+    """
+    document = read_json(path) if path.is_file() else None
+    if not isinstance(document, dict) or not isinstance(document.get("options"), dict):
+        return None if carried is None else Recipe(tuned_under=(carried,))
+    document = read_recipe(path)
+    try:
+        return Recipe(**_prompt(document), tuned_under=_tuned_under(document, carried, num_layers))
+    except (DataError, ScheduleError) as e:
+        raise DataError(f"recipe {path}: {e}; mend it, or take the file away to do without") from None
+
+
+def _prompt(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the prompt: the entry of its own, or the options of a recipe that has none."""
+    options = document["options"]
+    entry = document.get("prompt")
+    if entry is None:
+        field = _of(options, "prompt_field", str)
+        entry = {
+            "template": options.get("prompt_template") or (None if field is None else f"{{{field}}}"),
+            "responses": [] if options.get("response_field") is None else [options["response_field"]],
+            "chat": options.get("chat"),
+        }
+    elif not isinstance(entry, dict):
+        raise DataError(f"'prompt' is {kind_of(entry)}: an object is needed")
+    responses = _of(entry, "responses", list) or []
+    if not all(isinstance(name, str) for name in responses):
+        raise DataError("'responses' is not a list of texts")
+    return {
+        "prompt_template": _of(entry, "template", str),
+        "responses": tuple(responses),
+        "chat": bool(_of(entry, "chat", bool)),
+        "truncate": _of(entry, "truncate", str),
+        "max_prompt_tokens": _of(entry, "max_prompt_tokens", int),
+        "task": _of(options, "task", str),
+    }
+
+
+def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_layers: int) -> tuple[Schedule, ...]:
+    data, options = document.get("schedule"), document["options"]
+    target = carried if data is None else Schedule.from_dict(data)
+    if target is None:
+        return ()
+    target.check_fits(num_layers)
+    speedups = _of(options, "sampled_speedups", list) if options.get("curriculum") == "sampled" else None
+    others = (target.with_speedup(speedup) for speedup in speedups or ())
+    return (target, *(schedule for schedule in others if schedule.budgets != target.budgets))
+
+
+def _of(values: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = values.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise DataError(f"{name!r} is {kind_of(value)}, which is not accepted there")
+    return value

@@ -1,0 +1,152 @@
+"""What a tuned checkpoint says of its prompt and its schedules, and the prompts that are made with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import save_adapter, save_checkpoint
+from skipdecode import Schedule
+from skipdecode.data.forms import choose_form, recipe_template
+from skipdecode.errors import DataError, UsageError
+from skipdecode.models.loading.hub import load_model, load_recipe
+from skipdecode.models.loading.recipe import Recipe
+from tiny import LAYERS
+
+TARGET = Schedule.from_speedup(LAYERS, 2, 16)
+OPTIONS = {"prompt_template": "{mr}\n", "response_field": "ref", "chat": False}
+BUNDLED = Path(__file__).parents[1] / "src/skipdecode/models/adapters/e2e-smollm2-135m"
+
+
+def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> str:
+    save_checkpoint(folder, None if schedule is None else schedule.to_dict())
+    if recipe is not None:
+        (folder / "recipe.json").write_text(recipe if isinstance(recipe, str) else json.dumps(recipe))
+    return str(folder)
+
+
+def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe | None:
+    name = checkpoint(folder, recipe, schedule)
+    found = load_recipe(name)
+    assert load_model(name).recipe == found
+    return found
+
+
+# ---------------------------------------------------------------------- the checkpoint
+
+
+def test_a_checkpoint_that_was_not_tuned_has_none(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path) is None
+
+
+def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path, schedule=TARGET) == Recipe(tuned_under=(TARGET,))
+
+
+def test_the_bundled_adapter_knows_its_prompt_and_its_three_schedules() -> None:
+    recipe = load_recipe(str(BUNDLED))
+    assert recipe is not None
+    assert (recipe.prompt_template, recipe.chat, recipe.responses) == ("{mr}\n", False, ("ref",))
+    assert [s.nominal_speedup for s in recipe.tuned_under] == pytest.approx([2.0, 1.0, 3.0], abs=0.05)
+
+
+def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": OPTIONS}, TARGET))
+    assert load_recipe(str(tmp_path / "adapter")) == Recipe(tuned_under=(TARGET,))
+    (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": OPTIONS | {"chat": True}}))
+    loaded = load_model(str(tmp_path / "adapter"))
+    assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
+
+
+def test_sampled_speedups_are_tuned_under_too(tmp_path: Path) -> None:
+    options = OPTIONS | {"curriculum": "sampled", "sampled_speedups": [1.0, 2.0, 3.0]}
+    recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
+    assert recipe is not None
+    assert recipe.tuned_under == (TARGET, Schedule.full(LAYERS), TARGET.with_speedup(3))
+
+
+def test_a_prompt_field_is_a_template_of_itself(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, {"options": {"prompt_field": "question", "response_field": "answer"}})
+    assert recipe is not None
+    assert recipe.prompt_template == "{question}"
+
+
+@pytest.mark.parametrize("foreign", [{"steps": ["mix", "bake"]}, ["flour"], {"options": "none"}])
+def test_another_tools_recipe_is_none(tmp_path: Path, foreign: Any) -> None:
+    assert recipe_of(tmp_path, foreign) is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{",
+        {"options": OPTIONS, "format": 9},
+        {"options": OPTIONS | {"prompt_template": 3}},
+        {"options": OPTIONS | {"chat": "yes"}},
+        {"options": OPTIONS, "prompt": "text"},
+        {"options": OPTIONS, "schedule": {"num_layers": 3}},
+        {"options": OPTIONS, "schedule": Schedule.full(LAYERS + 1).to_dict()},
+    ],
+)
+def test_a_broken_recipe_is_refused_by_its_name(tmp_path: Path, broken: Any) -> None:
+    with pytest.raises(DataError) as error:
+        load_model(checkpoint(tmp_path, broken))
+    assert str(tmp_path / "recipe.json") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# ---------------------------------------------------------------------- its prompts
+
+
+ONE = Recipe("{mr}\n")
+TWO = Recipe("{colour} {thing}:")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "prompt", "expected"),
+    [
+        (ONE, {"mr": "name[X]"}, "name[X]\n"),
+        (ONE, {"mr": "name[X]", "prompt": "no"}, "name[X]\n"),
+        (ONE, {"prompt": "name[X]"}, "name[X]\n"),
+        (ONE, "name[X]", "name[X]\n"),
+        (ONE, "name[X]\n", "name[X]\n"),
+        (ONE, [{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
+        (ONE, {"mr": [{"role": "user", "content": "hi"}]}, [{"role": "user", "content": "hi"}]),
+        (TWO, {"colour": "red", "thing": "car"}, "red car:"),
+        (Recipe("Q: {q} {{}}\nA:"), "why?", "Q: why? {}\nA:"),
+        (Recipe("Q: {q}\nA:"), "Q: why?\nA:", "Q: why?\nA:"),
+        (None, "name[X]", "name[X]"),
+    ],
+)
+def test_a_row_or_text_becomes_the_prompt_it_was_tuned_on(recipe: Recipe | None, prompt: Any, expected: Any) -> None:
+    record = choose_form(recipe).field.record(prompt)
+    assert (record.prompt, record.error) == (expected, None)
+
+
+@pytest.mark.parametrize("prompt", ["red car", {"prompt": "red car"}, {"colour": "red"}, {"colour": "", "thing": " "}])
+def test_a_row_that_does_not_fill_the_template_is_refused(prompt: Any) -> None:
+    record = choose_form(TWO).field.record(prompt)
+    assert record.error is not None
+    assert record.prompt == ""
+
+
+def test_what_the_user_says_comes_before_the_recipe() -> None:
+    assert choose_form(ONE, no_template=True).field.record("name[X]").prompt == "name[X]"
+    assert choose_form(ONE, prompt_template="<{mr}>").field.record("name[X]").prompt == "<name[X]>"
+    assert choose_form(None, task="tldr").template is not None
+    assert choose_form(ONE, chat=True).template is None
+    assert choose_form(ONE, field="plan").field.record({"mr": "no", "plan": "yes"}).prompt == "yes\n"
+    with pytest.raises(UsageError):
+        choose_form(ONE, prompt_template="<{mr}>", no_template=True)
+
+
+def test_a_recipe_that_names_a_task_alone_has_the_tasks_template() -> None:
+    template = recipe_template(Recipe(task="e2e"))
+    assert template is not None
+    assert template.prompt == "{mr}\n"
+    gone = choose_form(Recipe(task="gone.yaml"))
+    assert gone.template is None
+    assert "--prompt-template" in (gone.remark or "")
