@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
+from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.evaluation.metrics import MeanMetric
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.hub_probe import ask_hub
@@ -108,4 +108,5 @@ def _found(name: str) -> str:
     answer = ask_hub(name, connect_seconds=_CONNECT_SECONDS)
     if answer.state == "found":
         return name
-    raise ModelLoadError(f"its encoder {name} is not here and cannot be fetched ({answer.reason}): {_LOCAL}")
+    error = ModelLoadError if answer.state == "absent" else FetchError
+    raise error(f"the BERTScore encoder {name} is not here, and {answer.reason}: {_LOCAL}")
