@@ -59,24 +59,17 @@ def evaluate(
 ) -> list[Run]:
     """Generate, time, score and save; the runs in the order of `methods`.
 
-    A run that was interrupted goes on with the batches and the methods that are left. Full depth that an earlier call
-    left, from the same settings, is not generated again for other methods; speed is measured anew, for only what took
-    turns can be compared.
+    A run that was interrupted goes on with what is left. Full depth that an earlier call left, from the same settings,
+    is not generated again for other methods; its speed is measured anew, for only what took turns can be compared.
 
     Parameters
     ----------
     methods : mapping of Path to Method
         What is evaluated, by the directory that gets its ``run.json`` and ``outputs.jsonl``.
-    out : Path
-        The directory that keeps finished batches until all methods are saved.
-    config : mapping
-        What the caller wants kept (model name, data file, a name for tables).
-    overwrite : bool
-        Replace runs that are in the directories already.
-    skip_bad : bool
-        Leave out records whose prompt is too long for the model, and say which, instead of refusing them.
-    progress : bool
-        Show bars.
+    out, config : Path, mapping
+        The directory that keeps finished batches until all methods are saved; what the caller wants kept in results.
+    overwrite, skip_bad : bool
+        Replace runs that are there already; leave out records whose prompt is too long, and say which.
 
     Raises
     ------
@@ -87,32 +80,27 @@ def evaluate(
     records, prompts = _encoded(subject, task, records, settings, skip_bad)
     about = _about(config, task, records, settings)
     work = _Work(subject, task, records.items, prompts, settings, progress)
-    taken = {} if overwrite else _taken_over(out, methods, about, prompts, metrics)
+    anew = overwrite or is_unfinished(out, _whole(about, methods, prompts))
+    taken = {} if anew else _taken_over(methods, about, metrics)
     runs: dict[Path, Run] = {}
     with closing(_begun(out, about, methods, taken, prompts, overwrite)) as kept:
         given = work.generate(methods, taken, kept)
         sides = [*methods.values(), *work.beside(methods.values())]
-        most = settings.max_new_tokens or 2
-        lengths = [min(max(tokens, 2), most) for tokens in work.reference_tokens]
-        speeds = measured_speeds(subject.model, sides, prompts, lengths, settings, kept, progress)
+        speeds = measured_speeds(subject.model, sides, prompts, work.reference_tokens, settings, kept, progress)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
         # The yardstick first.
         for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
-            full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
+            speed = speeds.get(method, {})
             if directory in taken:
                 run = taken[directory]
             elif kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
                 run = load_run(directory)
             else:
-                outputs = given[method]
-                scored = work.score(method, metrics, outputs)
-                rows = work.rows(outputs, scored)
-                whole = {**about, "method": method.settings()}
-                data = run_document(rows, whole, method, scored, outputs, settings, full)
-                run = save_run(directory, data | speeds.get(method, {}), rows)
+                full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
+                run = work.saved(directory, method, metrics, given[method], about, speed, full)
                 kept.put(f"saved {directory}", scored_with)
-            runs[directory] = Run(run.path, {**run.data, **speeds.get(method, {})})
+            runs[directory] = Run(run.path, {**run.data, **speed})
         kept.remove()
     return [runs[directory] for directory in methods]
 
@@ -163,16 +151,8 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Ev
     }
 
 
-def _taken_over(
-    out: Path,
-    methods: Mapping[Path, Method],
-    about: Mapping[str, Any],
-    prompts: list[list[int]],
-    metrics: Sequence[Metric],
-) -> dict[Path, Run]:
+def _taken_over(methods: Mapping[Path, Method], about: Mapping[str, Any], metrics: Sequence[Metric]) -> dict[Path, Run]:
     """Full depth by its directory, if other methods are to be run beside what an earlier call left of it."""
-    if is_unfinished(out, _whole(about, methods, prompts)):
-        return {}
     full = {directory: method for directory, method in methods.items() if method.full_depth}
     found = {}
     for directory, method in full.items() if len(full) < len(methods) else ():
@@ -272,6 +252,23 @@ class _Work:
         if self.settings.teacher_forced:
             tables |= self._teacher_forced(method, outputs)
         return Scored(tables, signatures)
+
+    def saved(
+        self,
+        directory: Path,
+        method: Method,
+        metrics: Sequence[Metric],
+        outputs: Outputs,
+        about: Mapping[str, Any],
+        speed: Mapping[str, Any],
+        full: Run | None,
+    ) -> Run:
+        """The run of a method, scored and written."""
+        scored = self.score(method, metrics, outputs)
+        rows = self.rows(outputs, scored)
+        about = {**about, "method": method.settings()}
+        data = run_document(rows, about, method, scored, outputs, self.settings, full)
+        return save_run(directory, data | speed, rows)
 
     def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
         """What ``outputs.jsonl`` says of each record."""

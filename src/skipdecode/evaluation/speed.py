@@ -119,7 +119,8 @@ def measured_speeds(
 ) -> dict[Method, dict[str, Any]]:
     """What each method's result says of speed, from a few batches of rows from all over the data.
 
-    Nothing, unless full depth is there and another method too. The rest is as in `time_equal_lengths`.
+    Nothing, unless full depth is there and another method too. Rows get 2 new tokens at least, and at most as many as
+    outputs may have. The rest is as in `time_equal_lengths`.
     """
     full = {method.engine: method for method in methods if method.full_depth}
     if not full or len(full) == len(methods):
@@ -127,7 +128,8 @@ def measured_speeds(
     size = settings.batch_size
     wanted = min(len(prompts), max(_BATCHES * size, _LEAST_ROWS))
     chosen = [i * len(prompts) // wanted for i in range(wanted)]
-    rows, each = [prompts[i] for i in chosen], [lengths[i] for i in chosen]
+    rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
+    each = [min(max(lengths[i], 2), most) for i in chosen]
     with progress_bar(ROUNDS * wanted, "record", name="speed", shown=progress) as bar:
         timings = time_equal_lengths(model, methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
     by_method = dict(zip(methods, timings, strict=True))
