@@ -20,6 +20,7 @@ LAYERS = [
     {"models"},
     {"engine"},
     {"data"},
+    {"llm"},
     {"performance"},
     {"tuning"},
     {"calibration"},
@@ -32,7 +33,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 330
 MOST_FUNCTION_LINES = 60
 MOST_MODULES = 200
-MOST_LINES_IN_ALL = 27_000
+MOST_LINES_IN_ALL = 28_300
 
 
 def part_of(path: Path) -> str:
@@ -135,6 +136,6 @@ def test_the_house_stays_small():
 
 def test_the_house_has_few_rooms():
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
-    assert rooms == set(RANK) - {"errors"}
+    assert rooms == set(RANK) - {"errors", "llm"}
     assert len(rooms) <= 13
     assert len(list(SOURCE.glob("*.py"))) <= 3

@@ -1,6 +1,8 @@
-"""Text for every prompt, in batches, with fewer layers per token: prompts in, JSONL out.
+"""Text for every prompt, in batches, with fewer layers per token: prompts in, text on a terminal or JSONL out.
 
-Prompts are arguments, or lines of a text file, or rows of a JSONL file. Each output row has the id of its prompt (field
+Prompts are arguments, or lines of a text file, or rows of a JSONL file. A tuned checkpoint knows the template of the
+prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one field
+(--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field
 "id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input.
 A row that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
 
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.cli.options import (
     EngineOptions,
     ModelOptions,
+    SamplingOptions,
     ScheduleOptions,
     ThreadOptions,
     check_schedule_options,
@@ -31,6 +34,7 @@ from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
     from skipdecode.cli.options import ScheduleChoice
+    from skipdecode.data.forms import PromptForm
     from skipdecode.data.output import RowWriter
     from skipdecode.data.run import Job
     from skipdecode.data.source import PromptSource
@@ -46,7 +50,7 @@ _INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
@@ -62,10 +66,27 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
         choices=("auto", "jsonl", "txt"),
     )
     field: str | None = option(
-        "JSONL field that holds the prompt (default: the first of prompt, messages, text, input, question, mr)",
+        "JSONL field that holds the prompt (default: the template's, else the first of prompt, messages, text, input, "
+        "question, mr)",
         default=None,
     )
+    prompt_template: str | None = option(
+        "prompt text with fields of the row in braces, such as '{mr}\\n'; \\n is a line break (default: the template "
+        "that the checkpoint was tuned on)",
+        default=None,
+        parse=with_breaks,
+    )
+    task: str | None = option("take the prompt of a task: its name or its YAML file", default=None)
+    template: bool = option(
+        "put prompts into the template that the checkpoint was tuned on; --no-template leaves them as they are",
+        default=True,
+    )
     output: str = option("JSONL file, - for standard output", default="-")
+    output_format: str = option(
+        "of standard output; auto: text on a terminal (below its prompt if there are several), else JSONL, as in files",
+        default="auto",
+        choices=("auto", "jsonl", "text"),
+    )
     overwrite: bool = option("replace an output file that exists", default=False)
     restart: bool = option("drop what an interrupted run left in FILE.partial", default=False)
     on_error: str = option(
@@ -75,15 +96,9 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
     )
     chat: bool = option("put prompts into the model's chat template; lists of messages always are", default=False)
     system: str | None = option("system message in front of every chat; implies --chat", default=None)
-    include_prompt: bool = option("repeat the prompt in the output row", default=False)
+    include_prompt: bool = option("repeat the prompt in the row of JSONL", default=False)
     max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
-    temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
-    top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
-    top_p: float = option(
-        "sample from the likeliest tokens that together have this probability", default=1.0, above=0, most=1
-    )
-    seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
     stop: tuple[str, ...] = option(
         r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
     )
@@ -96,21 +111,24 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
-    from skipdecode.data.forms import PromptField
-    from skipdecode.data.output import check_output, open_writer
+    from skipdecode.common.jsonl import json_line
+    from skipdecode.data.output import check_output, named_text, open_writer, plain_text
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
-    source = _source(config)
-    rows = source.count(PromptField(config.field), all_usable=config.on_error == "stop")
+    source, form = _source(config), _form(config)
+    rows = source.count(form.field, all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
-    fingerprint = _fingerprint(config, source, choice.schedule) | {"engine": engines.name}
-    writer = open_writer(config.output, fingerprint, restart=config.restart)
+    if form.remark is not None:
+        note(form.remark)
+    fingerprint = _fingerprint(config, source, form, choice.schedule) | {"engine": engines.name}
+    shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
+    writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
-        job = _job(config, sampling, loaded, engines, choice.schedule)
-        summary = _generate(source, config, job, writer, rows)
+        job = _job(config, sampling, loaded, form, engines, choice.schedule)
+        summary = _generate(source, form, config, job, writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
         return _INTERRUPTED
@@ -136,9 +154,15 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
-    if config.temperature == 0 and (config.top_k or config.top_p < 1):
-        raise UsageError("--top-k and --top-p act on sampling only: give --temperature too, such as 0.7")
-    return Sampling(config.temperature, config.top_k, config.top_p, seed=config.seed)
+    if config.output_format == "text" and config.output != "-":
+        raise UsageError("--output-format text is of standard output: leave out --output, or redirect with > FILE")
+    config.check_sampling()
+    return Sampling(**config.sampling_fields())
+
+
+def _prints_text(config: Config) -> bool:
+    automatic = config.output_format == "auto" and sys.stdout.isatty()
+    return config.output == "-" and (automatic or config.output_format == "text")
 
 
 def _same_file(one: str, other: str) -> bool:
@@ -153,6 +177,20 @@ def _source(config: Config) -> PromptSource:
     return PromptSource.open(config.input or "-", None if config.format == "auto" else config.format)
 
 
+def _form(config: Config) -> PromptForm:
+    from skipdecode.data.forms import choose_form
+    from skipdecode.models.loading.hub import load_recipe
+
+    return choose_form(
+        load_recipe(config.model),
+        prompt_template=config.prompt_template,
+        task=config.task,
+        no_template=not config.template,
+        chat=config.chat or config.system is not None,
+        field=config.field,
+    )
+
+
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     from skipdecode.data.summary import schedule_line
     from skipdecode.engine.opening import open_engines
@@ -165,13 +203,15 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     return loaded, choice, open_engines(loaded.model, config.engine, note, config.weights)
 
 
-def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> dict[str, Any]:
+def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule) -> dict[str, Any]:
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     return {
         "model": config.model,
         "dtype": config.dtype,
-        **{name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")},
+        "max_new_tokens": config.max_new_tokens,
+        **config.sampling_fields(),
         "stop": list(config.stop),
+        "template": None if form.template is None else form.template.to_dict(),
         "chat": config.chat,
         "system": config.system,
         "include_prompt": config.include_prompt,
@@ -183,52 +223,63 @@ def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> di
 # ---------------------------------------------------------------------- the run
 
 
-def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: EngineSource, schedule: Schedule) -> Job:
-    from skipdecode.data.prompts import PromptEncoder, context_length
+def _job(
+    config: Config,
+    sampling: Sampling,
+    loaded: LoadedModel,
+    form: PromptForm,
+    engines: EngineSource,
+    schedule: Schedule,
+) -> Job:
+    from skipdecode.data.prompts import PromptEncoder, asked, context_length, prompt_text
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
 
     tokenizer = loaded.tokenizer
     chat = config.chat or config.system is not None
-    stop = StopStrings(tokenizer, config.stop) if config.stop else None
     return Job(
-        PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
-        lambda rows: engines.engine(schedule, max_rows=rows),
-        sampling,
-        config.max_new_tokens,
-        end_tokens(loaded.model, tokenizer),
-        config.batch_size,
-        tokenizer,
-        stop,
-        config.include_prompt,
-        (lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
+        tokenizer=tokenizer,
+        sampling=sampling,
+        max_new_tokens=config.max_new_tokens,
+        ends=end_tokens(loaded.model, tokenizer),
+        stop=StopStrings(tokenizer, config.stop) if config.stop else None,
+        encoder=PromptEncoder(
+            tokenizer, context_length(loaded.model), chat=chat, system=config.system, template=form.template
+        ),
+        make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
+        batch_size=config.batch_size,
+        repeat=asked if _prints_text(config) else prompt_text if config.include_prompt else None,
+        full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
 
-def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int) -> RunSummary:
-    from skipdecode.data.forms import PromptField
+def _generate(
+    source: PromptSource, form: PromptForm, config: Config, job: Job, writer: RowWriter, rows: int
+) -> RunSummary:
     from skipdecode.data.records import SeenIds
     from skipdecode.data.run import generate_rows, refuse_bad_rows
     from skipdecode.data.summary import BadRows
 
     if config.on_error == "stop":
-        refuse_bad_rows(source.records(PromptField(config.field)), job.encoder)
+        refuse_bad_rows(source.records(form.field), job.encoder)
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
-    with progress_bar(rows, "row", done=writer.rows_before) as bar:
+    # On a terminal the text itself is the progress.
+    shown = not (_prints_text(config) and sys.stdout.isatty())
+    with progress_bar(rows, "row", done=writer.rows_before, shown=shown) as bar:
 
         def progress(ended: int, summary: RunSummary) -> None:
             bar.set_postfix_str(f"{summary.tokens_per_s:.0f} tokens/s", refresh=False)
             bar.update(ended)
 
         # All rows are read for their ids, those too that an earlier run finished.
-        records = (r for r in ids.watch(source.records(PromptField(config.field))) if not writer.is_done(r.index))
+        records = (r for r in ids.watch(source.records(form.field)) if not writer.is_done(r.index))
         summary = generate_rows(
             records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress
         )
-    if repeated := ids.repeated(source.records(PromptField(config.field))):
+    if repeated := ids.repeated(source.records(form.field)):
         note(f"{repeated}; all are generated, in order")
     return summary
 
@@ -240,6 +291,34 @@ def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None
 
     for line in summary_lines(summary):
         note(line)
+    if summary.comparison is not None:
+        _tell_comparison(summary.comparison.to_dict())
     if config.summary is not None:
         document = {"settings": settings, "summary": summary.to_dict(), "environment": environment()}
         write_whole(config.summary, json.dumps(document, indent=2) + "\n")
+
+
+def _tell_comparison(found: dict[str, Any] | None) -> None:
+    """The schedule's speed next to full depth's, as three numbers that are easily taken for one."""
+    from skipdecode.cli.columns import speedups
+
+    if found is None:
+        note("no comparison: no row took a second token")
+        return
+    note(f"{found['batches']} batches once more, in turn with full depth, all rows of a batch to the same length:")
+    cells = {
+        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
+        "decode": (
+            "{full_decode_tokens_per_s:.1f} tokens/s",
+            "{decode_tokens_per_s:.1f} tokens/s",
+            "{measured_decode_speedup:.2f}x",
+        ),
+        "request": (
+            "{full_request_tokens_per_s:.1f} tokens/s",
+            "{request_tokens_per_s:.1f} tokens/s",
+            "{measured_request_speedup:.2f}x",
+        ),
+    }
+    filled = {name: [form.format_map(found) for form in forms] for name, forms in cells.items()}
+    for line in speedups(["full depth", "the schedule", "measured"], filled):
+        note(line)
