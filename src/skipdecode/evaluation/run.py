@@ -268,7 +268,7 @@ class _Work:
         rows = self.rows(outputs, scored)
         about = {**about, "method": method.settings()}
         data = run_document(rows, about, method, scored, outputs, self.settings, full)
-        return save_run(directory, data | speed, rows)
+        return save_run(directory, {**data, **speed}, rows)
 
     def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
         """What ``outputs.jsonl`` says of each record."""
