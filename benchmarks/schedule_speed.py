@@ -30,6 +30,7 @@ from skipdecode.engine.opening import open_engines
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.results import Run
+from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, Timing, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
 
@@ -97,7 +98,7 @@ def document(timings: Sequence[Timing], works: Sequence[dict[str, Any]], about: 
     full, *others = timings
     rows = []
     for timing, work in zip(others, works, strict=True):
-        found = speed_entries(timing, full, resamples=1000, seed=0, about={})
+        found = speed_entries(timing, full, EvaluationSettings(), {})
         bounds = {name: value and [value["low"], value["high"]] for name, value in found.items() if "_interval" in name}
         rows.append({"work": work, **found, **bounds})
         del rows[-1]["full_depth_speed"]

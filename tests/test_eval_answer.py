@@ -17,6 +17,7 @@ from skipdecode.evaluation.methods.calm import Calm
 from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.results import Run, load_run
+from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from tiny import LAYERS, tiny_model
 
@@ -105,6 +106,6 @@ def test_every_method_gives_each_row_the_same_number_of_tokens(drafts: bool):
     for timing in timings:
         assert timing.to_dict()["fed_tokens"] == sum(lengths) - len(lengths)
         assert len(timing.batches) == (3 if drafts else 2)
-        found = speed_entries(timing, timings[0], resamples=20, seed=0, about={})
+        found = speed_entries(timing, timings[0], EvaluationSettings(resamples=20), {})
         assert found["measured_speedup"] > 0 < found["measured_speedup_with_prompt"]
     assert timings[2].to_dict()["layers_per_token"] == 4

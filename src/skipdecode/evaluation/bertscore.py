@@ -29,14 +29,8 @@ _LOCAL = (
 class BertScore(MeanMetric):
     """Mean F1 x 100, without idf weights and without rescaling.
 
-    Raises
-    ------
-    MissingExtraError
-        bert_score, or the packaged encoder that was asked for, is not installed.
-    UsageError
-        The encoder is not in bert_score's table and no layer was given.
-    ModelLoadError
-        The encoder does not load (no network, wrong name).
+    Raises MissingExtraError without bert_score or the packaged encoder, UsageError for an encoder whose layer neither
+    bert_score's table nor the user names, ModelLoadError for one that does not load (no network, wrong name).
     """
 
     name = "bertscore_f1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from skipdecode.errors import DataError
@@ -86,13 +87,22 @@ def runs_tables(runs: Sequence[Run]) -> str:
     scores = [n for n in names if n not in _AGREEMENT]
     task = runs[0].data["config"].get("task", {}).get("name")
     on = f"{runs[0].data['n']} records" + (f" of task {task}" if task else "")
-    engines = list(dict.fromkeys(str(run.data.get("engine", "-")) for run in runs))
-    speed = {**_SPEED, **({"engine": lambda run: str(run.data.get("engine", "-"))} if len(engines) > 1 else {})}
+    engines = dict.fromkeys(str(run.data.get("engine")) for run in runs)
+    how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
+    speed = "Speed-up over full depth [95% interval]" + (
+        "; of older runs, of outputs whose lengths differ"
+        if how is None
+        else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
+        f"{how['rounds']} rounds, engine {' and '.join(engines)}; request: with prompt"
+    )
     tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
-        (f"Kept of full depth's score, % [95% interval]; {on}", {n: _kept(n) for n in scores if n in METRICS}),
-        (f"Scores ± half of their 95% interval{_LOSS * ('loss' in scores)}", {n: _scored(n) for n in scores}),
-        (_speed_title(runs, engines[0] if len(engines) == 1 else ""), speed),
-        ("Agreement with full depth's outputs, % (kl: nats)", {n: _scored(n) for n in names if n in _AGREEMENT}),
+        (f"Kept of full depth's score, % [95% interval]; {on}", {n: partial(_kept, n) for n in scores if n in METRICS}),
+        (f"Scores ± half of their 95% interval{_LOSS * ('loss' in scores)}", {n: partial(_scored, n) for n in scores}),
+        (speed, _SPEED),
+        (
+            "Agreement with full depth's outputs, % (kl: nats)",
+            {n: partial(_scored, n) for n in names if n in _AGREEMENT},
+        ),
     ]
     return "\n\n".join(text for title, columns in tables if (text := _table(title, runs, columns)))
 
@@ -106,16 +116,6 @@ def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run]
         return ""
     table = [[row[i] for i in (0, *shown)] for row in (["run", *columns], *rows)]
     return "\n".join([*textwrap.wrap(title, WIDTH), *_markdown(table)])
-
-
-def _speed_title(runs: Sequence[Run], engine: str) -> str:
-    how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
-    if how is None:
-        return "Speed-up over full depth [95% interval]; of older runs, of outputs whose lengths differ"
-    return (
-        f"Speed-up over full depth [95% interval], {how['new_tokens']} new tokens for {how['records']} records on both "
-        f"sides, in turn, medians of {how['rounds']} rounds{f', engine {engine}' * bool(engine)}; request: with prompt"
-    )
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
@@ -135,42 +135,29 @@ def pairs_cells(pairs: Sequence[Pair]) -> list[list[str]]:
 
 
 def _bounds(interval: Interval | None, sign: str = "") -> str:
-    if interval is None:
+    return "-" if interval is None else _between(interval.estimate, vars(interval), f"{sign}.2f")
+
+
+def _between(value: float, bounds: Mapping[str, float] | None, form: str = ".2f", unit: str = "", by: int = 1) -> str:
+    around = "" if bounds is None else f" [{by * bounds['low']:{form}}, {by * bounds['high']:{form}}]"
+    return f"{by * value:{form}}{unit}{around}"
+
+
+def _kept(name: str, run: Run) -> str:
+    share = run.data["kept"].get(name)
+    return "-" if share is None else _between(share["estimate"], share, ".1f", by=100)
+
+
+def _scored(name: str, run: Run) -> str:
+    if (entry := run.data["metrics"].get(name)) is None:
         return "-"
-    return f"{interval.estimate:{sign}.2f} [{interval.low:{sign}.2f}, {interval.high:{sign}.2f}]"
+    half, digits = (entry["interval"]["high"] - entry["interval"]["low"]) / 2, 2 if name in IN_NATS else 1
+    return f"{entry['score']:.{digits}f} ± {half:.{digits}f}"
 
 
-def _kept(name: str) -> Callable[[Run], str]:
-    def cell(run: Run) -> str:
-        share = run.data["kept"].get(name)
-        return "-" if share is None else _interval(share, share["estimate"], 100, 1)
-
-    return cell
-
-
-def _scored(name: str) -> Callable[[Run], str]:
-    def cell(run: Run) -> str:
-        entry = run.data["metrics"].get(name)
-        if entry is None:
-            return "-"
-        half = (entry["interval"]["high"] - entry["interval"]["low"]) / 2
-        digits = 2 if name in IN_NATS else 1
-        return f"{entry['score']:.{digits}f} ± {half:.{digits}f}"
-
-    return cell
-
-
-def _gain(name: str) -> Callable[[Run], str]:
-    def cell(run: Run) -> str:
-        value = run.data.get(name)
-        return "-" if value is None else _interval(run.data.get(f"{name}_interval"), value, 1, 2, "x")
-
-    return cell
-
-
-def _interval(bounds: Mapping[str, float] | None, value: float, scale: float, digits: int, unit: str = "") -> str:
-    around = "" if bounds is None else f" [{scale * bounds['low']:.{digits}f}, {scale * bounds['high']:.{digits}f}]"
-    return f"{scale * value:.{digits}f}{unit}{around}"
+def _gain(name: str, run: Run) -> str:
+    value = run.data.get(name)
+    return "-" if value is None else _between(value, run.data.get(f"{name}_interval"), unit="x")
 
 
 def _tokens_per_s(run: Run) -> str:
@@ -178,16 +165,12 @@ def _tokens_per_s(run: Run) -> str:
     return "-" if not speed else f"{speed['new_tokens'] / speed['seconds']:.0f}"
 
 
-def _number(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}"
-
-
 _SPEED: Mapping[str, Callable[[Run], str]] = {
-    "request": _gain("measured_speedup_with_prompt"),
-    "decoding": _gain("measured_speedup"),
-    "nominal": lambda run: _number(run.data.get("nominal_speedup"), "x"),
+    "request": partial(_gain, "measured_speedup_with_prompt"),
+    "decoding": partial(_gain, "measured_speedup"),
+    "nominal": partial(_gain, "nominal_speedup"),
     "tokens/s": _tokens_per_s,
-    "layers/token": lambda run: _number(run.layers_per_token),
+    "layers/token": lambda run: "-" if run.layers_per_token is None else f"{run.layers_per_token:.2f}",
 }
 
 
@@ -200,9 +183,10 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of one table or of several, each with the first column, so that none is wider than `WIDTH`."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) + 3 for column in zip(*cells, strict=True)]
-    for size in range(len(widths) - 1, 0, -1):
-        # As few parts as fit, of about as many columns each.
-        parts = [[0, *part] for part in _even(range(1, len(widths)), size)]
+    # As few parts as fit, of about as many columns each.
+    columns = len(widths) - 1
+    for count in range(1, columns + 1):
+        parts = [[0, *range(1 + columns * i // count, 1 + columns * (i + 1) // count)] for i in range(count)]
         if all(1 + sum(widths[i] for i in part) <= WIDTH for part in parts):
             break
     lines: list[str] = []
@@ -211,9 +195,3 @@ def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
         rule = "".join("|" + "-" * (widths[i] - 1) for i in part) + "|"
         lines += [*([""] if lines else []), head, rule, *shown]
     return lines
-
-
-def _even(columns: Sequence[int], most: int) -> list[Sequence[int]]:
-    """Cut into the fewest parts of at most so many, as even as can be."""
-    count = -(-len(columns) // most)
-    return [columns[len(columns) * i // count : len(columns) * (i + 1) // count] for i in range(count)]

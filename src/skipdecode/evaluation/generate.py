@@ -41,14 +41,8 @@ def generate_all(
 ) -> list[Outputs]:
     """Run methods over all prompts; what each gave, in their order.
 
-    Parameters
-    ----------
-    sides : sequence of Method
-        Full depth among them, unless that is left out.
-    kept : KeptValues
-        Batches that an earlier, interrupted run finished; takes those that this one finishes.
-    progress : callable
-        Told after each batch how many records it finished.
+    `sides` have full depth among them, unless that is left out. `kept` has batches that an earlier, interrupted run
+    finished, and takes those of this one; `progress` is told how many records each had.
     """
     tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
     taken: list[list[Generation]] = [[] for _ in sides]

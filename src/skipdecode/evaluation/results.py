@@ -208,16 +208,8 @@ def run_document(
 ) -> dict[str, Any]:
     """The document of a method's results, JSON-ready; `skipdecode.evaluation.speed` has what it says of speed.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        What ``outputs.jsonl`` says of each record.
-    about : mapping
-        The run's ``config``.
-    scored, outputs
-        The same method's scores, and its outputs next to full depth's.
-    full : Run, optional
-        Full depth on the same records.
+    `rows` are what ``outputs.jsonl`` says of each record, `about` is the run's ``config``, `outputs` stand next to full
+    depth's; `full`, if there is one, is full depth on the same records.
     """
     lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
     count = min(len(rows), settings.samples)

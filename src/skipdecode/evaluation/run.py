@@ -98,7 +98,8 @@ def evaluate(
                 run = load_run(directory)
             else:
                 full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
-                run = work.saved(directory, method, metrics, given[method], about, speed, full)
+                data, rows = work.document(method, given[method], metrics, about, full)
+                run = save_run(directory, {**data, **speed}, rows)
                 kept.put(f"saved {directory}", scored_with)
             runs[directory] = Run(run.path, {**run.data, **speed})
         kept.remove()
@@ -153,11 +154,10 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Ev
 
 def _taken_over(methods: Mapping[Path, Method], about: Mapping[str, Any], metrics: Sequence[Metric]) -> dict[Path, Run]:
     """Full depth by its directory, if other methods are to be run beside what an earlier call left of it."""
-    full = {directory: method for directory, method in methods.items() if method.full_depth}
     found = {}
-    for directory, method in full.items() if len(full) < len(methods) else ():
-        run = same_run(directory, {**about, "method": method.settings()}, method.engine, metrics)
-        if run is not None:
+    for directory, method in methods.items() if not all(m.full_depth for m in methods.values()) else ():
+        config = {**about, "method": method.settings()}
+        if method.full_depth and (run := same_run(directory, config, method.engine, metrics)) is not None:
             note(f"full depth is taken from {directory}, where an earlier call left it")
             found[directory] = run
     return found
@@ -225,11 +225,8 @@ class _Work:
 
     def beside(self, methods: Collection[Method]) -> list[Method]:
         """Full depth on each engine that methods use and that has none among them."""
-        if not self.settings.full_depth:
-            return []
-        there = {method.engine for method in methods if method.full_depth}
-        used = {method.engine for method in methods}
-        return [full for full in self.subject.full if full.engine in used - there]
+        wanted = {m.engine for m in methods} - {m.engine for m in methods if m.full_depth}
+        return [full for full in self.subject.full if full.engine in wanted and self.settings.full_depth]
 
     @cached_property
     def reference_tokens(self) -> list[int]:
@@ -253,22 +250,14 @@ class _Work:
             tables |= self._teacher_forced(method, outputs)
         return Scored(tables, signatures)
 
-    def saved(
-        self,
-        directory: Path,
-        method: Method,
-        metrics: Sequence[Metric],
-        outputs: Outputs,
-        about: Mapping[str, Any],
-        speed: Mapping[str, Any],
-        full: Run | None,
-    ) -> Run:
-        """The run of a method, scored and written."""
+    def document(
+        self, method: Method, outputs: Outputs, metrics: Sequence[Metric], about: Mapping[str, Any], full: Run | None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A method's result and its rows, scored."""
         scored = self.score(method, metrics, outputs)
         rows = self.rows(outputs, scored)
         about = {**about, "method": method.settings()}
-        data = run_document(rows, about, method, scored, outputs, self.settings, full)
-        return save_run(directory, {**data, **speed}, rows)
+        return run_document(rows, about, method, scored, outputs, self.settings, full), rows
 
     def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
         """What ``outputs.jsonl`` says of each record."""

@@ -73,14 +73,8 @@ def time_equal_lengths(
 ) -> list[Timing]:
     """The times of methods, in their order; of each batch the median of `ROUNDS` rounds.
 
-    Parameters
-    ----------
-    prompts, lengths : sequence
-        Token ids of each row, and how many new tokens it gets.
-    kept : KeptValues, optional
-        Turns that an earlier, interrupted run finished; takes those that this one finishes.
-    progress : callable
-        Told after each turn, of all methods on one batch, how many rows it had.
+    `prompts` are token ids of each row, `lengths` how many new tokens it gets. `kept` has turns that an earlier,
+    interrupted run finished, and takes those of this one. `progress` is told the rows of each turn of all methods.
     """
     groups = batches([len(prompt) for prompt in prompts], batch_size)
     turns: list[list[list[Generation]]] = [[] for _ in groups]
@@ -122,8 +116,7 @@ def measured_speeds(
     Nothing, unless full depth is there and another method too. Rows get 2 new tokens at least, and at most as many as
     outputs may have. The rest is as in `time_equal_lengths`.
     """
-    full = {method.engine: method for method in methods if method.full_depth}
-    if not full or len(full) == len(methods):
+    if len({method.full_depth for method in methods}) < 2:
         return {}
     size = settings.batch_size
     wanted = min(len(prompts), max(_BATCHES * size, _LEAST_ROWS))
@@ -132,23 +125,17 @@ def measured_speeds(
     each = [min(max(lengths[i], 2), most) for i in chosen]
     with progress_bar(ROUNDS * wanted, "record", name="speed", shown=progress) as bar:
         timings = time_equal_lengths(model, methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
-    by_method = dict(zip(methods, timings, strict=True))
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
+    by_engine = {method.engine: timing for method, timing in zip(methods, timings, strict=True) if method.full_depth}
     return {
-        method: speed_entries(
-            timing,
-            None if method.full_depth else by_method[full[method.engine]],
-            resamples=settings.resamples,
-            seed=settings.seed,
-            about=about,
-        )
-        for method, timing in by_method.items()
-        if method.engine in full
+        method: speed_entries(timing, None if method.full_depth else by_engine[method.engine], settings, about)
+        for method, timing in zip(methods, timings, strict=True)
+        if method.engine in by_engine
     }
 
 
 def speed_entries(
-    ours: Timing, full: Timing | None, *, resamples: int, seed: int, about: Mapping[str, Any]
+    ours: Timing, full: Timing | None, settings: EvaluationSettings, about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What a result says of a method's speed, JSON-ready: full depth's seconds over its own, for the same batches.
 
@@ -160,11 +147,9 @@ def speed_entries(
         gain = None
         if full is not None:
             times = ours.seconds(parts), full.seconds(parts)
-            gain = compare(*times, _sum, resamples=resamples, seed=seed).ratio
+            gain = compare(
+                *times, lambda total: float(total[0]), resamples=settings.resamples, seed=settings.seed
+            ).ratio
         found[name] = 1.0 if full is None else None if gain is None else gain.estimate
         found[f"{name}_interval"] = None if gain is None or len(ours.batches) < 2 else asdict(gain)
     return found
-
-
-def _sum(total: Table) -> float:
-    return float(total[0])

@@ -62,8 +62,6 @@ class Method(ABC):
         The schedule, where the method is one.
     max_batch : int or None
         Most rows of a batch; None for any number.
-    lossless : bool
-        Whether the output is full depth's by construction.
     full_depth : bool
         Whether it is full depth itself, the yardstick.
     engine : str
@@ -73,7 +71,6 @@ class Method(ABC):
     name: str
     schedule: Schedule | None = None
     max_batch: int | None = None
-    lossless: bool = False
     full_depth: bool = False
     engine: str = GenerateEngine.name
 
@@ -95,23 +92,9 @@ class Method(ABC):
     ) -> Generation:
         """Greedy continuations.
 
-        Parameters
-        ----------
-        model : transformers causal LM
-            In eval mode, nothing attached; left as it was.
-        prompts : sequence of sequence of int
-            Token ids, none empty.
-        max_new_tokens : int or sequence of int
-            Of every row, or of each.
-        eos : set of int
-            Tokens that end a row.
-        rows : int
-            Rows decoded together; 0 for all.
-
-        Raises
-        ------
-        UsageError
-            The method does not decode so many rows together.
+        `model` is in eval mode with nothing attached, and left as it was; `prompts` are token ids, none empty;
+        `max_new_tokens` is of every row or of each; tokens of `eos` end a row; `rows` are decoded together, 0 for all.
+        Raises UsageError if the method does not decode so many rows together.
         """
         together = rows or len(prompts)
         if self.max_batch is not None and together > self.max_batch:
@@ -164,5 +147,4 @@ class Untouched(GenerateMethod):
     """`generate` as it is: the yardstick of the methods that live inside it."""
 
     name = "full"
-    lossless = True
     full_depth = True

@@ -16,7 +16,6 @@ class _Drafting(GenerateMethod):
     """One row at a time. Drafts run layers that the output does not show, so they are counted."""
 
     max_batch = 1
-    lossless = True
 
     def around(self, model: Any, eos: frozenset[int]) -> AbstractContextManager[Any]:
         return LayerCount(model)

@@ -34,7 +34,6 @@ class Scheduled(Method):
         self._asked, self._source = schedule, source
         self.schedule = schedule if source is None or schedule is None else source.suited(schedule)
         self.name = "full" if schedule is None else schedule.name
-        self.lossless = schedule is None or schedule.is_full
         self.engine = GatedEngine.name if source is None else source.name
 
     def on(self, source: EngineSource) -> Scheduled:
@@ -74,22 +73,9 @@ def on_engine(
 ) -> tuple[list[Method], tuple[Method, ...]]:
     """Methods on the engine that is asked for, where it can run them, and full depth on each engine that is used.
 
-    Parameters
-    ----------
-    methods : sequence of Method
-        As made: schedules through transformers.
-    model : PreTrainedModel or PeftModel
-    engine : {"auto", "fast", "transformers"}
-        See `skipdecode.engine.opening.open_fast`.
-    note : callable
-        Told one line where the choice needs a word.
-    weights : {"model", "int8", "int4"}
-        See `open_fast`.
-
-    Raises
-    ------
-    SkipDecodeError
-        A method does not fit the model, or `engine` is "fast" and cannot run the model or a method.
+    `methods` are as made, schedules through transformers; `note` is told one line where the choice needs a word;
+    `engine` and `weights` are as in `skipdecode.engine.opening.open_fast`. Raises a SkipDecodeError for a method that
+    does not fit the model, or if `engine` is "fast" and cannot run the model or a method.
     """
     for method in methods:
         method.check(model)
