@@ -67,14 +67,11 @@ def evaluate(
     methods : mapping of Path to Method
         What is evaluated, by the directory that gets its ``run.json`` and ``outputs.jsonl``.
     out, config : Path, mapping
-        The directory that keeps finished batches until all methods are saved; what the caller wants kept in results.
+        Where finished batches are kept until all methods are saved; what the caller wants kept in results.
     overwrite, skip_bad : bool
-        Replace runs that are there already; leave out records whose prompt is too long, and say which.
+        Replace runs that are there; leave out records whose prompt is too long, and say which.
 
-    Raises
-    ------
-    SkipDecodeError
-        A method that does not fit the model, prompts too long for it, results that cannot be written.
+    Raises SkipDecodeError for a method that does not fit, prompts that are too long, results that cannot be written.
     """
     settings = _settled(subject, list(methods.values()), task, settings)
     records, prompts = _encoded(subject, task, records, settings, skip_bad)
