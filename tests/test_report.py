@@ -293,6 +293,20 @@ def test_the_first_thing_on_the_page_is_how_much_faster_at_what_loss(tmp_path: P
         assert expected in words, expected
 
 
+def test_a_newer_run_stands_with_its_full_depth(place: Path, tmp_path: Path):
+    for name in ("full", "flat-4x"):
+        run = json.loads((place / "runs" / name / "run.json").read_text())
+        # Full depth agrees with itself: it has no such figure, under its older name or today's.
+        for older in [metric for metric in ("exact_match", "full_depth_agreement") if metric in run["metrics"]]:
+            run["metrics"]["full_depth_agreement"] = run["metrics"].pop(older)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(run))
+    found = sections(report(tmp_path / "r.html", tmp_path))
+    (part,) = [part for title, part in found.items() if title.startswith("mine on ")]
+    assert "outputs that agree with full depth" in part
+    assert re.findall(r'<th scope="row" class="pin0">(.*?)</th>', part) == ["full", "flat-4x"]
+
+
 def test_what_a_run_kept_of_full_depth_is_shown_with_its_interval(place: Path, tmp_path: Path):
     run = json.loads((place / "runs" / "flat-4x" / "run.json").read_text())
     run["kept"] = {"bleu": {"estimate": 0.625, "low": 0.5, "high": 0.75}, "rougeL": None}

@@ -1,6 +1,6 @@
 """Learn which layers to leave out, in which order and where in the text, on your own records.
 
-Give records with responses and one target: a wall-clock speed-up of decoding (--target-speedup), or the paper's nominal
+Give records with responses and one target: a decode speed-up in wall-clock time (--target-speedup), or the nominal
 one (--nominal-speedup: as many layers as the paper's schedule of that number would run on these records). Losses are
 teacher-forced and need no gradients. Writes schedule.json (for --schedule), calibration.json with all measurements,
 and calibration.png. The loss of every schedule is predicted, then measured, also on records held out.
@@ -216,14 +216,14 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
     """Lines for people, from the document that is also written as JSON."""
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
-    kind = "wall-clock" if document["options"]["target_speedup"] is not None else "layers"
+    kind = "predicted decode" if document["options"]["target_speedup"] is not None else "nominal"
     order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
         " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
     )
     depth = f"{schedule.budgets[0]}" if schedule.is_flat else f"{schedule.budgets[0]} falling to {schedule.budgets[-1]}"
     columns = {
         "schedule": "{name}",
-        f"speed-up ({kind})": "{speedup:.2f}x",
+        f"{kind} speed-up": "{speedup:.2f}x",
         "mean layers": "{mean_layers:.1f}",
         "predicted": "{predicted:.4f}",
         "measured": "{measured:.4f}",

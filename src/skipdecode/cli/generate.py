@@ -291,6 +291,34 @@ def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None
 
     for line in summary_lines(summary):
         note(line)
+    if summary.comparison is not None:
+        _tell_comparison(summary.comparison.to_dict())
     if config.summary is not None:
         document = {"settings": settings, "summary": summary.to_dict(), "environment": environment()}
         write_whole(config.summary, json.dumps(document, indent=2) + "\n")
+
+
+def _tell_comparison(found: dict[str, Any] | None) -> None:
+    """The schedule's speed next to full depth's, as three numbers that are easily taken for one."""
+    from skipdecode.cli.columns import speedups
+
+    if found is None:
+        note("no comparison: no row took a second token")
+        return
+    note(f"{found['batches']} batches once more, in turn with full depth, all rows of a batch to the same length:")
+    cells = {
+        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
+        "decode": (
+            "{full_decode_tokens_per_s:.1f} tokens/s",
+            "{decode_tokens_per_s:.1f} tokens/s",
+            "{measured_decode_speedup:.2f}x",
+        ),
+        "request": (
+            "{full_request_tokens_per_s:.1f} tokens/s",
+            "{request_tokens_per_s:.1f} tokens/s",
+            "{measured_request_speedup:.2f}x",
+        ),
+    }
+    filled = {name: [form.format_map(found) for form in forms] for name, forms in cells.items()}
+    for line in speedups(["full depth", "the schedule", "measured"], filled):
+        note(line)

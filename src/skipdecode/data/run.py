@@ -243,9 +243,9 @@ def _compared(
         for side in () if warm else (ours, full):
             _timed(side, batch, min(tokens, _WARM_UP_TOKENS))
         warm = True
-        sides = (ours, full) if len(found.ratios) % 2 else (full, ours)
-        timed = {side: _timed(side, batch, tokens) for side in sides}
-        found.add(timed[ours].stats, timed[full].stats)
+        sides = [(ours, found.ours), (full, found.full)]
+        for side, stats in sides if len(found.ours) % 2 else sides[::-1]:
+            stats.append(_timed(side, batch, tokens).stats)
     return found
 
 

@@ -250,6 +250,17 @@ class CostModel:
         before = self.sequence_seconds(full, prompt_len, new_tokens, use)
         return before / self.sequence_seconds(schedule, prompt_len, new_tokens, use)
 
+    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+        """Wall-clock speed-up of whole requests over full depth: the batch's prompts, in one forward, and its steps."""
+        full = Schedule.full(self.num_layers)
+
+        def seconds(each: Schedule) -> float:
+            layers = self.num_layers if each.prompt == "full" else each.budget(0)
+            prompts = self.prompt_seconds(self.batch * prompt_len, layers)
+            return prompts + self.sequence_seconds(each, prompt_len, new_tokens, use)
+
+        return seconds(full) / seconds(schedule)
+
     def bound(self, budget: int, prompt_len: int, new_tokens: int) -> float:
         """Speed-up when every decode step runs `budget` layers: with the least budget, what no schedule exceeds."""
         return self.speedup(Schedule.constant(self.num_layers, budget, warmup_layers=0), prompt_len, new_tokens)
