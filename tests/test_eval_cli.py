@@ -330,7 +330,7 @@ def test_nothing_left_is_an_error_though_bad_records_are_skipped(
         ({"prompt_field": "text"}, "the model was tuned with the prompt '{text}', chat=False;"),
         ({"task": "e2e"}, "the model was tuned with the prompt '{mr}\\n', chat=False;"),
         ({"task": "{place}/mine.yaml"}, None),
-        ({"task": "{place}/gone.yaml"}, "gone.yaml, which cannot be read here: compare its prompt"),
+        ({"task": "{place}/gone.yaml"}, "gone.yaml"),
         ({}, None),
     ],
 )
@@ -346,6 +346,8 @@ def test_a_model_tuned_on_other_prompts_is_told(
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")
     assert main(call) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]
+    notes = [
+        line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line and "prompt" in line
+    ]
     assert len(notes) == (message is not None)
     assert message is None or message in notes[0]

@@ -122,6 +122,19 @@ def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tm
     assert json.loads(figures.read_text())["summary"]["rows_ended_at_once"] == 3
 
 
+def test_eval_without_a_task_takes_the_checkpoints_template(capsys: Any, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"word": w, "ref": f"a {w}"} for w in ("car", "house", "tree")])
+    command = ["--data", data, "--resamples", "20", "--max-new-tokens", "4", "--metrics", "bleu", "--json"]
+    model = tuned(tmp_path / "tuned", "Say {word}:")
+    assert main(["eval", model, *command, "--nominal-speedup", "2", "--out", str(tmp_path / "run")]) == 0
+    assert "'Say {word}:'" in capsys.readouterr().err
+    prompts = [row["prompt"] for row in read_rows(tmp_path / "run/outputs.jsonl")[-3:]]
+    assert prompts == ["Say car:", "Say house:", "Say tree:"]
+    plain = save_tiny_model(tmp_path / "plain")
+    assert main(["eval", plain, *command, "--out", str(tmp_path / "none")]) == 2
+    assert "--task" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------- served
 
 

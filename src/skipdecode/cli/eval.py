@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import EngineOptions, ModelOptions
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
-from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.errors import SkipDecodeError, UsageError
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.metrics import Metric
     from skipdecode.evaluation.results import Run
     from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.recipe import Recipe
     from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
@@ -51,7 +51,11 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
     """Options of `skipdecode eval`."""
 
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
-    task: str = option("e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml)", default="")
+    task: str = option(
+        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml); default: by the prompt that the "
+        "checkpoint was tuned on",
+        default="",
+    )
     data: str | None = option(
         "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
     )
@@ -90,7 +94,7 @@ def run(config: Config) -> int:
         if config.model or config.task or config.out or config.methods:
             raise UsageError("--compare reads finished runs: leave out MODEL, --task, --methods and --out")
         return _compare(config)
-    for value, flag in ((config.model, "MODEL"), (config.task, "--task"), (config.out, "--out")):
+    for value, flag in ((config.model, "MODEL"), (config.out, "--out")):
         if not value:
             raise UsageError(f"{flag} is needed (or --compare RUN.json ... to read finished runs)")
     return _evaluate(config)
@@ -136,16 +140,14 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: st
 
 def _evaluate(config: Config) -> int:
     from skipdecode.data.source import load_records
-    from skipdecode.data.tasks import load_task
-    from skipdecode.evaluation.metrics import METRICS, check_metrics, make_metrics
+    from skipdecode.evaluation.metrics import check_metrics, make_metrics
     from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.evaluation.run import note_left_out
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
-    task = load_task(config.task, METRICS.check)
-    task = replace(task, chat=task.chat or config.chat)
+    task = _task(config)
     options = config.part(MetricOptions)
     # What nobody asked for by name may be left out.
     asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model
@@ -194,13 +196,17 @@ def _runs(
     from skipdecode.evaluation.settings import Subject
     from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import load_model
+    from skipdecode.models.loading.recipe import untuned_line
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = _recipe(loaded)
-    _check_template(recipe, task)
+    _check_template(loaded.recipe, task)
     chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
     for method, origin in chosen.values():
         note(f"{method.name}: {origin}")
+    schedules = (method.schedule for method, _ in chosen.values())
+    if line := untuned_line([s for s in schedules if s is not None], loaded.recipe, config.model):
+        note(line)
     given = [method for method, _ in chosen.values()]
     bound, full = on_engine(given, loaded.model, config.engine, note, config.weights)
     note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
@@ -272,13 +278,37 @@ def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}
 
 
-def _check_template(recipe: dict[str, Any] | None, task: Task) -> None:
+def _task(config: Config) -> Task:
+    """The task asked for; without one that of the checkpoint: the one it was tuned on, or records in its template."""
+    from skipdecode.data.forms import recipe_template
+    from skipdecode.data.tasks import load_task, task_names
+    from skipdecode.evaluation.metrics import METRICS
+    from skipdecode.models.loading.hub import load_recipe
+
+    recipe = None if config.task else load_recipe(config.model)
+    template = recipe_template(recipe)
+    if recipe is None or template is None:
+        if not config.task:
+            raise UsageError(f"--task is needed: {config.model} does not say what prompt it was tuned on")
+        task = load_task(config.task, METRICS.check)
+    else:
+        alike = (n for n in task_names() if n == recipe.task or load_task(n).prompt == template.prompt)
+        task = load_task(next(alike, "jsonl"), METRICS.check)
+        fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
+        found = {name: getattr(template, name) for name in fields}
+        task = replace(task, **found, references=tuple(dict.fromkeys((*template.responses, *task.references))))
+        note(f"task {task.name}, with the checkpoint's template {task.prompt!r} (--task says another)")
+    return replace(task, chat=task.chat or config.chat)
+
+
+def _check_template(recipe: Recipe | None, task: Task) -> None:
     """Say so when the model was tuned on prompts of another form: its scores would mean little."""
-    options = {} if recipe is None else recipe["options"]
+    from skipdecode.data.forms import recipe_template
+
     try:
-        tuned = recorded_prompt(options)
-    except (SkipDecodeError, OSError):
-        note(f"the model was tuned with --task {options['task']}, which cannot be read here: compare its prompt")
+        tuned = recipe_template(recipe)
+    except SkipDecodeError as e:
+        note(f"the prompt that the model was tuned with is not known here ({e}): compare it with this task's")
         return
-    if tuned is not None and tuned != (task.prompt, task.chat):
-        note(f"the model was tuned with the prompt {tuned[0]!r}, chat={tuned[1]}; this task's differs")
+    if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
+        note(f"the model was tuned with the prompt {tuned.prompt!r}, chat={tuned.chat}; this task's differs")

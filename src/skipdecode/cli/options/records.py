@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
     from skipdecode.data.records import Template
 
-__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
+__all__ = ["RecordOptions", "make_template", "read_examples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +59,6 @@ def make_template(options: RecordOptions) -> Template:
         raise UsageError("--response-field is missing: name the field of the record that is the response")
     prompt = options.prompt_template or _field_alone(options.prompt_field)
     return Template(prompt, options.response_field, chat=options.chat)
-
-
-def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The prompt's template that a recipe's options name, and whether it goes through the chat template.
-
-    None if they name none, as in a recipe that was not written by `skipdecode tune`. Raises SkipDecodeError or OSError
-    for a task that is not known here, or whose file cannot be read.
-    """
-    from skipdecode.data.tasks import load_task
-
-    if options.get("task") is not None:
-        task = load_task(options["task"])
-        return task.prompt, task.chat
-    if options.get("prompt_template") is not None:
-        return options["prompt_template"], bool(options.get("chat"))
-    if options.get("prompt_field") is not None:
-        return _field_alone(options["prompt_field"]), bool(options.get("chat"))
-    return None
 
 
 def _field_alone(name: str | None) -> str:
