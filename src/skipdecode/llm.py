@@ -242,11 +242,7 @@ class LLM:
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )
-        records = []
-        for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, str | Mapping | list):
-                raise DataError(f"{type(prompt).__name__} is no prompt: give text, a chat or a record", index=index)
-            records.append(replace(form.field.record(prompt), index=index))
+        records = [replace(form.field.record(prompt), index=index) for index, prompt in enumerate(prompts)]
         context = context_length(self.loaded.model)
         return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
 
@@ -283,8 +279,9 @@ class LLM:
         """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
         found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
         if found is None:
-            # Stands for the order in which layers are dropped: each call brings its own schedule.
-            order = schedule.drop_order or bottom_up(self.num_layers, 1)
+            # Stands for the order in which layers are dropped: each call brings its own schedule. Full depth goes with any.
+            carried = self.loaded.schedule
+            order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
             base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # said when the model was opened
