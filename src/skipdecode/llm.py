@@ -279,7 +279,7 @@ class LLM:
         """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
         found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
         if found is None:
-            # Stands for the order in which layers are dropped: each call brings its own schedule. Full depth goes with any.
+            # Stands for an order of dropping layers, which full depth goes with, too; calls bring their own schedules.
             carried = self.loaded.schedule
             order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
             base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
