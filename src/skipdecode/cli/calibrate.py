@@ -49,7 +49,7 @@ class Config(CalibrationSettings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     model: str = option("directory (of a model or an adapter), hub id or smollm2-135m", positional=True)
-    data: str = option("JSON lines with prompts and responses")
+    data: str = option("JSON lines or CSV with prompts and responses")
     out: str = option("directory for the schedule, the measurements and the picture")
     records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
     held_out: int = option("records with other prompts, for the check only; 0 for none", default=64, least=0)

@@ -49,7 +49,7 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
     task: str = option("e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml)", default="")
     data: str | None = option(
-        "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
+        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub", default=None
     )
     methods: tuple[str, ...] = option(
         "several in one run: methods by name (full, calm), schedules with their nominal speed-up (skipdecode:2), "

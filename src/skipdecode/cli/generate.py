@@ -1,7 +1,8 @@
 """Text for every prompt, in batches, with fewer layers per token: prompts in, JSONL out.
 
-Prompts are arguments, or lines of a text file, or rows of a JSONL file. Each output row has the id of its prompt (field
-"id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input.
+Prompts are arguments, or lines of a text file, or rows of a JSONL or CSV file. Each output row has the id of its prompt
+(field "id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the
+input.
 A row that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
 
 With --output FILE finished rows are kept in FILE.partial: after a kill or Ctrl-C the same command goes on where it
@@ -27,6 +28,7 @@ from skipdecode.cli.options import (
 )
 from skipdecode.common.options import option
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.rows import FORMATS
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,13 +58,13 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, ScheduleOptions):
         default=None,
     )
     format: str = option(
-        "of the input; auto: JSONL for .jsonl, .ndjson and .json, and for standard input that starts with {, else one "
-        "prompt a line",
+        "of the input; auto: CSV with a header for .csv and .tsv, JSONL for .jsonl, .ndjson and .json, and for "
+        "standard input that starts with {, else one prompt a line",
         default="auto",
-        choices=("auto", "jsonl", "txt"),
+        choices=("auto", *FORMATS, "txt"),
     )
     field: str | None = option(
-        "JSONL field that holds the prompt (default: the first of prompt, messages, text, input, question, mr)",
+        "field that holds the prompt (default: the first of prompt, messages, text, input, question, mr)",
         default=None,
     )
     output: str = option("JSONL file, - for standard output", default="-")
@@ -133,7 +135,7 @@ def _checked_sampling(config: Config) -> Sampling:
     if not config.prompts and config.input is None and sys.stdin.isatty():
         raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
     if config.prompts and config.field is not None:
-        raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
+        raise UsageError("--field belongs to JSONL and CSV input, not to prompts given as arguments")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
     if config.temperature == 0 and (config.top_k or config.top_p < 1):

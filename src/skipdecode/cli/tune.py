@@ -43,8 +43,8 @@ class Config(TuneConfig, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
-    train: str = option("JSON lines to train on", default="")
-    dev: str = option("JSON lines to choose the best weights by", default="")
+    train: str = option("JSON lines or CSV to train on", default="")
+    dev: str = option("JSON lines or CSV to choose the best weights by", default="")
     out: str = option("directory for the tuned model, its recipe and its log", default="")
     resume: bool = option("go on from the last checkpoint in --out, if there is one", default=False)
     recipe: str | None = option("read options from a recipe.json; options given here come first", default=None)
