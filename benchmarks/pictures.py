@@ -5,7 +5,6 @@ python benchmarks/pictures.py
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 
 from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
 from skipdecode.reporting.plots.output import png
-from skipdecode.reporting.quality import quality_sections
+from skipdecode.reporting.plots.standard import calibration_figure
+from skipdecode.reporting.quality import quality_section
+from skipdecode.reporting.results import groups_of
 from skipdecode.reporting.schedules import calibration_section
 from skipdecode.reporting.sources import read_source
 
@@ -42,15 +43,15 @@ def positions_figure(calibration: dict[str, Any]) -> Any:
 
 def main() -> int:
     """Draw all; returns 0."""
-    calibration = calibration_section(read_source(CALIBRATION))
+    calibration = read_source(CALIBRATION)
     table = read_source(ROOT / "results" / "e2e-smollm2-135m.json")
     shown = [row for row in table.data["runs"] if row["method"] in METHODS]
-    quality = quality_sections([replace(table, data=table.data | {"runs": shown})])[0]
+    (group,) = groups_of([replace(table, data=table.data | {"runs": shown})])
     figures = {
-        "calibration-e2e": calibration.pictures[0].figure,
-        "calibration-search-e2e": calibration.pictures[1].figure,
-        "calibration-positions-e2e": positions_figure(json.loads(CALIBRATION.read_text(encoding="utf-8"))),
-        "quality-e2e": quality.pictures[0].figure,
+        "calibration-e2e": calibration_figure(calibration.data),
+        "calibration-search-e2e": line_figure(calibration_section(calibration).pictures[1].drawing),
+        "calibration-positions-e2e": positions_figure(calibration.data),
+        "quality-e2e": line_figure(quality_section(group).pictures[0].drawing),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():

@@ -192,7 +192,9 @@ def labels(runs: Sequence[Run], full: Run) -> dict[Path, dict[str, str]]:
     return found
 
 
-def build(runs: Sequence[Run], full: Run, speed: Mapping[str, Any] | None, resamples: int) -> dict[str, Any]:
+def build(
+    runs: Sequence[Run], full: Run, speed: Mapping[str, Any] | None, resamples: int, model: str | None = None
+) -> dict[str, Any]:
     """The document."""
     runs = runs if any(run.path == full.path for run in runs) else [full, *runs]
     tuned = [options_of(run) for run in runs if run.data["config"].get("recipe")]
@@ -203,6 +205,7 @@ def build(runs: Sequence[Run], full: Run, speed: Mapping[str, Any] | None, resam
     return {
         **heading("quality-table"),
         "environment": full.data["environment"] if speed is None else speed["environment"],
+        "model": model or named[full.path]["checkpoint"],
         "task": {
             "name": config["task"]["name"],
             "data": config["data"],
@@ -224,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="directories of runs")
     parser.add_argument("--full", help="the run at full depth that all are compared with (default: the only one)")
+    parser.add_argument("--model", help="what all checkpoints were tuned from (default: the yardstick's checkpoint)")
     parser.add_argument("--speed", type=Path, help="what schedule_speed.py wrote (default: the runs' own speed)")
     parser.add_argument("--resamples", type=int, default=1000, help="draws of the bootstrap (default: 1000)")
     parser.add_argument("--out", required=True, help="file for the table as JSON")
@@ -232,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = load_runs(options.runs)
         full = yardstick(runs, options.full)
         speed = None if options.speed is None else read_result(options.speed, "schedule-speed")
-        document = build(runs, full, speed, options.resamples)
+        document = build(runs, full, speed, options.resamples, options.model)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except (SkipDecodeError, OSError) as e:
         print(f"quality_table: {e}", file=sys.stderr)

@@ -32,7 +32,9 @@ def active_tokens(schedule: Schedule, prompt: int, columns: int) -> Tensor:
     """(layers, columns) of bool: the layers that run on each column, straight from the schedule's sets."""
     active = torch.zeros(schedule.num_layers, columns, dtype=torch.bool)
     for column in range(columns):
-        layers = schedule.prompt_layers() if column < prompt else schedule.layers(column - prompt)
+        layers = {*schedule.prompt_layers()} if column < prompt else {*schedule.layers(column - prompt)}
+        if column == prompt - 1:
+            layers |= {*schedule.layers(0)}
         active[list(layers), column] = True
     return active
 

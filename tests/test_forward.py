@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from skipdecode.models.families import FAMILIES
 from tiny import LAYERS, VOCAB, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+SPLIT = Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3))
+both = pytest.mark.parametrize("schedule", [PAPER, SPLIT], ids=["paper", "split"])
 
 
 def ragged_batch():
@@ -41,17 +45,21 @@ def active_rows(schedule: Schedule, labels: torch.Tensor) -> torch.Tensor:
                 layers = schedule.layers(10**6)
             else:
                 layers = schedule.prompt_layers() if position < 0 else schedule.layers(position)
+                if position < 0 and column + 1 < len(row_labels) and row_labels[column + 1] != -100:
+                    layers = {*layers, *schedule.layers(0)}
             active[list(layers), row, column] = True
     return active
 
 
+@both
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_labels_apply_the_schedule_to_each_response(family: str):
+def test_labels_apply_the_schedule_to_each_response(family: str, schedule: Schedule):
     model = tiny_model(family)
     ids, mask, labels = ragged_batch()
-    with attach(model, PAPER), torch.no_grad():
+    with attach(model, schedule), torch.no_grad():
         out = model(input_ids=ids, attention_mask=mask, labels=labels, **position_ids(model, mask))
-        expected = oracle_logits(model, ids, mask, active_rows(PAPER, labels))
+    with torch.no_grad():
+        expected = oracle_logits(model, ids, mask, active_rows(schedule, labels))
     real = mask.bool()
     assert (out.logits - expected)[real].abs().max() < 1e-4
     shifted = torch.where(labels[:, 1:] == -100, -100, labels[:, 1:])
@@ -59,34 +67,38 @@ def test_labels_apply_the_schedule_to_each_response(family: str):
     assert out.loss.item() == pytest.approx(loss.item(), abs=1e-4)
 
 
-def test_teacher_forced_loss_is_the_loss_of_cached_decoding(schedule: Schedule):
+@pytest.mark.parametrize("prompt_layers", ["full", "max_exit", (0, 1, 2)], ids=str)
+def test_teacher_forced_loss_is_the_loss_of_cached_decoding(schedule: Schedule, prompt_layers):
+    schedule = replace(schedule, prompt=prompt_layers)
     model = tiny_model("llama")
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCAB, (2, 20), generator=generator)
     prompt = 8
     with attach(model, schedule) as attachment, torch.no_grad():
         forced = model(input_ids=ids, prompt_length=prompt).logits
-        cache = attachment.new_cache()
+        cache = attachment.new_cache(prompt)
         logits = [model(input_ids=ids[:, :prompt], past_key_values=cache).logits]
         for column in range(prompt, ids.shape[1]):
             logits.append(model(input_ids=ids[:, column : column + 1], past_key_values=cache).logits)
     assert (torch.cat(logits, 1) - forced).abs().max() < 1e-4
 
 
-def test_prompt_length_per_row_and_one_for_all():
+@both
+def test_prompt_length_per_row_and_one_for_all(schedule: Schedule):
     model = tiny_model("qwen3")
     ids, _mask, _ = ragged_batch()
-    with attach(model, PAPER), torch.no_grad():
+    with attach(model, schedule), torch.no_grad():
         per_row = model(input_ids=ids, prompt_length=torch.tensor([7, 4])).logits
         first = model(input_ids=ids[:1], prompt_length=7).logits
         second = model(input_ids=ids[1:], prompt_length=4).logits
     assert torch.allclose(per_row, torch.cat([first, second]), atol=1e-5)
 
 
-def test_prompt_length_and_cache_together_continue_as_generated():
+@both
+def test_prompt_length_and_cache_together_continue_as_generated(schedule: Schedule):
     model = tiny_model("llama")
     ids, _, _ = ragged_batch()
-    with attach(model, PAPER) as attachment, torch.no_grad():
+    with attach(model, schedule) as attachment, torch.no_grad():
         forced = model(input_ids=ids, prompt_length=5).logits
         cache = attachment.new_cache()
         head = model(input_ids=ids[:, :9], prompt_length=5, past_key_values=cache).logits
@@ -106,15 +118,16 @@ def gradients(model, loss):
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@both
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "bloom", "opt", "mixtral"])
-def test_gradients_equal_the_oracles_with_and_without_checkpointing(family: str):
+def test_gradients_equal_the_oracles_with_and_without_checkpointing(family: str, schedule: Schedule):
     model = tiny_model(family, **NO_DROPOUT.get(family, {})).train()
     ids, _, labels = ragged_batch()
     mask = torch.ones_like(ids)
-    logits = oracle_logits(model, ids, mask, active_rows(PAPER, labels))
+    logits = oracle_logits(model, ids, mask, active_rows(schedule, labels))
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), labels[:, 1:].reshape(-1))
     expected = gradients(model, loss)
-    with attach(model, PAPER):
+    with attach(model, schedule):
         plain = gradients(model, model(input_ids=ids, attention_mask=mask, labels=labels).loss)
         model.gradient_checkpointing_enable()
         checkpointed = gradients(model, model(input_ids=ids, attention_mask=mask, labels=labels).loss)
@@ -124,7 +137,8 @@ def test_gradients_equal_the_oracles_with_and_without_checkpointing(family: str)
         assert torch.allclose(checkpointed[name], gradient, atol=1e-4), name
 
 
-def test_only_active_tokens_are_computed():
+@both
+def test_only_active_tokens_are_computed(schedule: Schedule):
     model = tiny_model("llama")
     seen = []
     for layer in layer_list(model):
@@ -132,20 +146,23 @@ def test_only_active_tokens_are_computed():
     ids = torch.randint(3, VOCAB, (3, 20))
     labels = ids.clone()
     labels[:, :6] = -100
-    with attach(model, PAPER), torch.no_grad():
+    with attach(model, schedule), torch.no_grad():
         model(input_ids=ids, labels=labels)
-    expected = [6 + sum(layer in PAPER.layers(i) for i in range(14)) for layer in range(LAYERS)]
-    assert seen == expected
+    prompts = [*[schedule.prompt_layers()] * 5, {*schedule.prompt_layers(), *schedule.layers(0)}]
+    sets = prompts + [schedule.layers(i) for i in range(14)]
+    assert seen == [sum(layer in layers for layers in sets) for layer in range(LAYERS)]
     assert sum(seen) < LAYERS * 20
 
 
-def test_later_turns_in_one_row_run_the_last_set():
+@both
+def test_later_turns_in_one_row_run_the_last_set(schedule: Schedule):
     model = tiny_model("llama")
     ids, mask, labels = ragged_batch()
     labels[0, 10:12] = -100
-    with attach(model, PAPER), torch.no_grad():
+    with attach(model, schedule), torch.no_grad():
         out = model(input_ids=ids, attention_mask=mask, labels=labels)
-        expected = oracle_logits(model, ids, mask, active_rows(PAPER, labels))
+    with torch.no_grad():
+        expected = oracle_logits(model, ids, mask, active_rows(schedule, labels))
     assert (out.logits - expected)[mask.bool()].abs().max() < 1e-4
 
 
@@ -172,10 +189,11 @@ def test_what_a_schedule_cannot_give_is_refused_by_name(options, names):
         model(input_ids=ids)
 
 
-def test_prompt_length_with_use_cache_returns_a_cache_that_goes_on():
+@both
+def test_prompt_length_with_use_cache_returns_a_cache_that_goes_on(schedule: Schedule):
     model = tiny_model("llama")
     ids, _, _ = ragged_batch()
-    with attach(model, PAPER), torch.no_grad():
+    with attach(model, schedule), torch.no_grad():
         forced = model(input_ids=ids, prompt_length=5).logits
         out = model(input_ids=ids[:, :15], prompt_length=5, use_cache=True)
         last = model(input_ids=ids[:, 15:], past_key_values=out.past_key_values).logits

@@ -23,6 +23,8 @@ from tiny import LAYERS
 
 ROWS = [{"id": f"r{i}", "prompt": "hello " * random.Random(i).randint(1, 9) + str(i)} for i in range(30)]
 
+CHAT_TURN = {"role": "user", "content": "hi"}
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -150,6 +152,26 @@ def test_stop_strings_end_and_cut_the_text(capsysbinary: Any, model_dir: str):
     assert row["new_tokens"] < 8
 
 
+def test_a_terminal_gets_text_and_a_pipe_jsonl_unless_asked(
+    capsysbinary: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: str
+):
+    def shown(*arguments: str) -> str:
+        assert generate(model_dir, *arguments) in (0, 1)
+        return capsysbinary.readouterr().out.decode()
+
+    one, two = (json.loads(shown(prompt))["text"].strip("\n") for prompt in ("one", "two"))
+    assert shown("one", "--output-format", "text") == one + "\n"
+    assert shown("one", "two", "--output-format", "text") == f"> one\n{one}\n\n> two\n{two}\n\n"
+    data = write_rows(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": ""}, {"messages": [CHAT_TURN]}])
+    lines = shown("--input", data, "--output-format", "text").splitlines()
+    assert [line for line in lines if line.startswith("> ")] == ["> one", "> line 2", "> hi"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown("one") == one + "\n"
+    assert json.loads(shown("one", "--output-format", "jsonl"))["text"].strip("\n") == one
+    assert generate(model_dir, "one", "--output", str(tmp_path / "out.jsonl")) == 0
+    assert read_rows(tmp_path / "out.jsonl")[0]["text"].strip("\n") == one
+
+
 def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, rows_file: str):
     figures = tmp_path / "figures.json"
     options = ("--input", rows_file, "--output", "/dev/null", "--nominal-speedup", "2", "--summary", str(figures))
@@ -222,6 +244,7 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         (["x", "--input", "in.jsonl"], 2, "given both as arguments and with --input"),
         (["x", "--field", "q"], 2, "--field belongs to JSONL input"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
+        (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is of standard output"),
         (["x", "--top-k", "3"], 2, "give --temperature too"),
         (["x", "--seq-len", "3"], 2, "--seq-len belongs to --nominal-speedup"),
         (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "both name a schedule"),

@@ -12,6 +12,8 @@ from skipdecode.errors import UnsupportedFeatureError
 from tiny import LAYERS, VOCAB, ragged_prompts, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
+SPLIT = Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3))
+both = pytest.mark.parametrize("schedule", [PAPER, SPLIT], ids=["paper", "split"])
 FAMILIES = ["llama", "gemma3_text", "gpt2", "opt", "bloom"]
 
 
@@ -133,12 +135,13 @@ def test_layers_run_and_keys_stored_are_the_schedules():
         assert (stats.token_layers, stats.token_layers_full, stats.forwards) == (sum(expected), LAYERS * 23, 15)
 
 
+@both
 @torch.no_grad()
-def test_a_second_turn_runs_the_last_set_and_keeps_nestedness():
+def test_a_second_turn_runs_the_last_set_and_keeps_nestedness(schedule: Schedule):
     model = tiny_model("gemma3_text")
     first = torch.tensor([[5, 6, 7, 8]])
     more = torch.tensor([[11, 12, 13]])
-    with attach(model, PAPER):
+    with attach(model, schedule):
         turn = model.generate(input_ids=first, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
         text = torch.cat([turn.sequences, more], 1)
         again = model.generate(
@@ -153,17 +156,18 @@ def test_a_second_turn_runs_the_last_set_and_keeps_nestedness():
     # 4 prompt columns, 5 generated (the fifth is fed with the new turn, at its own position), then the last set.
     active = torch.zeros(LAYERS, final.shape[1], dtype=torch.bool)
     for column in range(final.shape[1]):
-        layers = range(LAYERS) if column < 4 else PAPER.layers(column - 4) if column < 9 else PAPER.layers(10**6)
-        active[list(layers), column] = True
+        layers = schedule.layers(max(0, column - 4) if column < 9 else 10**6) if column > 2 else ()
+        active[[*layers, *(schedule.prompt_layers() if column < 4 else ())], column] = True
     expected = oracle_logits(model, final, torch.ones_like(final), active)
     assert (torch.stack(again.logits, 1) - expected[:, 11:-1]).abs().max() < 1e-4
     assert bool((active[:, 4:-1] >= active[:, 5:]).all())
 
 
-def test_rows_that_end_early_have_the_same_second_turn_as_alone():
+@both
+def test_rows_that_end_early_have_the_same_second_turn_as_alone(schedule: Schedule):
     model = tiny_model("llama")
     ids, mask = ragged_prompts()
-    with attach(model, PAPER):
+    with attach(model, schedule):
         free = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
         stop = int(free[0, 9 + 3])  # row 0 ends at its fourth token
         options = {"do_sample": False, "eos_token_id": stop, "pad_token_id": 0, "return_dict_in_generate": True}
@@ -191,12 +195,13 @@ def test_rows_that_end_early_have_the_same_second_turn_as_alone():
     assert torch.equal(together, alone)
 
 
-def test_a_prompt_prefix_can_be_cached_and_chunks_prefilled():
+@both
+def test_a_prompt_prefix_can_be_cached_and_chunks_prefilled(schedule: Schedule):
     model = tiny_model("llama")
     ids = torch.randint(3, VOCAB, (1, 10), generator=torch.Generator().manual_seed(2))
-    with attach(model, PAPER) as attachment, torch.no_grad():
+    with attach(model, schedule) as attachment, torch.no_grad():
         plain = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
-        cache = attachment.new_cache()
+        cache = attachment.new_cache(10)
         model(input_ids=ids[:, :6], past_key_values=cache)
         reused = model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
         chunked = model.generate(input_ids=ids, prefill_chunk_size=3, max_new_tokens=8, do_sample=False)
@@ -316,3 +321,12 @@ def test_a_cache_under_a_schedule_cannot_be_rolled_back():
     cache.reset()
     assert cache.get_seq_length() == 0
     assert cache.kv_bytes() == cache.kv_bytes_full() == 0
+
+
+def test_where_the_prompt_ends_must_be_known_if_its_last_token_runs_more_layers():
+    model = tiny_model("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    with attach(model, SPLIT) as attachment:
+        with pytest.raises(UnsupportedFeatureError, match="prompt_length"):
+            model(input_ids=ids, past_key_values=attachment.new_cache())
+        model(input_ids=ids, past_key_values=attachment.new_cache(3))

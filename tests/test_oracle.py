@@ -15,6 +15,7 @@ from tiny import LAYERS, OPTIONS, ragged_prompts, tiny_model
 
 NEW = 14
 TOLERANCE = 1e-4
+PROMPT_SETS = [(0, 1, 2), (0, 1, 3, 6)]
 
 
 @cache
@@ -64,6 +65,12 @@ def test_cached_equals_uncached(family: str, schedule: Schedule):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_cached_equals_uncached_after_a_shallow_prompt(family: str, schedule: Schedule):
     check(model_of(family), replace(schedule, prompt="max_exit"), *ragged_prompts())
+
+
+@pytest.mark.parametrize("prompt", PROMPT_SETS, ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_cached_equals_uncached_after_a_prompt_with_layers_of_its_own(family: str, prompt, schedule: Schedule):
+    check(model_of(family), replace(schedule, prompt=prompt), *ragged_prompts())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "opt", "gpt2", "mistral", "falcon", "bloom"])

@@ -79,6 +79,10 @@ def report(out: Path, *arguments: str | Path) -> str:
     return out.read_text(encoding="utf-8")
 
 
+def headings(html: str, tag: str) -> list[str]:
+    return re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html)
+
+
 def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     files = [place / "runs", *sorted((place / "results").glob("*.json"))]
     files += [place / "hostile.json", *sorted((ROOT / "results").glob("*-cpu.json"))]
@@ -88,7 +92,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     assert page.links == []
     assert not re.search(r"<script|@import|url\((?!#)", html)
     for title in (
-        "Quality against measured speed-up: mine, 8 records",
+        "mine on checkpoint: 8 records",
         "Outputs side by side",
         "Speed-up against nominal",
         "Decoding through transformers: opt-1.3b",
@@ -103,8 +107,8 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     ):
         assert title in page.text, title
     # The table was built from these runs: they are shown once.
-    assert html.count("Quality against measured speed-up: mine, 8 records</h2>") == 1
-    assert html.count("Quality against measured speed-up") == 2  # with the list of sections
+    titles = [title for title in headings(html, "h2") if "mine" in title]
+    assert sum(title == "mine on checkpoint: 8 records" for title in titles) == 2  # the answer and the section
     # A score, a bench row, a calibration's loss, a dev loss: numbers of each source are on the page.
     bench = json.loads((ROOT / "results" / "bench-smollm2-135m-cpu.json").read_text())
     speedup = max(row["decode_speedup"] for row in bench["rows"])
@@ -113,8 +117,8 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     assert all(text in page.text for text in REFERENCES)
     assert '</script><b>"x" & y' in page.text
     # Pictures take the page's colours and say what they show.
-    assert html.count("<svg ") == html.count('role="img" aria-label="')
-    assert "var(--c0, " in html
+    assert html.count("<svg ") == html.count('role="img" aria-label="') + html.count('aria-hidden="true"')
+    assert "var(--c0)" in html
     assert any("skipdecode" not in label and "Best on dev: 1.3846 at step 300" in label for label in page.labels)
     assert report(tmp_path / "again.html", *files) == html
 
@@ -132,7 +136,8 @@ def test_words_that_full_depth_did_not_write_are_marked(place: Path, tmp_path: P
 
 
 def test_a_directory_stands_for_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    report(tmp_path / "r.html", ROOT / "results")
+    html = report(tmp_path / "r.html", ROOT / "results")
+    assert len(html.encode()) < 2_000_000
     number = len([p for p in (ROOT / "results").iterdir() if p.suffix in (".json", ".jsonl")])
     assert f"{number} results" in capsys.readouterr().out
 
@@ -211,3 +216,87 @@ def test_notes_of_points_that_lie_together_are_all_legible():
     boxes = [note.get_window_extent() for note in figure.axes[0].texts]
     assert len(boxes) == 5
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+def table_file(place: Path, name: str, **changed: Any) -> Path:
+    """A published table of E2E on SmolLM2-135M, changed."""
+    document = json.loads((ROOT / "results" / "own-smollm2-135m.json").read_text()) | changed
+    (place / name).write_text(json.dumps(document))
+    return place / name
+
+
+def sections(html: str) -> dict[str, str]:
+    """The parts of the page by heading."""
+    return {headings(part, "h2")[0]: part for part in html.split("<section ")[1:]}
+
+
+def test_two_models_never_share_a_chart_or_a_table(tmp_path: Path):
+    ours = ROOT / "results" / "own-smollm2-135m.json"
+    other = table_file(tmp_path, "other.json", model="another-1b")
+    yardstick = json.loads(ours.read_text())["runs"]
+    yardstick[0] = yardstick[0] | {"checkpoint": "e2e-other-full"}
+    runs = [row | {"method": f"twin of {row['method']}"} if row["method"] != "full" else row for row in yardstick]
+    third = table_file(tmp_path, "third.json", runs=runs)
+    found = sections(report(tmp_path / "r.html", ours, other, third))
+    assert [title for title in found if title.startswith("e2e on ")] == [
+        "e2e on smollm2-135m: 630 records against e2e-full-b",
+        "e2e on another-1b: 630 records against e2e-full-b",
+        "e2e on smollm2-135m: 630 records against e2e-other-full",
+    ]
+    assert ["twin of" in part for title, part in found.items() if title.startswith("e2e on ")] == [False, False, True]
+
+
+def test_tables_against_one_yardstick_are_one_section_with_each_checkpoint(tmp_path: Path):
+    files = [ROOT / "results" / f"{name}-smollm2-135m.json" for name in ("e2e", "own")]
+    found = sections(report(tmp_path / "r.html", *files))
+    (part,) = [part for title, part in found.items() if title.startswith("e2e on ")]
+    head = headings(part, "th")
+    assert head[:2] == ["run", "kept, least"]
+    assert "model" in head
+    rows = [re.sub(r"<.*?>", "|", row) for row in re.findall(r"<tr>.*?</tr>", part)]
+    assert sum("|full 1x|" in row for row in rows) == 1
+    assert any("|calibrated, e2e-cal-5x 5x|" in row and "|e2e-cal-5x|" in row for row in rows)
+
+
+def test_the_first_thing_on_the_page_is_how_much_faster_at_what_loss(tmp_path: Path):
+    name = "own-smollm2-135m"
+    rows = json.loads((ROOT / "results" / f"{name}.json").read_text())["runs"]
+    shares = {r["method"]: {m: r["retained"][m]["share"] for m in ("bleu", "rougeL", "bertscore_f1")} for r in rows}
+    enough = [r for r in rows if r["nominal_speedup"] > 1 and min(shares[r["method"]].values()) >= 0.99]
+    best = max(enough, key=lambda r: (r["measured_speedup_with_prompt"], min(shares[r["method"]].values())))
+    html = report(tmp_path / "r.html", ROOT / "results" / f"{name}.json")
+    card = html[html.index("<li><h2>e2e on smollm2-135m") : html.index("<nav")]
+    words = re.sub(r"<.*?>", " ", card)
+    for expected in (
+        f"{best['measured_speedup_with_prompt']:.2f}x  whole request",
+        f"decoding {best['measured_speedup']:.2f}x, nominal 2x",
+        f"keeps {100 * min(shares[best['method']].values()):.1f}% [",
+        "fast engine, batch 32, bfloat16, 2 threads, AMD EPYC",
+    ):
+        assert expected in words, expected
+
+
+def test_what_a_run_kept_of_full_depth_is_shown_with_its_interval(place: Path, tmp_path: Path):
+    run = json.loads((place / "runs" / "flat-4x" / "run.json").read_text())
+    run["kept"] = {"bleu": {"estimate": 0.625, "low": 0.5, "high": 0.75}, "rougeL": None}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    page = read_page(report(tmp_path / "r.html", tmp_path / "run.json"))
+    assert "62.5% [50.0,\N{NO-BREAK SPACE}75.0]" in page.text
+
+
+def test_many_curves_all_look_different():
+    names = [f"{method}, {variant}" for method in "abcdefghi" for variant in "xyz"]
+    styles = Chart([Series(name, [Point(1, 1)]) for name in names], "x", "y").styles
+    assert len({(style.color, style.mark, style.dashes) for style in styles.values()}) == 27
+    # A method has one colour.
+    assert all(styles[f"{method}, x"].color == styles[f"{method}, z"].color for method in "abcdefghi")
+
+
+@pytest.mark.parametrize(("values", "expected"), [((0.9, 11), ["1", "2", "5", "10"]), ((1.1, 1.9), None)])
+def test_a_logarithmic_axis_has_plain_numbers(values: tuple[float, float], expected: list[str] | None):
+    figure = line_figure(Chart([Series("a", [Point(i, y) for i, y in enumerate(values)])], "x", "y", log=True))
+    figure.draw_without_rendering()
+    ticks = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert expected is None or ticks == expected
+    assert len(ticks) >= 3
+    assert all(re.fullmatch(r"[\d.]+", tick) for tick in ticks)

@@ -49,3 +49,23 @@ def test_it_asks_for_nothing_fits_and_is_accessible(page_file: Path, size: tuple
         ink = page.evaluate("getComputedStyle(document.querySelector('figure svg text')).fill")
         assert ink == page.evaluate("getComputedStyle(document.body).color")
         browser.close()
+
+
+@pytest.mark.parametrize(("size", "kept"), [(DESKTOP, 4), (PHONE, 1)], ids=["desktop", "phone"])
+def test_wide_tables_keep_the_run_and_what_it_keeps_in_view(page_file: Path, size: tuple[int, int], kept: int):
+    with sync_playwright() as tool:
+        browser = tool.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_context(viewport={"width": size[0], "height": size[1]}).new_page()
+        page.goto(page_file.as_uri())
+        box = page.locator(".wide:has(td.pin4)").first
+        box.evaluate("box => (box.scrollLeft = box.scrollWidth)")
+        left = box.bounding_box()["x"]
+        row = box.locator("tbody tr").nth(2)
+        places = [row.locator(f".pin{i}").bounding_box()["x"] - left for i in range(kept + 1)]
+        assert places[0] == pytest.approx(0, abs=1)
+        # Side by side within the view, none over another.
+        assert places == sorted(places)
+        assert len({round(place) for place in places}) == kept + 1
+        assert places[-1] < size[0] / 2 + 60
+        assert row.locator("td").last.bounding_box()["x"] - left > places[-1]
+        browser.close()

@@ -50,6 +50,28 @@ def test_other_methods_are_points_of_the_same_space():
     assert Schedule.from_layer_sets(6, [(0, 1, 4, 5), (0, 5), (0, 5)]).layers(1) == (0, 5)
 
 
+def test_a_split_schedule_gives_each_token_its_half():
+    s = Schedule.split(8, 4, 5, name="halves")
+    assert s.prompt_layers() == (0, 1, 2, 3)
+    assert s.layers(0) == s.layers(99) == (0, 4, 5, 6, 7)
+    assert s.projected == (4, 5, 6, 7)
+    assert s.last_prompt_layers() == tuple(range(8))
+    assert not s.is_full
+    assert Schedule.split(8, 8, 5).prompt_layers() == Schedule.constant(8, 5).prompt_layers()
+    assert Schedule.split(8, 4, (6, 5), warmup_layers=2).layers(1) == (0, 1, 5, 6, 7)
+
+
+def test_a_prompt_set_is_more_less_or_other_than_position_0():
+    more = Schedule.constant(6, 3, prompt=(0, 1, 4, 5))
+    assert (more.prompt_layers(), more.projected) == ((0, 1, 4, 5), ())
+    other = Schedule.constant(6, 3, prompt=[2, 0, 1])
+    assert (other.prompt_layers(), other.projected, other.last_prompt_layers()) == ((0, 1, 2), (4, 5), (0, 1, 2, 4, 5))
+    assert Schedule.constant(6, 3, prompt="max_exit").projected == ()
+    cheap_prompt = Schedule(6, (), (6,), prompt=(0, 1, 2))
+    assert not cheap_prompt.is_full
+    assert cheap_prompt.projected == (3, 4, 5)
+
+
 def test_degenerate_schedules():
     assert Schedule.paper(4, min_exit_layer=4, max_exit_layer=4, seq_len=9).is_full
     assert Schedule.full(1).layers(3) == (0,)
@@ -76,7 +98,13 @@ def test_degenerate_schedules():
         (lambda: Schedule(0, (), (1,)), "num_layers=0"),
         (lambda: Schedule(True, (), (1,)), "num_layers=True"),
         (lambda: Schedule(6, (), (6,), warmup_layers=7), "warmup_layers=7"),
-        (lambda: Schedule(6, (), (6,), prompt="half"), "'full' or 'max_exit'"),
+        (lambda: Schedule(6, (), (6,), prompt="half"), "'full', 'max_exit' or"),
+        (lambda: Schedule(6, (), (6,), prompt=(0, 6)), "prompt names layer 6: accepted are 0 to 5"),
+        (lambda: Schedule(6, (), (6,), prompt=(1, 2)), "prompt leaves out layer 0"),
+        (lambda: Schedule(6, (), (6,), prompt=(), warmup_layers=0), "prompt leaves out layer 0"),
+        (lambda: Schedule(6, (), (6,), prompt=(0, 1.5)), "1.5.*whole number"),
+        (lambda: Schedule(6, (), (6,), prompt=3), "prompt=3"),
+        (lambda: Schedule.split(6, 7, 3), "prompt_layers=7 is not accepted: give 1 to 6"),
         (lambda: Schedule.paper(6, min_exit_layer=5, max_exit_layer=4, seq_len=3), "swap them"),
         (lambda: Schedule.paper(6, min_exit_layer=2, max_exit_layer=4, seq_len=0), "seq_len=0"),
         (lambda: Schedule.paper(6, min_exit_layer=1, max_exit_layer=4, seq_len=3), "budget 1 at position 2"),
@@ -111,7 +139,9 @@ def schedules(draw):
     order = draw(st.permutations(range(warm_up, layers - 1)))
     floor = max(1, layers - len(order))
     budgets = sorted(draw(st.lists(st.integers(floor, layers), min_size=1, max_size=30)), reverse=True)
-    return Schedule(layers, tuple(order), tuple(budgets), warm_up, draw(st.sampled_from(["full", "max_exit"])))
+    own = st.sets(st.integers(0, layers - 1)).map(lambda some: tuple(some | set(range(max(1, warm_up)))))
+    prompt = draw(st.one_of(st.sampled_from(["full", "max_exit"]), own))
+    return Schedule(layers, tuple(order), tuple(budgets), warm_up, prompt)
 
 
 @given(schedules())
@@ -127,6 +157,8 @@ def test_sets_are_nested_and_json_goes_round(s):
             drop = s.drop_position(layer)
             assert (layer in now) == (drop is None or position < drop)
     assert s.mean_budget(3) == pytest.approx(sum(len(s.layers(i)) for i in range(3)) / 3)
+    assert {*s.prompt_layers(), *s.projected} >= set(s.layers(0))
+    assert not {*s.prompt_layers()} & {*s.projected}
     flat = s.flattened()
     assert flat.is_flat
     assert abs(flat.mean_budget() - s.mean_budget()) <= 0.5

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import save_checkpoint
 from serve_tools import greedy, until
 from skipdecode import Schedule
-from skipdecode.cli import main
+from skipdecode.cli import main, serve
 from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.cli.serve import Config
 from skipdecode.errors import MissingExtraError
@@ -75,11 +75,29 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
         process.kill()
         process.wait()
     text = log.read_text()
-    assert "default: full (the checkpoint carries no schedule)" in text
+    assert "default: full\n" in text
+    assert "was tuned under no schedule" in text
     assert "secret" not in text
     records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     request = next(r for r in records if r.get("path") == "/v1/completions")
     assert (request["status"], request["outcome"], request["schedule"]) == (200, "ok", "mine")
+
+
+def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
+    own = Schedule.from_speedup(LAYERS, 2, 16)
+    model = save_tiny_model(tmp_path / "tuned")
+    config = tmp_path / "tuned" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"skipdecode": own.to_dict()}))
+    options = {"curriculum": "sampled", "sampled_speedups": [1.0, 1.5, 2.0]}
+    (tmp_path / "tuned" / "recipe.json").write_text(json.dumps({"options": options, "schedule": own.to_dict()}))
+    (tmp_path / "mine.json").write_text(Schedule.even(LAYERS, 4, name="mine").to_json())
+    parser = argparse.ArgumentParser()
+    add_options(parser, Config)
+    arguments = [model, "--schedule", str(tmp_path / "mine.json"), "--engine", "transformers"]
+    service = serve._service(config_from(Config, parser.parse_intermixed_args(arguments)))
+    assert list(service.catalog.loaded) == ["full", "skipdecode-2x", "skipdecode-1.5x", "mine"]
+    assert service.catalog.default == "skipdecode-2x"
+    assert "tuned under no schedule" not in capsys.readouterr().err
 
 
 def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):

@@ -57,8 +57,8 @@ def cached_loss(attachment: Any, model: Any, batch: Batch) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prompt", ["full", "max_exit"])
-def test_loss_equals_the_loss_of_cached_decoding(family: str, prompt: str) -> None:
+@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 4)], ids=str)
+def test_loss_equals_the_loss_of_cached_decoding(family: str, prompt: Any) -> None:
     model = tiny_model(family)
     schedule = Schedule(LAYERS, SCHEDULE.drop_order, SCHEDULE.budgets, prompt=prompt)
     with torch.no_grad(), attach(model, schedule) as attachment:

@@ -160,6 +160,11 @@ def test_settings_travel_as_json():
         made.index("fast")
 
 
+def test_a_schedule_that_projects_prompts_is_refused_by_name():
+    with pytest.raises(ScheduleError, match="'halves'"):
+        PluginSettings.from_config(Schedule.split(8, 4, 4, name="halves").to_dict(), None)
+
+
 def test_settings_without_a_schedule():
     assert PluginSettings.from_config(None, None) is None
     with pytest.raises(ScheduleError, match="mode was given, but there is no schedule"):

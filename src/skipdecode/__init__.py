@@ -1,8 +1,10 @@
 """Layer-skipping decoding for language models that keeps batching and KV caching intact (SkipDecode, arXiv 2307.02628).
 
 >>> import skipdecode
+>>> llm = skipdecode.LLM("e2e-smollm2-135m")                                      # doctest: +SKIP
+>>> llm.generate({"mr": "name[The Eagle], food[French]"})[0].text                 # doctest: +SKIP
 >>> schedule = skipdecode.Schedule.from_speedup(num_layers=30, nominal_speedup=2, seq_len=64)
->>> with skipdecode.attach(model, schedule):          # doctest: +SKIP
+>>> with skipdecode.attach(model, schedule):                                      # doctest: +SKIP
 ...     model.generate(**inputs, max_new_tokens=64)
 """
 
@@ -15,24 +17,29 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
     from skipdecode.models.loading.hub import load_model as load
 
 __version__ = "0.1.0"
 __all__ = [
+    "LLM",
     "Attachment",
     "Schedule",
     "SkipDecodeError",
     "__version__",
     "attach",
     "detach",
+    "generate",
     "load",
 ]
 
 _LAZY = {
     "Attachment": ("models.attach", "Attachment"),
+    "LLM": ("llm", "LLM"),
     "attach": ("models.attach", "attach"),
     "detach": ("models.attach", "detach"),
+    "generate": ("llm", "generate"),
     "load": ("models.loading.hub", "load_model"),
 }
 

@@ -133,11 +133,14 @@ class DataError(SkipDecodeError):
         What is wrong and what is accepted.
     line : int, optional
         1-based line number in the file; put in front of the message.
+    index : int, optional
+        Place in a list of prompts, from 0 on; put in front of the message.
     """
 
-    def __init__(self, message: str, line: int | None = None) -> None:
-        super().__init__(message if line is None else f"line {line}: {message}")
-        self.line = line
+    def __init__(self, message: str, line: int | None = None, *, index: int | None = None) -> None:
+        where = f"prompts[{index}]: " if index is not None else "" if line is None else f"line {line}: "
+        super().__init__(where + message)
+        self.line, self.index = line, index
 
 
 class OutputError(SkipDecodeError):

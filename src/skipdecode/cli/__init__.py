@@ -27,6 +27,7 @@ VERBS = {
     "plan": "a schedule for a model and a speed target, as a picture, with nominal and real speed-up",
     "simulate": "throughput and latency of many requests on modelled workers, without a model",
     "generate": "text for every prompt of a file, in batches, with fewer layers per token",
+    "chat": "talk to a model in the terminal, schedules switchable between turns",
     "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
     "calibrate": "which layers to leave out, and where in the text, learned on your records",
     "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",

@@ -43,7 +43,7 @@ def run(config: Config) -> int:
     sources = _sources(config)
     from skipdecode.reporting.contents import html_report
 
-    write_whole(config.out, html_report(sources, title=config.title))
+    write_whole(config.out, html_report(sources, title=config.title, progress=True))
     print(f"{config.out}: {len(sources)} result{'' if len(sources) == 1 else 's'}")
     return 0
 

@@ -1,8 +1,10 @@
 """An OpenAI-compatible server for one model, with a schedule per request and a page to try it.
 
-Paths, fields, limits and metrics: docs/serve.md. It listens on 127.0.0.1 unless --host is given. SIGTERM and Ctrl-C let
-the running requests end, for --drain-seconds at most. API keys come from --api-keys or from the environment variable
-SKIPDECODE_API_KEY (in plain, with commas between them); without any, everybody who reaches the address is served.
+It offers full depth, the checkpoint's own schedule (the default) and all others that the weights were tuned under;
+--schedule and --nominal-speedup add more. Paths, fields, limits and metrics: docs/serve.md. It listens on 127.0.0.1
+unless --host is given. SIGTERM and Ctrl-C let the running requests end, for --drain-seconds at most. API keys come
+from --api-keys or from the environment variable SKIPDECODE_API_KEY (in plain, with commas between them); without any,
+everybody who reaches the address is served.
 """
 
 from __future__ import annotations
@@ -107,20 +109,27 @@ def _service(config: Config) -> Service:
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
+    tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
     service = open_service(
         loaded.model,
         loaded.tokenizer,
         name=_name(config),
         carried=loaded.schedule,
-        others=_schedules(config, loaded.num_layers),
+        others=(*tuned_under, *_schedules(config, loaded.num_layers)),
         engine=config.engine,
         weights=config.weights,
         limits=config,
         note=note,
     )
     catalog = service.catalog
-    own = "the checkpoint's own" if loaded.schedule is not None else "the checkpoint carries no schedule"
-    note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default} ({own})")
+    own = " (the checkpoint's own)" if loaded.schedule is not None else ""
+    note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
+    if not tuned_under:
+        note(
+            f"this model was tuned under no schedule: `skipdecode plan {config.model}` finds one for the speed-up that "
+            "you want, `skipdecode tune` makes the model hold under it"
+        )
     note(f"keys and values take {service.kv_bytes_most / 2**30:.2f} GiB at most ({config.max_rows} rows)")
     return service
 

@@ -1,14 +1,18 @@
-"""Text of one choice while its tokens come in: whole characters, and nothing that may turn out to be a stop string."""
+"""Text of one row while its tokens come in: whole characters, and nothing that may turn out to be a stop string."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from skipdecode.data.stopping import find_stop, held_back
-from skipdecode.engine.requests import StepOutput
+from skipdecode.data.summary import RunSummary
+from skipdecode.engine.base import Engine
+from skipdecode.engine.requests import FinishReason, Request, StepOutput
+from skipdecode.schedule import Schedule
 
-__all__ = ["Detokenizer", "Piece"]
+__all__ = ["Detokenizer", "Piece", "TextStream"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -70,6 +74,80 @@ class Detokenizer:
             pieces.append(Piece(output, text[:length]))
             length -= len(pieces[-1].text)
         return pieces
+
+
+class TextStream(Iterator[str]):
+    """The text of one request, in pieces as they come; the engine is the stream's alone until it has ended.
+
+    Parameters
+    ----------
+    engine : Engine
+        Idle.
+    schedule : Schedule
+        Of the request.
+    reader : Detokenizer
+        Fresh.
+    summed : callable
+        Asked for the figures at the end.
+
+    Attributes
+    ----------
+    text, tokens : str, list of int
+        What has come so far.
+    finish_reason : {"eos", "length", "stop"} or None
+        None before the end, and of a stream that was closed before it.
+    stats : RunSummary or None
+        None before the end.
+    """
+
+    _open = False
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: Request,
+        schedule: Schedule,
+        reader: Detokenizer,
+        summed: Callable[[], RunSummary],
+    ) -> None:
+        self.text, self.tokens = "", list[int]()
+        self.finish_reason: FinishReason | None = None
+        self.stats: RunSummary | None = None
+        self._engine, self._reader, self._summed = engine, reader, summed
+        (self._number,) = engine.submit([request], schedule)
+        self._open = True
+
+    def __next__(self) -> str:
+        while self._open:
+            try:
+                outputs = self._engine.step()
+            except BaseException:
+                self._open = False
+                self._engine.close()
+                raise
+            piece = "".join(map(self._take, outputs))
+            self.text += piece
+            if self.finish_reason is not None:
+                self.close()
+            if piece:
+                return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        """End it here, if it has not ended."""
+        if self._open:
+            self._open = False
+            self._engine.cancel(self._number)
+            self.stats = self._summed()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _take(self, out: StepOutput) -> str:
+        self.tokens.append(out.token)
+        pieces = self._reader.push(out)
+        self.finish_reason = "stop" if self._reader.stopped else out.finish_reason
+        return "".join(piece.text for piece in pieces)
 
 
 class _Decoder:

@@ -4,15 +4,16 @@ A file OUT gets its rows in ``OUT.partial`` first, a journal with lines of ``ind
 they are put in input order into a temporary file, which takes the name OUT in one step. Rows come almost in order
 (batches are sorted by length inside a window only), so ordering them, and knowing which are done, needs memory for a
 window, not for the file. Standard output, a device or a pipe gets the rows as soon as those before them are there; such
-a run cannot be resumed.
+a run cannot be resumed. On a terminal they are text, in place of JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,7 +21,9 @@ from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError, WriteError
 
-__all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "open_writer"]
+__all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "named_text", "open_writer", "plain_text"]
+
+RowForm = Callable[[dict[str, Any]], bytes]
 
 
 def check_output(output: str, *, overwrite: bool = False) -> None:
@@ -48,10 +51,13 @@ def check_output(output: str, *, overwrite: bool = False) -> None:
         raise OutputError(f"cannot write {partial}: {e.strerror or e}") from None
 
 
-def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False) -> RowWriter:
+def open_writer(
+    output: str, settings: dict[str, Any], *, restart: bool = False, form: RowForm = json_line
+) -> RowWriter:
     """The writer for a file name, or ``-`` for standard output.
 
-    `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run.
+    `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run. `form` is how standard
+    output shows a row; files hold JSON lines.
 
     Raises
     ------
@@ -59,13 +65,26 @@ def open_writer(output: str, settings: dict[str, Any], *, restart: bool = False)
         It cannot be written, or what is left there is of a run with other settings.
     """
     if output == "-":
-        return StreamWriter(sys.stdout.buffer, "standard output")
+        return StreamWriter(sys.stdout.buffer, "standard output", form)
     if _is_stream(output):
         try:
             return StreamWriter(Path(output).open("wb"), output)
         except OSError as e:
             raise OutputError(f"cannot write {output}: {e.strerror or e}") from None
     return FileWriter(Path(output), settings, restart=restart)
+
+
+def named_text(row: dict[str, Any]) -> bytes:
+    """A row for people: one line of its prompt, its text, an empty line."""
+    name = " ".join(row.get("prompt", f"line {row.get('line')}").split())
+    width = shutil.get_terminal_size().columns - 2
+    return b"> %s\n%s\n" % ((name if len(name) <= width else name[: width - 1] + "…").encode(), plain_text(row))
+
+
+def plain_text(row: dict[str, Any]) -> bytes:
+    """The text of a row, or what is wrong with it."""
+    text: str = row["text"] if "text" in row else f"[{row['error']}]"
+    return (text.strip("\n") + "\n").encode()
 
 
 class _Row(NamedTuple):
@@ -152,9 +171,10 @@ class StreamWriter:
     rows_before = 0
     bad_before = 0
 
-    def __init__(self, stream: IO[bytes], name: str) -> None:
+    def __init__(self, stream: IO[bytes], name: str, form: RowForm = json_line) -> None:
         self._stream = stream
         self._name = name
+        self._form = form
         self._order = _InOrder()
 
     @property
@@ -165,7 +185,7 @@ class StreamWriter:
         return False
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        self._write(self._order.push(index, json_line(row)))
+        self._write(self._order.push(index, self._form(row)))
 
     def finish(self) -> None:
         self.close()

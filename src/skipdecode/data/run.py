@@ -22,7 +22,7 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, WorkError
 
-__all__ = ["Job", "generate_rows", "refuse_bad_rows"]
+__all__ = ["Decoding", "Job", "generate_rows", "refuse_bad_rows"]
 
 _COMPARED_BATCHES = 8
 _WINDOW_BATCHES = 64
@@ -30,14 +30,12 @@ _CHECK_WINDOW = 1024
 _WARM_UP_TOKENS = 2
 
 
-@dataclass(frozen=True)
-class Job:
-    """How rows are generated, and what the output says of them.
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a row is decoded, and when it ends.
 
     Parameters
     ----------
-    make_engine : callable
-        From a number of rows to an engine under the job's schedule.
     sampling : Sampling
         Its seed is the job's: each row gets one of its own.
     max_new_tokens : int
@@ -46,38 +44,54 @@ class Job:
         A row ends after any of these tokens.
     stop : StopStrings, optional
         What ends a text; it is cut off with all that follows.
-    include_prompt : bool
-        Repeat the prompt as it was tokenised.
+    """
+
+    tokenizer: Any
+    sampling: Sampling
+    max_new_tokens: int
+    ends: frozenset[int]
+    stop: StopStrings | None = None
+
+    def request(self, prompt: EncodedPrompt) -> Request:
+        """A row for the engine."""
+        room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
+        return Request(tuple(prompt.token_ids), room, self.sampling.for_row(prompt.record.index), self.ends)
+
+    def text(self, tokens: list[int]) -> str:
+        """The text of a row's new tokens."""
+        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return text if self.stop is None else self.stop.cut(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Decoding):
+    """How all rows of an input are generated, and what the output says of them.
+
+    Parameters
+    ----------
+    make_engine : callable
+        From a number of rows to an engine under the job's schedule.
+    repeat : callable, optional
+        What the output repeats of a prompt.
     full_depth : callable, optional
         From a number of rows to an engine at full depth: some batches are then timed on both.
     """
 
     encoder: PromptEncoder
     make_engine: Callable[[int], Engine]
-    sampling: Sampling
-    max_new_tokens: int
-    ends: frozenset[int]
     batch_size: int
-    tokenizer: Any
-    stop: StopStrings | None = None
-    include_prompt: bool = False
+    repeat: Callable[[EncodedPrompt], str] | None = None
     full_depth: Callable[[int], Engine] | None = None
 
     def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: FinishReason) -> dict[str, Any]:
         """The output of a row that went well."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return {
             "id": prompt.record.id,
-            **({"prompt": prompt.text} if self.include_prompt else {}),
-            "text": text if self.stop is None else self.stop.cut(text),
+            **({} if self.repeat is None else {"prompt": self.repeat(prompt)}),
+            "text": self.text(tokens),
             "new_tokens": len(tokens),
             "finish_reason": finish_reason,
         }
-
-    def request(self, prompt: EncodedPrompt) -> Request:
-        """A row for the engine."""
-        room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
-        return Request(tuple(prompt.token_ids), room, self.sampling.for_row(prompt.record.index), self.ends)
 
 
 @dataclass

@@ -34,21 +34,21 @@ class StopStrings:
     Parameters
     ----------
     strings : sequence of str
-        Texts that end a row, none of them empty.
+        Texts that end a row, none of them empty; also an attribute.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         if not all(strings):
             raise UsageError("--stop does not accept an empty text: leave it out")
         self._tokenizer = tokenizer
-        self._strings = tuple(strings)
+        self.strings = tuple(strings)
         # A token holds at least one byte, so a stop string that ends in the last token starts within these.
         self._tail = max((len(s.encode()) for s in strings), default=0) + 1
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         text = self._tokenizer.decode(tokens[-self._tail :], skip_special_tokens=True)
-        return find_stop(text, self._strings) is not None
+        return find_stop(text, self.strings) is not None
 
     def cut(self, text: str) -> str:
         """`text` up to the first stop string."""
-        return cut_at(text, self._strings)
+        return cut_at(text, self.strings)

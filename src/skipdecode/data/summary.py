@@ -63,7 +63,9 @@ class SpeedComparison:
 
 @dataclass
 class RunSummary:
-    """A run's rows and the engine's totals (rows taken over from an earlier run are only counted).
+    """What a run, or a call of `skipdecode.LLM`, did and took; as text, a line or two.
+
+    Rows taken over from an earlier run are only counted.
 
     Parameters
     ----------
@@ -84,6 +86,39 @@ class RunSummary:
     rows_resumed: int = 0
     seconds: float = 0.0
     comparison: SpeedComparison | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(summary_lines(self))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that ran."""
+        return self.stats.prompt_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were generated."""
+        return self.stats.new_tokens
+
+    @property
+    def mean_layers(self) -> float | None:
+        """Layers that a generated token ran when it was fed back, on average; None if none was."""
+        return self.stats.mean_layers
+
+    @property
+    def prompt_seconds(self) -> float:
+        """Time in prompts' forwards."""
+        return self.stats.prompt_seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time in the engine for all that is not prompts' forwards."""
+        return self.stats.after_prompts
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens fed back a second of decoding; None if none was."""
+        return _ratio(self.stats.fed_tokens, self.decode_seconds)
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,7 +149,7 @@ class RunSummary:
             "kv_bytes_peak": stats.kv_bytes_peak,
             "kv_bytes_full_peak": stats.kv_bytes_full_peak,
             "tokens_per_s": self.tokens_per_s,
-            "decode_tokens_per_s": _ratio(stats.fed_tokens, stats.after_prompts),
+            "decode_tokens_per_s": self.decode_tokens_per_s,
             "mean_layers_per_token": stats.mean_layers,
             "kv_saved_share": self.kv_saved,
             "comparison": None if self.comparison is None else self.comparison.to_dict(),

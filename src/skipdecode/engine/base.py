@@ -170,9 +170,11 @@ class Engine(ABC):
             self.close()
             raise
 
-    def decode(self, requests: Sequence[Request], should_stop: StopCheck | None = None) -> list[Decoded]:
-        """Decode requests to their ends; the rows in the order of the requests."""
-        places = {number: place for place, number in enumerate(self.submit(requests))}
+    def decode(
+        self, requests: Sequence[Request], should_stop: StopCheck | None = None, schedule: Schedule | None = None
+    ) -> list[Decoded]:
+        """Decode requests to their ends, under the engine's schedule or their own; the rows in their order."""
+        places = {number: place for place, number in enumerate(self.submit(requests, schedule))}
         tokens: list[list[int]] = [[] for _ in requests]
         reasons: list[FinishReason] = ["length"] * len(requests)
         while self.has_work:

@@ -75,6 +75,7 @@ class DepthOrder:
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        _check_prompt(schedule)
         self.num_layers = schedule.num_layers
         self._drop_order = schedule.drop_order
         # The least budget with which a layer runs; layers never dropped run with any.
@@ -91,6 +92,7 @@ class DepthOrder:
     def check(self, schedule: Schedule) -> None:
         """Raise ScheduleError unless rows under a schedule can run beside those of this order."""
         schedule.check_fits(self.num_layers)
+        _check_prompt(schedule)
         if not self.takes(schedule):
             raise ScheduleError(f"schedule {schedule.name!r} drops layers in another order than this engine")
 
@@ -112,3 +114,11 @@ class DepthOrder:
                 counts[layer] = rows
             return counts
         return [sum(budget >= least for budget in budgets) for least in self._least]
+
+
+def _check_prompt(schedule: Schedule) -> None:
+    if not isinstance(schedule.prompt, str):
+        raise ScheduleError(
+            f"schedule {schedule.name!r} gives prompts layers of their own, which the fast engine cannot run yet: "
+            "run it through transformers (--engine transformers), or set prompt='full'"
+        )

@@ -15,7 +15,7 @@ from skipdecode.models.carried import of_model
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
 from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
-from skipdecode.models.plan import StepPlan, check_prompt_length, label_positions, length_positions
+from skipdecode.models.plan import PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
 
 __all__ = ["Attachment", "attach", "detach"]
@@ -90,7 +90,7 @@ class Attachment:
             )
         self.last_run: GenerationStats | None = None
         self.schedule = of_model(model) if schedule is None else schedule
-        self._conductor = Conductor(family.returns_tuple)
+        self._conductor = Conductor(family.returns_tuple, self.new_cache)
         self._arguments = CallArguments(self._model)
         self._uncached_prompt: int | None = None
         self._paused = False
@@ -210,7 +210,7 @@ class Attachment:
 
     def _plan_uncached(self, columns: int) -> None:
         prompt = columns if self._uncached_prompt is None else self._uncached_prompt
-        self._set_columns([max(-1, i - prompt) for i in range(columns)])
+        self._set_columns([max(PROMPT, i - prompt) for i in range(columns)])
 
     def _plan_cached(
         self, call: dict[str, Any], prompt_length: int | Tensor | None, columns: int
@@ -224,6 +224,11 @@ class Attachment:
             raise UnsupportedFeatureError(foreign_cache(cache))
         if prompt_length is not None:
             cache.prompt_length = int(prompt_length)
+        if self._schedule.projected and cache.prompt_length is None and cache.fed is None:
+            raise UnsupportedFeatureError(
+                f"schedule {self._schedule.name!r} runs more layers on the last prompt token than on the others: say "
+                "where the prompt ends, with prompt_length=… in the call or in new_cache"
+            )
         positions = cache.next_positions(columns)
         self._set_columns(positions)
         return cache, positions

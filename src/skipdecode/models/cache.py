@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import DynamicCache
@@ -10,6 +11,10 @@ from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.plan import cached_positions
 
 __all__ = ["SkipCache"]
+
+
+class _StoredError(Exception):
+    """Ends the call of a layer that is to store keys and values and do nothing else."""
 
 
 class SkipCache(DynamicCache):  # type: ignore[misc]
@@ -29,6 +34,8 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:
         super().__init__(config=config)
         self.prompt_length = prompt_length
+        self._projecting = False
+        self._projected = 0  # columns of this forward that the layer at work has projected
         self.length = 0
         self.fed: int | None = None
 
@@ -55,12 +62,32 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             If the layer lacks earlier columns, because the schedule changed or was detached in the middle of a text.
         """
         held = self.layers[layer_idx].get_seq_length()
-        if held != self.length:
+        if held != self.length + self._projected:
             raise UnsupportedFeatureError(
                 f"layer {layer_idx} holds {held} of {self.length} columns of this cache, so it cannot run: the "
                 "schedule was changed, paused or detached in the middle of a text; start with a new cache"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._projecting:
+            raise _StoredError
+        return stored
+
+    def project(self, layer: Callable[[], Any], columns: int) -> None:
+        """Store keys and values of `columns` columns as `layer` computes them; what it would do next is not done.
+
+        Every attention hands its keys and values to the cache before it reads them, so its call ends there.
+        """
+        self._projecting = True
+        try:
+            layer()
+        except _StoredError:
+            self._projected = columns
+        finally:
+            self._projecting = False
+
+    def end_layer(self) -> None:
+        """The layer that projected has run its own columns too."""
+        self._projected = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns fed so far, whatever `layer_idx` holds."""

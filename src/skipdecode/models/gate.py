@@ -7,24 +7,32 @@ placement see nothing new, and gradient checkpointing recomputes the layer, not 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.models.cache import SkipCache
 from skipdecode.models.plan import LayerPlan, StepPlan
 
 __all__ = ["Conductor", "gate_layer", "is_gated", "ungate_layer", "with_mixin"]
 
 
 class Conductor:
-    """Holds the plan of the forward under way (None: every layer runs on everything); all gates of a model share it."""
+    """Holds the plan of the forward under way (None: every layer runs on everything); all gates of a model share it.
 
-    def __init__(self, returns_tuple: bool) -> None:
+    `scratch` makes the cache of a forward without one, for layers that project: within it, one layer's keys and values
+    of the columns that it does not run meet those that it runs.
+    """
+
+    def __init__(self, returns_tuple: bool, scratch: Callable[[], SkipCache]) -> None:
         self.returns_tuple = returns_tuple
+        self.scratch = scratch
         self.plan: StepPlan | None = None
 
 
@@ -43,6 +51,12 @@ class _Gated:
         if plan.count == 0:
             return (hidden,) if conductor.returns_tuple else hidden
         columns = hidden.shape[1]
+        if plan.start:
+            kind: Any = type(self)
+            named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
+            named.pop("hidden_states", None)
+            merged = self._run_late(run, conductor, hidden, named)
+            return (merged,) if conductor.returns_tuple else merged
         if plan.count < columns:
             args, kwargs = _leading(type(self), plan.count, columns, args, kwargs)
         out = run(*args, **kwargs)
@@ -51,6 +65,32 @@ class _Gated:
         if not conductor.returns_tuple:
             return _merge(out, hidden, plan)
         return (_merge(out[0], hidden, plan), *out[1:])
+
+    def _run_late(self, run: Callable[..., Any], conductor: Conductor, hidden: Tensor, named: dict[str, Any]) -> Tensor:
+        """Project the columns before the plan's first, then run the rest on top of their keys and values."""
+        index, _ = self._skipdecode
+        plan, columns = conductor.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
+        layer: Any = self
+        kind: Any = type(self)
+        if getattr(layer, "gradient_checkpointing", False) and layer.training:
+            # A checkpointed layer takes no cache: it runs on all columns, and what is only projected is dropped.
+            out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
+            out = out[0] if conductor.returns_tuple else out
+            return _merge(out[:, plan.start :], hidden, plan)
+        name = next(name for name in _CACHE_NAMES if name in _positional_names(kind))
+        cache = named[name] = conductor.scratch() if named.get(name) is None else named[name]
+        before = _columns(named, 0, plan.start, columns)
+        with _without_queries(layer):
+            cache.project(lambda: run(hidden[:, : plan.start], **before), plan.start)
+        try:
+            if plan.start == plan.count:
+                return hidden
+            now = _columns(named, plan.start, plan.count, columns)
+            now["attention_mask"] = _fitted(now.get("attention_mask"), cache.tokens_held(index), plan, hidden)
+            out = run(hidden[:, plan.start : plan.count], **now)
+        finally:
+            cache.end_layer()
+        return _merge(out[0] if conductor.returns_tuple else out, hidden, plan)
 
 
 def ungate_layer(layer: nn.Module) -> None:
@@ -89,11 +129,32 @@ def with_mixin(mixin: Any, base: Any) -> Any:
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
     """The layer's output on its tokens, what came in everywhere else."""
     if plan.keep is not None:
-        out = torch.where(plan.keep.to(out.device).unsqueeze(-1), out, hidden[:, : plan.count])
-    return torch.cat([out, hidden[:, plan.count :]], dim=1) if plan.count < hidden.shape[1] else out
+        out = torch.where(plan.keep.to(out.device).unsqueeze(-1), out, hidden[:, plan.start : plan.count])
+    parts = [hidden[:, : plan.start], out, hidden[:, plan.count :]]
+    return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
 
-# ---------------------------------------------------------------------- leading columns of a layer's inputs
+@contextlib.contextmanager
+def _without_queries(layer: nn.Module) -> Iterator[None]:
+    """Within it a layer's query projection, where it is a module of its own, gives zeros and computes nothing."""
+    found = next((module for name, module in layer.named_modules() if name.endswith("q_proj")), None)
+    if found is None:
+        yield
+        return
+    width: Any = found.out_features
+    before = found.__dict__.get("forward")
+    found.__dict__["forward"] = lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)
+    try:
+        yield
+    finally:
+        del found.__dict__["forward"]
+        if before is not None:
+            found.__dict__["forward"] = before
+
+
+# ---------------------------------------------------------------------- some columns of a layer's inputs
+
+_CACHE_NAMES = ("past_key_values", "layer_past")
 
 
 @functools.cache
@@ -107,31 +168,36 @@ def _leading(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A layer's arguments for the first `count` of `columns` columns."""
     names = _positional_names(layer_class)
-    short = tuple(_cut(n, v, count, columns) for n, v in zip(names, args, strict=False))
-    return short, {n: _cut(n, v, count, columns) for n, v in kwargs.items()}
+    short = tuple(_cut(n, v, 0, count, columns) for n, v in zip(names, args, strict=False))
+    return short, _columns(kwargs, 0, count, columns)
 
 
-def _cut(name: str, value: Any, count: int, columns: int) -> Any:
+def _columns(named: dict[str, Any], start: int, count: int, columns: int) -> dict[str, Any]:
+    """Arguments for the columns from `start` up to `count`, which see all those before them."""
+    return {name: _cut(name, value, start, count, columns) for name, value in named.items()}
+
+
+def _cut(name: str, value: Any, start: int, count: int, columns: int) -> Any:
     if value is None:
         return None
     gone = columns - count
     match name:
         case "hidden_states":
-            return value[:, :count]
+            return value[:, start:count]
         case "attention_mask":
-            return _cut_mask(value, count, columns)
+            return _cut_mask(value, start, count, columns)
         case "position_ids":
-            return value[..., :count]
+            return value[..., start:count]
         case "position_embeddings":
-            return tuple(part[..., :count, :] for part in value)
+            return tuple(part[..., start:count, :] for part in value)
         case "cache_position":
-            return value[:count]
+            return value[start:count]
         case "alibi":
             return value[..., : value.shape[-1] - gone]
     return value
 
 
-def _cut_mask(mask: Any, count: int, columns: int) -> Any:
+def _cut_mask(mask: Any, start: int, count: int, columns: int) -> Any:
     if not isinstance(mask, Tensor):
         raise UnsupportedFeatureError(
             f"attention masks of type {type(mask).__name__} cannot be cut to a layer's tokens: load the model with "
@@ -139,5 +205,19 @@ def _cut_mask(mask: Any, count: int, columns: int) -> Any:
         )
     mask = mask[..., : mask.shape[-1] - (columns - count)]
     if mask.dim() == 4 and mask.shape[-2] == columns:
-        mask = mask[..., :count, :]
+        mask = mask[..., start:count, :]
     return mask
+
+
+def _fitted(mask: Tensor | None, held: int, plan: LayerPlan, hidden: Tensor) -> Tensor | None:
+    """The mask for columns that come after `held` ones: a sliding layer holds fewer than the mask is for.
+
+    No mask means causal, which attention takes to begin at the first key, so where several columns follow others it is
+    written out.
+    """
+    queries = plan.count - plan.start
+    if mask is not None:
+        return mask[..., -(held + queries) :]
+    if queries == 1:
+        return None
+    return torch.ones(queries, held + queries, dtype=torch.bool, device=hidden.device).tril(held)[None, None]

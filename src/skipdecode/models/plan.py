@@ -1,10 +1,13 @@
-"""What each layer does with the tokens of one forward: from generation positions to a count of leading tokens.
+"""What each layer does with the tokens of one forward: from generation positions to the columns that run.
 
-Along a row the positions never fall, so the tokens that run a layer are always the first ones of the row.
+Along a row the positions never fall, so the tokens that run a layer stand together: the first ones of the row, or, for
+a layer that prompts do not run, those from the last prompt token on. What is before them is projected: the layer stores
+their keys and values and does nothing else.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +20,7 @@ from skipdecode.schedule import Schedule
 
 __all__ = [
     "AFTER",
+    "LAST_PROMPT",
     "PROMPT",
     "LayerPlan",
     "StepPlan",
@@ -26,8 +30,11 @@ __all__ = [
     "length_positions",
 ]
 
-PROMPT = -1
-"""Position of a prompt token."""
+PROMPT = -2
+"""Position of a prompt token, the last one apart."""
+
+LAST_PROMPT = -1
+"""Position of the last prompt token, from which the first new token is predicted."""
 
 AFTER = 2**40
 """Position of every token that comes after the first response: it runs the schedule's last set."""
@@ -35,13 +42,15 @@ AFTER = 2**40
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer does: it runs on the first `count` columns; `keep` (batch, count) marks the tokens it is for.
+    """What one layer does: nothing with columns from `count` on, and before them it runs from column `start` on.
 
-    `keep` is None where all of them are, which is always so in decoding. A ragged teacher-forced batch is the one case
-    in which a row's columns beyond its own count are computed, with the rest of the layer's rows.
+    Columns before `start` are projected: keys and values are stored, the states pass by. `keep` (batch, count - start)
+    marks the tokens that the layer is for; None where all of them are, which is always so in decoding. A ragged
+    teacher-forced batch is the one case in which columns beyond a row's own are computed, with the layer's other rows.
     """
 
     count: int
+    start: int = 0
     keep: Tensor | None = None
 
 
@@ -55,42 +64,49 @@ class StepPlan:
     @cached_property
     def token_layers(self) -> int:
         """Sum over layers of the columns that run them."""
-        return sum(layer.count for layer in self.layers)
+        return sum(layer.count - layer.start for layer in self.layers)
+
+    @property
+    def projects(self) -> bool:
+        """Whether a layer stores keys and values of tokens that it does not run."""
+        return any(layer.start for layer in self.layers)
 
     @classmethod
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:
         """Plan for rows in lockstep; `positions` holds the generation position of each column."""
-        depth = [_effective(schedule, p) for p in positions]
-        counts = [_first(depth, schedule.drop_position(layer)) for layer in range(schedule.num_layers)]
-        return cls(len(positions), tuple(LayerPlan(c) for c in counts))
+        first, end = _bounds(schedule)
+        plans = []
+        for layer in range(schedule.num_layers):
+            count = bisect_left(positions, end[layer])
+            plans.append(LayerPlan(count, min(count, bisect_left(positions, first[layer]))))
+        return cls(len(positions), tuple(plans))
 
     @classmethod
     def of_rows(cls, schedule: Schedule, positions: Tensor) -> StepPlan:
         """Plan for rows of their own; `positions` (batch, columns) of whole numbers, non-decreasing along a row."""
-        if schedule.prompt == "max_exit":
-            positions = positions.clamp(min=0)
-        columns = positions.shape[1]
-        drops = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
-        limits = torch.tensor([AFTER + 1 if d is None else d for d in drops], device=positions.device)
-        active = positions < limits[:, None, None]
-        counts = active.sum(-1).tolist()  # one transfer for all layers
-        return cls(columns, tuple(_row_plan(c, a) for c, a in zip(counts, active, strict=True)))
+        first, end = (torch.tensor(bound, device=positions.device)[:, None, None] for bound in _bounds(schedule))
+        before, active = positions < first, positions < end
+        starts, counts = before.sum(-1).tolist(), active.sum(-1).tolist()  # one transfer for all layers
+        active &= ~before
+        return cls(positions.shape[1], tuple(map(_row_plan, starts, counts, active)))
 
 
-def _effective(schedule: Schedule, position: int) -> int:
-    """The position whose layers a token runs: a prompt at `max_exit` runs those of position 0."""
-    return max(position, 0) if schedule.prompt == "max_exit" else position
+def _bounds(schedule: Schedule) -> tuple[list[int], list[int]]:
+    """For each layer the positions from which it runs, and from which it does no more."""
+    on_prompt, at_last = set(schedule.prompt_layers()), set(schedule.last_prompt_layers())
+    first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]
+    end = []
+    for layer in range(schedule.num_layers):
+        drop = schedule.drop_position(layer)
+        end.append((AFTER + 1 if drop is None else drop) if layer in at_last else PROMPT)
+    return first, end
 
 
-def _first(depth: list[int], drop: int | None) -> int:
-    if drop is None:
-        return len(depth)
-    return next((i for i, position in enumerate(depth) if position >= drop), len(depth))
-
-
-def _row_plan(counts: list[int], active: Tensor) -> LayerPlan:
-    most = max(counts)
-    return LayerPlan(most, None if most == min(counts) else active[:, :most])
+def _row_plan(starts: list[int], counts: list[int], active: Tensor) -> LayerPlan:
+    start, count = min(starts), max(counts)
+    if start == max(starts) and count == min(counts):
+        return LayerPlan(count, min(start, count))
+    return LayerPlan(count, start, active[:, start:count])
 
 
 def label_positions(labels: Tensor) -> Tensor:
@@ -101,9 +117,12 @@ def label_positions(labels: Tensor) -> Tensor:
     """
     response = labels != -100
     count = response.cumsum(1)
+    follows = response.roll(-1, 1)
+    follows[:, -1] = False
+    before = torch.where(follows, LAST_PROMPT, PROMPT)
     # Positions that a response token follows directly: a gap after a response ends the first segment.
     gap = (~response & (count > 0)).cumsum(1) > 0
-    return torch.where(gap, AFTER, count - 1)
+    return torch.where(gap, AFTER, torch.where(count == 0, before, count - 1))
 
 
 def check_prompt_length(value: Any, columns: int, past: Any) -> None:
@@ -141,5 +160,5 @@ def cached_positions(columns: int, *, past: int, prompt_length: int | None, fed:
         return [min(fed, AFTER)] + [AFTER] * (columns - 1)
     if prompt_length is None:
         # By hand, without a stated prompt length: one token on a filled cache is generated, anything else is prompt.
-        return [0] if past and columns == 1 else [PROMPT] * columns
+        return [0] if past and columns == 1 else [PROMPT] * (columns - 1) + [LAST_PROMPT]
     return [max(PROMPT, past + i - prompt_length) for i in range(columns)]

@@ -167,7 +167,7 @@ class ModelGeometry:
         The last generated token is never fed back, so `new_tokens` generated ones leave `new_tokens` - 1 in the cache.
         """
         schedule.check_fits(self.num_layers)
-        on_prompt = set(schedule.prompt_layers())
+        on_prompt = {*schedule.prompt_layers(), *schedule.projected}
         fed = max(new_tokens - 1, 0)
         tokens = 0
         for layer in range(self.num_layers):

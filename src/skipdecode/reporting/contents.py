@@ -8,10 +8,11 @@ from skipdecode.evaluation.compare import Pair
 from skipdecode.reporting.outputs import length_sections, sample_sections
 from skipdecode.reporting.page import Section, render
 from skipdecode.reporting.provenance import environment_sections, other_sections, settings_sections
-from skipdecode.reporting.quality import nominal_sections, pair_sections, quality_sections, quality_tiles
+from skipdecode.reporting.quality import best_first, pair_sections, quality_card, quality_section
+from skipdecode.reporting.results import groups_of
 from skipdecode.reporting.schedules import calibration_section, depth_sections, training_sections
 from skipdecode.reporting.sources import Source, of_kind
-from skipdecode.reporting.speed import bench_section, decode_section, load_section, speed_tiles
+from skipdecode.reporting.speed import bench_section, decode_section, load_section, speed_cards
 
 __all__ = ["html_report"]
 
@@ -24,22 +25,21 @@ def _each(kind: str, section: Callable[[Source], Section]) -> _Sections:
 
 
 _SECTIONS: Sequence[_Sections] = (
-    sample_sections,
-    nominal_sections,
     _each("decode-speed", decode_section),
     _each("bench", bench_section),
     _each("serve-load", load_section),
     depth_sections,
     _each("calibration", calibration_section),
     training_sections,
-    length_sections,
     other_sections,
     environment_sections,
     settings_sections,
 )
 
 
-def html_report(sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title: str = "skipdecode report") -> str:
+def html_report(
+    sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title: str = "skipdecode report", progress: bool = False
+) -> str:
     """One HTML document without outside parts; the same text for the same sources.
 
     Parameters
@@ -48,14 +48,17 @@ def html_report(sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title:
         What is reported: one file or more.
     pairs : sequence of Pair
         Runs compared, from `compare_runs`.
+    progress : bool
+        Show a bar.
 
     Raises
     ------
     MissingExtraError
         matplotlib or Jinja2 is not installed.
     """
-    sections = [*quality_sections(sources), *pair_sections(pairs)]
+    groups = best_first(groups_of(sources))
+    sections = [*map(quality_section, groups), *pair_sections(pairs)]
+    sections += [section for group in groups for section in (*sample_sections(group), *length_sections(group))]
     sections += [section for make in _SECTIONS for section in make(sources)]
-    count = f"{len(sources)} result{'' if len(sources) == 1 else 's'}"
-    subtitle = f"{count}: {', '.join(source.name for source in sources)}"
-    return render(title, subtitle, [*quality_tiles(sources), *speed_tiles(sources)], sections)
+    cards = [*map(quality_card, groups), *speed_cards(sources)]
+    return render(title, [source.name for source in sources], cards, sections, progress=progress)

@@ -9,10 +9,9 @@ from typing import Any
 
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.page import Picture, Pieces, Sample, Section
-from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped, line_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series
 from skipdecode.reporting.quality import METRIC_NAMES, headlines
-from skipdecode.reporting.sources import Source, of_kind
-from skipdecode.schedule import curve_name
+from skipdecode.reporting.results import Group
 
 __all__ = ["length_sections", "sample_sections"]
 
@@ -21,29 +20,13 @@ _AXES = {"prompt_tokens": "By prompt length", "reference_tokens": "By reference 
 _MARKED = "Marked: words that the same model at full depth did not write there."
 
 
-def _groups(sources: Sequence[Source]) -> dict[str, list[Run]]:
-    """Runs on the same data together; full depth first, then curve by curve."""
-    runs: list[Run] = sorted((source.data for source in of_kind(sources, "evaluation")), key=_place)
-    return grouped(runs, lambda run: str(run.data["config"].get("data_sha256")))
-
-
-def _place(run: Run) -> tuple[bool, str, float]:
-    full = run.data["config"].get("method", {}).get("name") == "full"
-    return not full, curve_name(run.name), run.data.get("nominal_speedup") or 0.0
-
-
-def _task(runs: Sequence[Run]) -> str:
-    return str(runs[0].data["config"].get("task", {}).get("name", ""))
-
-
-def length_sections(sources: Sequence[Source]) -> list[Section]:
+def length_sections(group: Group) -> list[Section]:
     """Scores in quarters of the records, by length."""
     sections = []
-    for group in _groups(sources).values():
-        metrics = [m for m in METRIC_NAMES if any(m in r.data["metrics"] for r in group)]
-        for axis, heading in _AXES.items():
-            pictures = [picture for m in metrics if (picture := _lengths(group, axis, m)) is not None]
-            sections.append(Section(f"{heading}: {_task(group)}", pictures=pictures, shown=headlines(metrics)))
+    metrics = [m for m in METRIC_NAMES if any(m in run.data["metrics"] for run in group.runs)]
+    for axis, heading in _AXES.items():
+        pictures = [picture for m in metrics if (picture := _lengths(group.runs, axis, m)) is not None]
+        sections.append(Section(f"{heading}: {group.title}", pictures=pictures, shown=headlines(metrics)))
     return sections
 
 
@@ -58,9 +41,9 @@ def _lengths(runs: Sequence[Run], axis: str, metric: str) -> Picture | None:
         for name, buckets in lines
     ]
     name, unit = METRIC_NAMES[metric], axis.replace("_", " ")
-    figure = line_figure(Chart(series, unit, name, ticks=[_range(b) for b in longest]))
+    chart = Chart(series, unit, name, ticks=[_range(b) for b in longest], names=[run.name for run in runs])
     words = "; ".join(f"{s.name}: {', '.join(f'{p.y:.1f}' for p in s.points)}" for s in series)
-    return Picture(figure, f"{name} by {unit}", f"{name} by {unit}, shortest to longest. {words}")
+    return Picture(chart, f"{name} by {unit}", f"{name} by {unit}, shortest to longest. {words}")
 
 
 def _range(bucket: dict[str, Any]) -> str:
@@ -68,12 +51,10 @@ def _range(bucket: dict[str, Any]) -> str:
     return f"{low if low == high else f'{low}-{high}'}\n(n={bucket['n']})"
 
 
-def sample_sections(sources: Sequence[Source]) -> list[Section]:
-    """Records that the runs of one data set have in common, every output beside the others."""
-    return [
-        Section(f"Outputs side by side: {_task(runs)}", _MARKED, samples=_samples(runs))
-        for runs in _groups(sources).values()
-    ]
+def sample_sections(group: Group) -> list[Section]:
+    """Records that the runs have in common, every output beside the others."""
+    samples = _samples(group.runs) if group.runs else []
+    return [Section(f"Outputs side by side: {group.title}", _MARKED, samples=samples)]
 
 
 def _samples(runs: Sequence[Run]) -> list[Sample]:

@@ -6,31 +6,41 @@ Knows nothing about results.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from skipdecode.common.progress import progress_bar
 from skipdecode.errors import MissingExtraError
+from skipdecode.reporting.plots.lines import OUTLINES, Chart, Style, line_figure
 from skipdecode.reporting.plots.output import svg
 
-__all__ = ["Picture", "Pieces", "Sample", "Section", "Table", "Tile", "render", "table"]
+__all__ = ["Card", "Picture", "Pieces", "Sample", "Section", "Table", "render", "table"]
 
 Pieces = Sequence[tuple[str, bool]]
 """A text in pieces, each with whether it is to be marked."""
 Sample = tuple[str, Sequence[tuple[str, Pieces]]]
 """A prompt and what came of it, side by side: each output's name and its pieces."""
-Tile = tuple[str, str]
-"""A figure that stands out, with what it is."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Answers for the first screen, the first one the largest: each a figure, what it is, and lines about it."""
+
+    heading: str
+    answers: Sequence[tuple[str, str, Sequence[str]]]
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first cell of each names the row."""
+    """Rows of text; the first cell of each names the row. So many of the first columns stay in view, two on a phone."""
 
     caption: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    pinned: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,8 @@ class Picture:
 
     Parameters
     ----------
+    drawing : Chart or callable
+        What is drawn: a chart, whose legend the page writes, or what makes a figure of another kind.
     caption : str
         Text under the figure.
     label : str
@@ -49,11 +61,27 @@ class Picture:
         Take the whole width of the page.
     """
 
-    figure: Any
+    drawing: Chart | Callable[[], Any]
     caption: str
     label: str
     numbers: Table | None = None
     wide: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether its legend is that of all pictures beside it."""
+        return isinstance(self.drawing, Chart) and bool(self.drawing.names)
+
+    @property
+    def legend(self) -> dict[str, Style]:
+        """The styles of the names that are in it."""
+        if not isinstance(self.drawing, Chart):
+            return {}
+        styles, series = self.drawing.styles, self.drawing.series
+        if self.shared:
+            return styles
+        marks = {one.name: one.markers for one in series}
+        return {name: replace(s, mark=s.mark if marks[name] else -1) for name, s in styles.items() if name in marks}
 
 
 @dataclass(frozen=True)
@@ -75,7 +103,7 @@ class Section:
         return bool(self.pictures or self.tables or self.samples or self.details)
 
 
-def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], *, pinned: int = 1) -> Table:
     """Records as a table.
 
     Parameters
@@ -84,7 +112,8 @@ def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str,
         By heading, the pattern of `str.format` that makes a cell from a record; where a field is missing, None or of
         another type, the cell is a dash.
     """
-    return Table(caption, list(columns), [[_cell(pattern, row) for pattern in columns.values()] for row in rows])
+    cells = [[_cell(pattern, row) for pattern in columns.values()] for row in rows]
+    return Table(caption, list(columns), cells, pinned)
 
 
 def _cell(pattern: str, row: Mapping[str, Any]) -> str:
@@ -94,8 +123,17 @@ def _cell(pattern: str, row: Mapping[str, Any]) -> str:
         return "–"
 
 
-def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section]) -> str:
+def render(
+    title: str, sources: Sequence[str], cards: Sequence[Card], sections: Sequence[Section], *, progress: bool = False
+) -> str:
     """The page, the same text for the same parts. Empty sections are left out.
+
+    Parameters
+    ----------
+    sources : sequence of str
+        The names of what is reported.
+    progress : bool
+        Show a bar.
 
     Raises
     ------
@@ -115,12 +153,21 @@ def render(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[
         lstrip_blocks=True,
     )
     numbers = itertools.count(1)
-
-    def draw(picture: Picture) -> Markup:
-        # Under an id of its own; made by `plots`, which escapes its texts.
-        return Markup(svg(picture.figure, f"p{next(numbers)}", picture.label))
-
-    style = (resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8")
     shown = [section for section in sections if section]
-    page = environment.get_template("page.html")
-    return page.render(title=title, subtitle=subtitle, tiles=tiles, sections=shown, style=Markup(style), draw=draw)
+
+    with progress_bar(sum(len(section.pictures) for section in shown), "picture", shown=progress) as bar:
+
+        def draw(picture: Picture) -> Markup:
+            chart = picture.drawing
+            width = 10.5 if picture.wide else 4.4
+            figure = line_figure(chart, legend=False, width=width) if isinstance(chart, Chart) else chart()
+            bar.update()
+            # Under an id of its own; made by `plots`, which escapes its texts.
+            return Markup(svg(figure, f"p{next(numbers)}", picture.label))
+
+        style = Markup((resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8"))
+        page = environment.get_template("page.html")
+        marks = [" ".join(f"{17 + 4.4 * x:.1f},{6 - 4.4 * y:.1f}" for x, y in corners) for corners in OUTLINES]
+        return page.render(
+            title=title, sources=sources, cards=cards, sections=shown, style=style, draw=draw, marks=marks
+        )

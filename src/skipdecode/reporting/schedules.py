@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from skipdecode.reporting.page import Picture, Section, table
-from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
-from skipdecode.reporting.plots.standard import calibration_figure, depth_figure, importance_of, loss_figure
+from skipdecode.reporting.plots.lines import Chart, Point, Series
+from skipdecode.reporting.plots.standard import calibration_figure, depth_figure, importance_of, loss_chart
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 
 __all__ = ["calibration_section", "depth_sections", "training_sections"]
 
 _NESTED = "A layer that is left out at a position is left out at every later one, so its cache is never missed."
+_SHOWN = 6  # pictures of a kind that a reader sees without asking for more
 _VERDICTS = {
     "schedule": "{name}",
     "speed-up": "{speedup:.2f}x",
@@ -23,7 +25,10 @@ _VERDICTS = {
     "measured": "{measured:.4f}",
     "held out": "{held_out:.4f}",
 }
-_CURVES = "Thin lines are single steps. A schedule that is sampled now and then has a line of its own."
+_CURVES = (
+    "Thick lines are means of 15 steps, thin ones single steps; marks are losses on the dev set. A schedule that is "
+    "sampled now and then has a line of its own."
+)
 
 
 def depth_sections(sources: Sequence[Source]) -> list[Section]:
@@ -33,7 +38,8 @@ def depth_sections(sources: Sequence[Source]) -> list[Section]:
     schedules = [s.data for s in of_kind(sources, "schedule")]
     schedules += [Schedule.from_dict(d["schedule"]) for d in decodings if d.get("schedule")]
     found = {json.dumps(s.to_dict(), sort_keys=True): s for s in schedules if not s.is_full}
-    return [Section("Which layers run where", _NESTED, pictures=[_depth(schedule) for schedule in found.values()])]
+    pictures = [_depth(schedule) for schedule in found.values()]
+    return [Section("Which layers run where", _NESTED, pictures=pictures, shown=_SHOWN)]
 
 
 def _depth(schedule: Schedule) -> Picture:
@@ -42,7 +48,7 @@ def _depth(schedule: Schedule) -> Picture:
     depth += "" if first == last else f", falling to {last} after {schedule.seq_len} positions"
     label = f"Layers by generation position under {schedule.name}: {depth}; drop order {list(schedule.drop_order)}."
     caption = f"{schedule.name}: {depth}; nominal {schedule.nominal_speedup:.2f}x"
-    return Picture(depth_figure(schedule, max(schedule.seq_len, 8), size=(4.7, 3.3)), caption, label)
+    return Picture(partial(depth_figure, schedule, max(schedule.seq_len, 8), size=(4.7, 3.3)), caption, label)
 
 
 def calibration_section(source: Source) -> Section:
@@ -52,12 +58,12 @@ def calibration_section(source: Source) -> Section:
     most = max(importance, key=lambda layer: importance[layer], default=None)
     label = f"Layers by {what}; the most: layer {most}. Drop order {schedule['drop_order']}."
     caption = f"{schedule['name']}: what each layer is worth on these records, and where the schedule leaves it out"
-    pictures = [Picture(calibration_figure(data), caption, label, wide=True)]
+    pictures = [Picture(partial(calibration_figure, data), caption, label, wide=True)]
     if len(bases := [r["base"] for r in data["rounds"]]) > 1:
         series = Series("", [Point(i, loss) for i, loss in enumerate(bases)], markers=False)
-        figure = line_figure(Chart([series], "layers left out", "loss per response token"))
+        chart = Chart([series], "layers left out", "loss per response token")
         label = f"Loss as layers go, one at a time: {bases[0]:.3f} with all, {bases[-1]:.3f} at the end of the search."
-        pictures.append(Picture(figure, "Loss as layers are left out in the learned order, everywhere", label))
+        pictures.append(Picture(chart, "Loss as layers are left out in the learned order, everywhere", label))
     losses = f"Loss per response token on {data.get('records', '?')} records, teacher-forced"
     verdicts = table(losses, data["verdicts"], _VERDICTS)
     return Section(f"Calibration: {source.name}", pictures=pictures, tables=[verdicts])
@@ -65,7 +71,11 @@ def calibration_section(source: Source) -> Section:
 
 def training_sections(sources: Sequence[Source]) -> list[Section]:
     """The loss curve of every log of `skipdecode tune`."""
-    return [Section("Loss while tuning", _CURVES, pictures=[_curve(log) for log in of_kind(sources, "tuning")])]
+    return [
+        Section(
+            "Loss while tuning", _CURVES, pictures=[_curve(log) for log in of_kind(sources, "tuning")], shown=_SHOWN
+        )
+    ]
 
 
 def _curve(log: Source) -> Picture:
@@ -80,4 +90,4 @@ def _curve(log: Source) -> Picture:
     columns = {"step": "{step}"} | {n.replace("_", " "): f"{{loss {i}:.4f}}" for i, n in enumerate(names)}
     cells = [{"step": r["step"]} | {f"loss {i}": r.get(n) for i, n in enumerate(names)} for r in dev]
     numbers = table("Losses on the dev set", cells, columns) if dev else None
-    return Picture(loss_figure(rows), f"{log.name}. {label}", label, numbers)
+    return Picture(loss_chart(rows), f"{log.name}. {label}", label, numbers)

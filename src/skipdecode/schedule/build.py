@@ -265,6 +265,27 @@ class Schedule(NestedLayers):
         return cls(num_layers, order, one_or_more(budgets), warmup_layers, prompt, name)
 
     @classmethod
+    def split(
+        cls,
+        num_layers: int,
+        prompt_layers: int,
+        budgets: int | Sequence[int],
+        *,
+        warmup_layers: int = 1,
+        name: str = "split",
+    ) -> Self:
+        """Prompt tokens run the lowest `prompt_layers` layers, generated ones the warm-up layers and the highest.
+
+        An encoder-decoder made of one decoder: with halves, each token runs its half of the model. Of the upper layers
+        the prompt's keys and values are projected. One budget for generated tokens, or a list of them.
+        """
+        require_int("prompt_layers", prompt_layers)
+        if not 1 <= prompt_layers <= num_layers:
+            raise ScheduleError(f"prompt_layers={prompt_layers} is not accepted: give 1 to {num_layers}")
+        order = layer_order.bottom_up(num_layers, warmup_layers)
+        return cls(num_layers, order, one_or_more(budgets), warmup_layers, tuple(range(prompt_layers)), name)
+
+    @classmethod
     def from_layer_sets(
         cls,
         num_layers: int,

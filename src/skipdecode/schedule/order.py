@@ -15,6 +15,7 @@ __all__ = [
     "Order",
     "bottom_up",
     "check_budgets",
+    "check_layers",
     "check_order",
     "evenly_spaced",
     "from_sets",
@@ -151,6 +152,19 @@ def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int
             f"drop_order drops the last layer {last}: it must always run (only a pure top-down order, early "
             "termination, may drop it)"
         )
+
+
+def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int, ...]:
+    """A prompt set, ascending; raises ScheduleError if a layer is out of range, or one that must run is not in it."""
+    chosen = set(int_tuple("prompt", layers))
+    if outside := sorted(chosen - set(range(num_layers))):
+        raise ScheduleError(f"prompt names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
+    if missing := sorted(set(range(max(warmup_layers, 1))) - chosen):
+        raise ScheduleError(
+            f"prompt leaves out layer {missing[0]}: the first {max(warmup_layers, 1)} must run (warmup_layers="
+            f"{warmup_layers}); give them too, or 'full' or 'max_exit'"
+        )
+    return tuple(sorted(chosen))
 
 
 # ---------------------------------------------------------------------- budgets

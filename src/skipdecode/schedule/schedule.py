@@ -19,6 +19,7 @@ from skipdecode.errors import ScheduleError
 from skipdecode.schedule.order import (
     Order,
     check_budgets,
+    check_layers,
     check_order,
     int_tuple,
     make_order,
@@ -28,7 +29,7 @@ from skipdecode.schedule.order import (
 
 __all__ = ["NestedLayers", "PromptDepth", "curve_name"]
 
-PromptDepth = Literal["full", "max_exit"]
+PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 _REQUIRED = ("num_layers", "drop_order", "budgets")
 _FIELDS = (*_REQUIRED, "warmup_layers", "prompt", "name")
 _SPEED_ENDING = re.compile(r"[-_@ ]\d+(\.\d+)?x$")
@@ -55,8 +56,10 @@ class NestedLayers:
         Layers that run at position 0, 1, …, non-increasing; the last value holds for every later position.
     warmup_layers : int
         First layers that always run (paper: 1).
-    prompt : {"full", "max_exit"}
-        Depth of prompt tokens: every layer, or the layers of position 0.
+    prompt : {"full", "max_exit"} or sequence of int
+        What prompt tokens run: every layer, the layers of position 0, or these layers. Of layers that position 0 runs
+        beyond them, the prompt's keys and values are projected: computed from the state that passes by, and nothing
+        else is (`projected`). The last prompt token runs both.
     name : str
         A label for tables and files.
 
@@ -86,12 +89,14 @@ class NestedLayers:
         require_positive("num_layers", self.num_layers)
         if not 0 <= self.warmup_layers <= self.num_layers:
             raise ScheduleError(f"warmup_layers={self.warmup_layers} is not accepted: give 0 to {self.num_layers}")
-        if self.prompt not in ("full", "max_exit"):
-            raise ScheduleError(f"prompt={self.prompt!r} is not accepted: give 'full' or 'max_exit'")
+        if isinstance(self.prompt, str) and self.prompt not in ("full", "max_exit"):
+            raise ScheduleError(f"prompt={self.prompt!r} is not accepted: give 'full', 'max_exit' or a list of layers")
         if not isinstance(self.name, str):
             raise ScheduleError(f"name={self.name!r} is not accepted: give text")
         check_order(self.drop_order, self.num_layers, self.warmup_layers)
         check_budgets(self.budgets, self.num_layers, len(self.drop_order))
+        if not isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", check_layers(self.prompt, self.num_layers, self.warmup_layers))
 
     @property
     def seq_len(self) -> int:
@@ -110,8 +115,19 @@ class NestedLayers:
         return self._sets[self.budget(position)]
 
     def prompt_layers(self) -> tuple[int, ...]:
-        """Layers that run on prompt tokens, in ascending order."""
-        return tuple(range(self.num_layers)) if self.prompt == "full" else self.layers(0)
+        """Layers that run on prompt tokens, the last one apart, in ascending order."""
+        if self.prompt == "full":
+            return tuple(range(self.num_layers))
+        return self.layers(0) if self.prompt == "max_exit" else self.prompt
+
+    @cached_property
+    def projected(self) -> tuple[int, ...]:
+        """Layers that position 0 runs and prompts do not: the last prompt token runs them, the others are projected."""
+        return tuple(sorted(set(self.layers(0)) - set(self.prompt_layers())))
+
+    def last_prompt_layers(self) -> tuple[int, ...]:
+        """Layers that run on the last prompt token: the prompt's and those of position 0, in ascending order."""
+        return tuple(sorted({*self.prompt_layers(), *self.layers(0)}))
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -148,8 +164,8 @@ class NestedLayers:
 
     @property
     def is_full(self) -> bool:
-        """Whether every layer runs at every position."""
-        return min(self.budgets) == self.num_layers
+        """Whether every layer runs on every token."""
+        return min(self.budgets) == self.num_layers == len(self.prompt_layers())
 
     @property
     def is_flat(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -43,6 +42,7 @@ T = TypeVar("T")
 Answers = dict[int | str, dict[str, Any]]
 
 _STOP_SECONDS = 10.0
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -128,12 +128,11 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
 
     async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Response:
         nonlocal encoded
-        arrived = time.perf_counter()
         _check_model(service, body.model)
         service.worker.check_room(1 + encoded)
         encoded += 1
         try:
-            state = await in_thread(service.preprocessor.request_state, body, arrived)
+            state = await in_thread(service.preprocessor.request_state, body, request.state.arrived)
         finally:
             encoded -= 1
         request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}
@@ -210,11 +209,11 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """The playground; its files are kept in memory, and a request's path is only looked up among them."""
+    """The pages; their files are kept in memory, and a request's path is only looked up among them."""
     for file in files("skipdecode.serving").joinpath("static").iterdir():
         kind = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
-            path = "/" if file.name == "index.html" else f"/{file.name}"
+            path = _PAGES.get(file.name, f"/{file.name}")
             app.add_route(path, partial(_file, file.read_bytes(), kind), include_in_schema=False)
 
 

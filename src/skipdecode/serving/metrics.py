@@ -33,8 +33,12 @@ class Metrics:
         self.generated_tokens = counter("generated_tokens", "New tokens", ("schedule",))
         self.layers_run = counter("layers_run", "Layers run for new tokens", ("schedule",))
         self.layers_full = counter("layers_full", "Layers that full depth would run for them", ("schedule",))
-        self.first_token_seconds = histogram("first_token_seconds", "From arrival to first token", buckets=_SECONDS)
-        self.inter_token_seconds = histogram("inter_token_seconds", "Between a choice's tokens", buckets=_SECONDS)
+        self.first_token_seconds = histogram(
+            "first_token_seconds", "From arrival to first text on its way", buckets=_SECONDS
+        )
+        self.inter_token_seconds = histogram(
+            "inter_token_seconds", "Between a choice's tokens on their way", buckets=_SECONDS
+        )
         self.request_seconds = histogram("request_seconds", "From arrival to end", buckets=(*_SECONDS, 120, 300, 600))
         self.steps = counter("steps", "Steps of the model")
         self.step_seconds = histogram("step_seconds", "Duration of a step", buckets=_SECONDS)

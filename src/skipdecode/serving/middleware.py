@@ -136,7 +136,7 @@ class Middleware:
         start = time.perf_counter()
         status = 0
         state = scope.setdefault("state", {})
-        state["outcome"] = None
+        state |= {"outcome": None, "arrived": start}
 
         async def noting(message: Message) -> None:
             nonlocal status

@@ -6,8 +6,10 @@ The worker's thread fills in the choices; the event loop only sees events, throu
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, with_config
 
@@ -16,8 +18,9 @@ from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
 from skipdecode.serving.catalog import NamedSchedule
 from skipdecode.serving.errors import ApiError
+from skipdecode.serving.metrics import Metrics
 
-__all__ = ["Choice", "ChoiceFinish", "Event", "RequestState", "Summary", "Update"]
+__all__ = ["Choice", "ChoiceFinish", "Event", "Finished", "RequestState", "Summary", "Update"]
 
 
 ChoiceFinish = Literal["stop", "length"]
@@ -55,8 +58,12 @@ class Summary:
     layer_sets: dict[str, list[int]] | None
 
 
-Event = Update | Summary | ApiError
-"""The last one is the summary of a request that finished, or the error that ended it."""
+class Finished:
+    """All choices have ended: nothing comes after this."""
+
+
+Event = Update | Finished | ApiError
+"""The last one says that the request finished, or is the error that ended it."""
 
 
 @dataclass(eq=False)
@@ -77,7 +84,10 @@ class Choice:
 
 @dataclass(eq=False, kw_only=True)
 class RequestState:
-    """A request that was accepted. Times are on `time.perf_counter`'s clock."""
+    """A request that was accepted. Times are on `time.perf_counter`'s clock.
+
+    What is told of times is what a client can measure: they are taken in the event loop, when the text is written.
+    """
 
     schedule: NamedSchedule
     prompt_tokens: int  # of all prompts, each counted once
@@ -86,10 +96,12 @@ class RequestState:
     deadline: float
     max_unread: int  # tokens that may wait for the reader
     choices: list[Choice] = field(default_factory=list)
-    first_token: float | None = None
+    first_token: float | None = None  # when the worker had it
     budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
     outcome: str = "cancelled"
     closed: bool = False  # nobody reads any more
+    _first_written: float | None = None
+    _written: dict[int, float] = field(default_factory=dict)  # when the last tokens of a choice were
     _unread: int = 0
     _events: list[Event] = field(default_factory=list)
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,19 +125,41 @@ class RequestState:
         self._unread = 0
         return events
 
-    # ------------------------------------------------------------------ worker
+    def note_written(self, events: Iterable[Event], metrics: Metrics) -> None:
+        """Tokens are on their way to the client, or came for an answer that is sent whole."""
+        now = time.perf_counter()
+        updates = [event for event in events if isinstance(event, Update)]
+        if updates and self._first_written is None:
+            self._first_written = now
+            metrics.first_token_seconds.observe(now - self.arrived)
+        for update in updates:
+            if update.choice in self._written:
+                gap = (now - self._written[update.choice]) / max(1, len(update.pieces))
+                for _ in update.pieces:
+                    metrics.inter_token_seconds.observe(gap)
+            self._written[update.choice] = now
 
     @property
     def done(self) -> bool:
         """Whether all choices have ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def summary(self, num_layers: int) -> Summary:
-        """Of the finished request."""
+    def times(self) -> dict[str, Any]:
+        """`first_token_s`, `decode_s` and `tokens_per_s` of `Summary`, if the last tokens are written now."""
+        now = time.perf_counter()
+        first = now if self._first_written is None else self._first_written
+        later = sum(max(0, choice.tokens - 1) for choice in self.choices)
+        rate = round(later / (now - first), 3) if later > 0 and now > first else None
+        return {
+            "first_token_s": round(first - self.arrived, 6),
+            "decode_s": round(now - first, 6),
+            "tokens_per_s": rate,
+        }
+
+    def summary(self) -> Summary:
+        """Of the finished request, written now."""
+        num_layers = self.schedule.schedule.num_layers
         tokens = sum(choice.tokens for choice in self.choices)
-        first = self.arrived if self.first_token is None else self.first_token
-        decode = max(choice.last_time for choice in self.choices) - first
-        later = tokens - len(self.choices)
         held = sum(choice.kv_bytes for choice in self.choices)
         sets = None
         if self.trace:
@@ -139,8 +173,6 @@ class RequestState:
             layers_full=tokens * num_layers,
             kv_bytes=held,
             kv_bytes_saved=sum(choice.kv_bytes_full for choice in self.choices) - held,
-            first_token_s=round(first - self.arrived, 6),
-            decode_s=round(decode, 6),
-            tokens_per_s=round(later / decode, 3) if later > 0 and decode > 0 else None,
             layer_sets=sets,
+            **self.times(),
         )

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from skipdecode.data.detokenizer import Piece
 from skipdecode.serving.errors import ApiError, ExactModel
 from skipdecode.serving.protocol import GenerationRequest
-from skipdecode.serving.request_state import ChoiceFinish, Event, RequestState, Summary, Update
+from skipdecode.serving.request_state import ChoiceFinish, Event, Finished, RequestState, Summary, Update
 
 __all__ = [
     "ChatResponse",
@@ -185,7 +185,7 @@ class ResponseBuilder(ABC):
 
     def whole(self, events: list[Event]) -> bytes:
         """The response, from all events of a request that finished."""
-        summary = next(event for event in events if isinstance(event, Summary))
+        summary = self._state.summary()
         updates = sorted(_merged(events))
         choices = [self._content(update.text, whole=True) | self._fields(update) for update in updates]
         head = self._head | {"object": self.object}
@@ -197,7 +197,7 @@ class ResponseBuilder(ABC):
 
     def chunks(self, events: list[Event]) -> bytes:
         """Server-sent events for events of the request; ends with `[DONE]` if it finished."""
-        summary = next((event for event in events if isinstance(event, Summary)), None)
+        summary = self._state.summary() if any(isinstance(event, Finished) for event in events) else None
         updates = [u for u in _merged(events) if u.text or u.finish_reason or self._tells_every_token]
         lines = []
         for update in updates:

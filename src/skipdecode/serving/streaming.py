@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.request_state import Event, RequestState, Summary
+from skipdecode.serving.request_state import Event, Finished, RequestState
 from skipdecode.serving.responses import ResponseBuilder, server_sent_event
 from skipdecode.serving.service import Service
 
@@ -43,6 +43,7 @@ class EventStreamResponse(StreamingResponse):
             _close(self._state, self._service, scope)
 
     async def _events(self) -> AsyncIterator[bytes]:
+        unseen: list[Event] = []
         yield self._builder.opening()
         while True:
             events = await self._state.take()
@@ -51,8 +52,11 @@ class EventStreamResponse(StreamingResponse):
                 error = ApiError(400, "slow_reader", "the stream was read too slowly and is cut off")
                 yield chunks + server_sent_event(error.body())
                 return
+            unseen += events  # a token may have no text yet: the first bytes of a character, or held back for a stop
             if chunks:
                 yield chunks
+                self._state.note_written(unseen, self._service.metrics)
+                unseen = []
             if _is_end(events):
                 return
 
@@ -75,6 +79,7 @@ async def collect(state: RequestState, service: Service, request: Request) -> li
                 taking.cancel()
                 raise ApiError(499, "cancelled", "the client went away")
             events += taking.result()
+            state.note_written(taking.result(), service.metrics)
     finally:
         gone.cancel()
         _close(state, service, request.scope)
@@ -88,7 +93,8 @@ def _close(state: RequestState, service: Service, scope: Scope) -> None:
     """Free what a request still holds; note how it ended."""
     state.closed = True
     scope["state"]["outcome"] = state.outcome
-    scope["state"]["log"]["completion_tokens"] = sum(choice.tokens for choice in state.choices)
+    tokens = sum(choice.tokens for choice in state.choices)
+    scope["state"]["log"] |= {"completion_tokens": tokens} | (state.times() if tokens else {})
     if not state.done:
         service.worker.cancel(state)
 
@@ -100,4 +106,4 @@ async def _gone(request: Request) -> None:
 
 
 def _is_end(events: list[Event]) -> bool:
-    return any(isinstance(event, Summary | ApiError) for event in events)
+    return any(isinstance(event, Finished | ApiError) for event in events)

@@ -20,7 +20,7 @@ from skipdecode.serving.errors import ApiError
 from skipdecode.serving.groups import Group, KvSize
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.request_state import Choice, Event, RequestState, Update
+from skipdecode.serving.request_state import Choice, Event, Finished, RequestState, Update
 
 __all__ = ["ModelWorker"]
 
@@ -214,6 +214,7 @@ class ModelWorker:
                     # The tokenizer is a program of the checkpoint's: it may raise anything.
                     _LOG.exception("a token could not be decoded")
                     self._fail(choice.state, ApiError(500, "engine_error", "a token could not be decoded"), "error")
+            self._send()  # before the next group's step
         self._note_memory()
 
     def _take(self, choice: Choice, output: StepOutput) -> None:
@@ -221,10 +222,7 @@ class ModelWorker:
         now, state = time.perf_counter(), choice.state
         if state.first_token is None:
             state.first_token = now
-            self._metrics.first_token_seconds.observe(now - state.arrived)
             self._metrics.prompt_tokens.labels(state.schedule.label).inc(state.prompt_tokens)
-        elif choice.tokens:
-            self._metrics.inter_token_seconds.observe(now - choice.last_time)
         fed = len(choice.request.prompt) + output.position
         choice.tokens += 1
         choice.layers_run += output.layers
@@ -244,7 +242,7 @@ class ModelWorker:
             self._leave(choice)
             if state.done:
                 state.outcome = "ok"
-                self._tell(state, state.summary(self._num_layers))
+                self._tell(state, Finished())
 
     def _leave(self, choice: Choice) -> None:
         """A choice's row is free; its counters are added up."""

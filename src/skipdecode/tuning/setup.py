@@ -73,7 +73,8 @@ def _precision(asked: str, device: torch.device) -> str:
 def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
     """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`."""
     # Layers that not even the prompt runs get no gradient, which several devices must be told.
-    unused = DistributedDataParallelKwargs(find_unused_parameters=schedule.prompt == "max_exit")
+    some = len(schedule.last_prompt_layers()) < schedule.num_layers
+    unused = DistributedDataParallelKwargs(find_unused_parameters=some)
     # It is one for the process and keeps the first run's precision; a later run may want another.
     AcceleratorState._reset_state()
     accelerator = Accelerator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
@@ -17,6 +17,7 @@ from skipdecode.schedule import Schedule
 __all__ = [
     "EngineOptions",
     "ModelOptions",
+    "SamplingOptions",
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
@@ -58,6 +59,27 @@ class ModelOptions(Options):
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(Options):
+    """How the next token is chosen."""
+
+    temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
+    top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
+    top_p: float = option(
+        "sample from the likeliest tokens that together have this probability", default=1.0, above=0, most=1
+    )
+    seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
+
+    def check_sampling(self) -> None:
+        """Refuse what has no effect."""
+        if self.temperature == 0 and (self.top_k or self.top_p < 1):
+            raise UsageError("--top-k and --top-p act on sampling only: give --temperature too, such as 0.7")
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Fields of `skipdecode.engine.Sampling`."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")}
 
 
 @dataclass(frozen=True, kw_only=True)

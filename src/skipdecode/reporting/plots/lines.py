@@ -1,21 +1,39 @@
-"""One chart for every curve of this package: points with bounds, joined by lines, a name each; and bars."""
+"""One chart for every curve of this package: points with bounds, joined by lines, a name each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skipdecode.reporting.plots.output import COLORS, INK, new_figure, styled, tip
 
-__all__ = ["Chart", "Point", "Series", "bar_figure", "grouped", "line_figure", "panel_figure"]
+__all__ = ["OUTLINES", "Chart", "Point", "Series", "Style", "grouped", "line_figure", "panel_figure"]
 
 T = TypeVar("T")
-_MARKERS = "os^DvPX*"
-_NEAR, _FAR = 5, 17  # points from a mark to its note
+
+
+def _outline(corners: int, inner: float, first: float) -> list[tuple[float, float]]:
+    """Corners around 0 from an angle on, every second one `inner` of the others' way out."""
+    angles = [math.radians(first) + 2 * math.pi * i / corners for i in range(corners)]
+    return [
+        ((inner if i % 2 else 1) * math.cos(a), (inner if i % 2 else 1) * math.sin(a)) for i, a in enumerate(angles)
+    ]
+
+
+OUTLINES = [
+    _outline(corners, inner, first)
+    for corners, inner in ((16, 1), (4, 1), (3, 1), (8, 0.4), (6, 1), (10, 0.5))
+    for first in ((0, 45) if corners in (4, 8) else (90, 270) if corners == 3 else (90,))
+]
+"""The marks: circle, square, triangle, …, each within 1 around 0."""
+_DASHES = ((), (5, 2), (1, 1.6), (5, 1.6, 1, 1.6))
+_SHADES = (1.0, 0.85, 0.72, 0.6)
+_NEAR, _MIDDLE, _FAR = 5, 17, 29  # points from a mark to its note
 _PLACES = tuple(
     (right * _NEAR, up * distance, "left" if right > 0 else "right", "bottom" if up > 0 else "top")
-    for distance in (_NEAR, _FAR)
+    for distance in (_NEAR, _MIDDLE, _FAR)
     for right, up in ((1, 1), (1, -1), (-1, 1), (-1, -1))
 )
 _MARK = 3  # half of a mark's width, in points
@@ -28,7 +46,7 @@ class Point:
     Parameters
     ----------
     note : str
-        Written beside the point.
+        Written beside the point, where there is room.
     tip : str
         Shown when a reader points at it.
     """
@@ -49,22 +67,32 @@ class Series:
     ----------
     name : str
         Its name in the legend; empty: it has no entry there.
-    line : {"-", ":", "--", ""}
-        How the points are joined.
+    line : {"-", ":", "--", ""}, optional
+        How the points are joined; default: as its style says.
     markers : bool
         Draw the points themselves.
-    color : int, optional
-        Which of the palette's colours; default: the series' place. -1 is the text's colour.
+    like : str, optional
+        The name whose style it has; default: its own. Empty: the text's colour.
     faint : bool
         Draw it in the background.
     """
 
     name: str
     points: Sequence[Point]
-    line: str = "-"
+    line: str | None = None
     markers: bool = True
-    color: int | None = None
+    like: str | None = None
     faint: bool = False
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a curve looks: `color` and `mark` are places in the palettes, `dashes` alternates drawn and left out."""
+
+    color: int
+    mark: int
+    dashes: tuple[float, ...]
+    shade: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +111,8 @@ class Chart:
         Whether the y axis begins at 0, and whether it is logarithmic.
     ticks : sequence of str
         Names of x = 0, 1, 2, … in place of numbers.
+    names : sequence of str
+        The names that have styles, where several charts share a legend; default: those of the series.
     """
 
     series: Sequence[Series]
@@ -93,6 +123,20 @@ class Chart:
     from_zero: bool = False
     log: bool = False
     ticks: Sequence[str] = ()
+    names: Sequence[str] = ()
+
+    @property
+    def styles(self) -> dict[str, Style]:
+        """A hue and a mark by what stands before a name's first comma, a shade and a dash by what follows."""
+        names = list(self.names or dict.fromkeys(s.name if s.like is None else s.like for s in self.series))
+        heads = grouped([name for name in names if name], lambda name: name.split(",")[0])
+        if len(heads) == 1:
+            heads = {name: [name] for name in names if name}
+        return {
+            name: Style(hue % len(COLORS), hue % len(OUTLINES), _DASHES[i % len(_DASHES)], _SHADES[i % len(_SHADES)])
+            for hue, variants in enumerate(heads.values())
+            for i, name in enumerate(variants)
+        }
 
 
 def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
@@ -103,15 +147,15 @@ def grouped(items: Iterable[T], name: Callable[[T], str]) -> dict[str, list[T]]:
     return found
 
 
-def line_figure(chart: Chart) -> Any:
-    """A figure of one chart, its legend above it."""
+def line_figure(chart: Chart, *, legend: bool = True, width: float = 4.7) -> Any:
+    """A figure of one chart, its legend above it if it is to have one."""
     names = sum(bool(one.name) for one in chart.series) + (chart.level is not None) + bool(chart.diagonal)
     # Two names a line of the legend: room for more than four lines comes on top.
-    figure = new_figure(height=3.3 + 0.18 * max(0, -(-names // 2) - 4))
+    figure = new_figure(width, 3.3 + (0.18 * max(0, -(-names // 2) - 4) if legend else 0))
     with styled():
         axes = figure.subplots()
         _draw_chart(axes, chart)
-        if any(text for text in axes.get_legend_handles_labels()[1] if not text.startswith("_")):
+        if legend and any(text for text in axes.get_legend_handles_labels()[1] if not text.startswith("_")):
             figure.legend(loc="outside upper left", ncols=2)
         _spread_notes(figure, axes, chart)
     return figure
@@ -140,62 +184,83 @@ def _draw_chart(axes: Any, chart: Chart) -> None:
         value, low, high, name = chart.level
         axes.axhspan(low, high, color=INK, alpha=0.08, linewidth=0)
         axes.axhline(value, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label=name)
-    for place, one in enumerate(chart.series):
-        _draw(axes, one, place)
+    styles = chart.styles
+    for one in chart.series:
+        _draw(axes, one, styles.get(one.name if one.like is None else one.like, Style(-1, 0, (), 1.0)))
     if chart.diagonal:
         far = max((p.x for s in chart.series for p in s.points), default=1)
         axes.plot([1, far], [1, far], color=INK, linewidth=0.8, linestyle=(0, (1, 2)), label=chart.diagonal)
+        _annotate(axes, chart.diagonal, far, far, INK)
     axes.set(xlabel=chart.xlabel, ylabel=chart.ylabel)
     axes.margins(x=0.08, y=0.1)
     if chart.log:
-        from matplotlib.ticker import MaxNLocator, ScalarFormatter
-
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(MaxNLocator(6))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_locator(MaxNLocator(1))
+        _plain_logarithm(axes)
     elif chart.from_zero:
         axes.set_ylim(bottom=0)
+    axes.locator_params(axis="x", nbins=7)
     if chart.ticks:
         axes.set_xticks(range(len(chart.ticks)), chart.ticks)
 
 
-def _draw(axes: Any, series: Series, place: int) -> None:
-    number = place if series.color is None else series.color
-    color = INK if number < 0 else COLORS[number % len(COLORS)]
+def _plain_logarithm(axes: Any) -> None:
+    """A logarithmic y axis that says 1, 2, 5, 10; where that leaves too few, evenly spaced numbers."""
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    steps = [n * 10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high))) for n in (1, 2, 5)]
+    steps = [step for step in steps if low <= step <= high]
+    axes.yaxis.set_major_locator(FixedLocator(steps) if len(steps) > 2 else MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _draw(axes: Any, series: Series, style: Style) -> None:
+    color = INK if style.color < 0 else COLORS[style.color]
+    shade = 0.4 if series.faint else style.shade
     points = sorted(series.points, key=lambda p: p.x)
+    x, y = [p.x for p in points], [p.y for p in points]
     axes.plot(
-        [p.x for p in points],
-        [p.y for p in points],
-        linestyle=series.line or "none",
-        marker=_MARKERS[number % len(_MARKERS)] if series.markers else "",
-        markersize=5,
+        x,
+        y,
+        linestyle=((0, style.dashes) if style.dashes else "-") if series.line is None else series.line or "none",
+        marker=OUTLINES[style.mark] if series.markers else "",
+        markersize=6,
+        markeredgewidth=0,
         color=color,
-        linewidth=0.7 if series.faint else 1.5,
-        alpha=0.35 if series.faint else 1,
+        linewidth=0.8 if series.faint else 1.5,
+        alpha=shade,
         label=series.name or "_",
     )
+    if any(p.x_bounds or p.y_bounds for p in points):
+        errors = {"xerr": _errors(x, [p.x_bounds for p in points]), "yerr": _errors(y, [p.y_bounds for p in points])}
+        axes.errorbar(x, y, **errors, fmt="none", ecolor=color, alpha=shade, elinewidth=0.7)
     for p in points:
-        if p.x_bounds or p.y_bounds:
-            errors = {"xerr": _error(p.x, p.x_bounds), "yerr": _error(p.y, p.y_bounds)}
-            axes.errorbar(p.x, p.y, **errors, color=color, capsize=2, linewidth=0.8, capthick=0.8)
         if p.note:
-            # `_spread_notes` puts it beside the point.
-            axes.annotate(p.note, (p.x, p.y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color)
+            _annotate(axes, p.note, p.x, p.y, color)
         if p.tip:
             # A wide, invisible dot, so that pointing at it is easy.
             (dot,) = axes.plot([p.x], [p.y], "o", color=color, alpha=0, markersize=14)
             tip(dot, p.tip)
 
 
-def _error(value: float, bounds: tuple[float, float] | None) -> list[list[float]] | None:
-    if bounds is None:
-        return None
-    return [[max(0.0, value - bounds[0])], [max(0.0, bounds[1] - value)]]
+def _annotate(axes: Any, text: str, x: float, y: float, color: str) -> None:
+    """A note at a point; `_spread_notes` puts it beside it."""
+    note = axes.annotate(text, (x, y), xytext=(0, 0), textcoords="offset points", fontsize=8, color=color)
+    note.set_in_layout(False)
+
+
+def _errors(values: Sequence[float], bounds: Sequence[tuple[float, float] | None]) -> list[list[float]]:
+    """Below and above each value; nothing where no bounds are known."""
+    pairs = [
+        (math.nan, math.nan) if b is None else (max(0.0, value - b[0]), max(0.0, b[1] - value))
+        for value, b in zip(values, bounds, strict=True)
+    ]
+    return [[low for low, _ in pairs], [high for _, high in pairs]]
 
 
 def _spread_notes(figure: Any, axes: Any, chart: Chart) -> None:
-    """Move the notes off the marks and off each other, each to the first free place; where there is none, up and right.
+    """Move the notes off the marks and off each other, each to the first free place; hide one that has none.
 
     The figure must be complete: its layout is computed here.
     """
@@ -204,30 +269,18 @@ def _spread_notes(figure: Any, axes: Any, chart: Chart) -> None:
     from matplotlib.transforms import Bbox
 
     figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # what is placed stays
     half = _MARK * figure.dpi / 72
     marks = (axes.transData.transform((p.x, p.y)) for one in chart.series for p in one.points)
     taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in marks]
     for note in sorted(axes.texts, key=lambda note: note.xy):
-        for right, up, horizontal, vertical in (*_PLACES, _PLACES[0]):
+        for right, up, horizontal, vertical in _PLACES:
             note.set_position((right, up))
             note.set(horizontalalignment=horizontal, verticalalignment=vertical)
-            if not any(note.get_window_extent().overlaps(box) for box in taken):
+            box = note.get_window_extent()
+            inside = axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
                 break
-        taken.append(note.get_window_extent())
-
-
-def bar_figure(names: Sequence[str], values: Sequence[float], xlabel: str) -> Any:
-    """Horizontal bars, the first at the top."""
-    figure = new_figure(4.7, min(7.0, 0.8 + 0.28 * len(names)))
-    with styled():
-        axes = figure.subplots()
-        axes.grid(axis="x")
-        bars = axes.barh(range(len(names)), values, 0.72, color=COLORS[0])
-        for bar, name, value in zip(bars, names, values, strict=True):
-            tip(bar, f"{name}: {value:.4g}")
-        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-        axes.margins(x=0.12)
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.set_xlabel(xlabel)
-    return figure
+        else:
+            note.set_visible(False)

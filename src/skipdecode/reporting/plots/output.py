@@ -89,8 +89,8 @@ def svg(figure: Any, name: str, label: str) -> str:
     Returns
     -------
     str
-        Transparent; colours are CSS variables (``--ink``, ``--grid``, ``--idle``, ``--c0`` to ``--c7``) with the
-        figure's own as fallback.
+        Transparent; colours are CSS variables (``--ink``, ``--grid``, ``--idle``, ``--c0`` to ``--c7``), and so is
+        that of text without one (``--ink``): the page has them, and sets the size from ``--width`` (in points).
     """
     buffer = io.StringIO()
     with styled():
@@ -99,12 +99,39 @@ def svg(figure: Any, name: str, label: str) -> str:
     # Inside HTML the document's own prologue would be an error, and nobody reads the metadata.
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     for color, variable in _VARIABLES.items():
-        text = text.replace(color, f"var({variable}, {color})")
+        text = text.replace(color, f"var({variable})")
+    text = _smaller(text)
     # matplotlib has escaped the text as it does every attribute.
     text = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", text)
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(url\(|href=")#', rf"\1#{name}-", text)
+    short = {
+        long: f"{name}-{i}" for i, long in enumerate(dict.fromkeys(re.findall(r'(?:url\(|href=")#([^)"]+)', text)))
+    }
+    text = re.sub(r' id="([^"]+)"', lambda found: f' id="{short[found[1]]}"' if found[1] in short else "", text)
+    text = re.sub(r'(url\(|href=")#([^)"]+)', lambda found: f"{found[1]}#{short[found[2]]}", text)
     box = re.search(r'viewBox="([^"]+)"', text)
-    head = f'<svg viewBox="{box[1] if box else ""}" role="img" aria-label="{html.escape(label)}" '
-    head += 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    width = box[1].split()[2] if box else ""
+    head = (
+        f'<svg viewBox="{box[1] if box else ""}" style="--width: {width}" role="img" aria-label="{html.escape(label)}">'
+    )
     return head + text[text.index(">") + 1 :]
+
+
+# What the page's style says once for all pictures, or what the element that is used says already.
+_SAID = (
+    r"font-family: [^;]*; ",
+    r' transform="rotate\(-0 [^"]*"',
+    r"(?<=text-anchor: middle); fill: var\(--ink\)|(?<=text-anchor: end); fill: var\(--ink\)",
+    r' style="fill: var\(--ink\); stroke: var\(--ink\); stroke-width: 0.8"',
+    r"; stroke-linecap: square|; stroke-linejoin: miter|; stroke-dashoffset: 0",
+)
+
+
+def _smaller(text: str) -> str:
+    """The same picture in fewer letters: tenths of a point, no white space between elements."""
+    text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: _rounded(found[0]), text)
+    return re.sub("|".join(_SAID), "", re.sub(r">\s+<", "><", text))
+
+
+def _rounded(attribute: str) -> str:
+    tenths = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), attribute)
+    return re.sub(r"\s*\n", "", tenths)

@@ -6,6 +6,7 @@ All raise MissingExtraError where matplotlib is not installed.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "calibration_figure",
     "depth_figure",
     "importance_of",
+    "loss_chart",
     "loss_figure",
     "share_chart",
     "speed_chart",
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 _RUNS, _BARS = COLORS[0], COLORS[1]
-_WINDOW = 15
+_WINDOW, _DRAWN = 15, 120
 _SPEED_TIP = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.0f} tokens/s"
 _Rows = Sequence[Mapping[str, Any]]
 
@@ -90,9 +92,11 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 
     shown = schedule.seq_len if positions is None else max(1, positions)
     ends = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
-    axes.barh(range(schedule.num_layers), shown, 1.0, color=LEFT_OUT)
+    axes.axhspan(-0.5, schedule.num_layers - 0.5, color=LEFT_OUT, linewidth=0)
     widths = [shown if e is None else min(e, shown) for e in ends]
-    for layer, bar in enumerate(axes.barh(range(schedule.num_layers), widths, 0.94, color=_RUNS)):
+    run = [layer for layer, width in enumerate(widths) if width]
+    bars = axes.barh(run, [widths[layer] for layer in run], 0.94, color=_RUNS, clip_on=False)
+    for layer, bar in zip(run, bars, strict=True):
         end = ends[layer]
         tip(bar, f"layer {layer} runs " + ("always" if end is None else f"at the first {end} positions"))
     axes.set(xlim=(0, shown), ylim=(-0.5, schedule.num_layers - 0.5), xlabel="generation position")
@@ -122,13 +126,13 @@ def speed_png(rows: _Rows) -> bytes:
 def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
     """Decode speed-up against nominal, a line an engine and batch, over what the bytes allow (dotted)."""
     series = []
-    for color, (name, mine) in enumerate(_by_engine(rows).items()):
+    for name, mine in _by_engine(rows).items():
         tips = [f"{name}: {_SPEED_TIP.format_map(r)}" for r in mine]
         points = [Point(r["nominal_speedup"], r["decode_speedup"], tip=t) for r, t in zip(mine, tips, strict=True)]
-        series.append(Series(name, points, color=color))
+        series.append(Series(name, points))
         bounds = [Point(r["nominal_speedup"], r["amdahl_bound"]) for r in mine if "amdahl_bound" in r]
         if bounds:
-            series.append(Series("", bounds, ":", markers=False, color=color, faint=True))
+            series.append(Series("", bounds, ":", markers=False, like=name, faint=True))
     return Chart(series, "nominal speed-up", ylabel, diagonal="nominal")
 
 
@@ -162,6 +166,11 @@ def _by_engine(rows: _Rows) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def loss_figure(rows: _Rows) -> Any:
+    """`loss_chart` as a figure."""
+    return line_figure(loss_chart(rows))
+
+
+def loss_chart(rows: _Rows) -> Chart:
     """Cross-entropy against step from the rows of a tuning log: a running mean a schedule, and the dev set's losses.
 
     Parameters
@@ -170,19 +179,21 @@ def loss_figure(rows: _Rows) -> Any:
         With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; of kind train also ``schedule``.
     """
     train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
-    runs = grouped(train, lambda r: str(r.get("schedule", "train")))
-    names, series = list(runs), []
-    for color, (name, mine) in enumerate(runs.items()):
+    steps = Counter(str(r.get("schedule", "train")) for r in train)
+    few = {name for name, count in steps.items() if count < _WINDOW and len(steps) > len(COLORS)}
+    runs = grouped(
+        train, lambda r: "schedules of few steps" if str(r.get("schedule")) in few else r.get("schedule", "train")
+    )
+    series = []
+    for name, mine in runs.items():
         losses = [(r["step"], r["cross_entropy"]) for r in mine]
-        series.append(Series("", _points(losses), markers=False, color=color, faint=True))
-        series.append(Series(f"{name}, mean of {_WINDOW}", _points(_smooth(losses)), markers=False, color=color))
-    for name in [n for n in names if any(n in r for r in dev)] or ["cross_entropy"]:
+        series.append(Series("", _points(losses), "-", markers=False, like=name, faint=True))
+        series.append(Series(name, _points(_smooth(losses)), "-", markers=False))
+    for name in [n for n in runs if any(n in r for r in dev)] or ["cross_entropy"]:
         losses = [(r["step"], r[name]) for r in dev if name in r]
         if losses:
-            label = f"{name}, dev" if name in names else "dev"
-            color = names.index(name) if name in names else -1
-            series.append(Series(label, _points(losses), "--", color=color))
-    return line_figure(Chart(series, "optimizer step", "cross-entropy per response token", log=True))
+            series.append(Series(f"{name}, dev", _points(losses), ":", like=name if name in runs else ""))
+    return Chart(series, "optimizer step", "cross-entropy per response token", log=True)
 
 
 def _points(pairs: Iterable[tuple[float, float]]) -> list[Point]:
@@ -190,6 +201,7 @@ def _points(pairs: Iterable[tuple[float, float]]) -> list[Point]:
 
 
 def _smooth(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A running mean over the last `_WINDOW` values."""
-    windows = [pairs[max(0, i + 1 - _WINDOW) : i + 1] for i in range(len(pairs))]
+    """A running mean over the last `_WINDOW` values, at most some `_DRAWN` of them: more are not seen."""
+    ends = range(len(pairs), 0, -max(1, len(pairs) // _DRAWN))
+    windows = [pairs[max(0, end - _WINDOW) : end] for end in reversed(ends)]
     return [(window[-1][0], statistics.fmean(y for _, y in window)) for window in windows]

@@ -1,0 +1,220 @@
+"""Talk to a model in the terminal; answers stream, and the schedule can be switched between turns.
+
+In the session: /2x (any nominal speed-up), /full, /schedule NAME (a name or file; alone: what there is), /system TEXT
+(alone: none), /reset (forget all turns), /help, /quit. Ctrl-C stops an answer and keeps what came of it; Ctrl-D ends.
+On a terminal a line after each answer says its speed, its mean layers a token and the seconds to its first token.
+
+Standard input that is no terminal is read line by line, each a turn or a command; answers are printed as plain text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.cli.options import (
+    EngineOptions,
+    ModelOptions,
+    SamplingOptions,
+    ScheduleOptions,
+    ThreadOptions,
+    check_schedule_options,
+    choose_schedule,
+)
+from skipdecode.common.options import option
+from skipdecode.common.progress import note
+from skipdecode.errors import DataError, SkipDecodeError, UsageError
+
+if TYPE_CHECKING:
+    from skipdecode.data.records import Message
+    from skipdecode.llm import LLM
+    from skipdecode.schedule import Schedule
+
+__all__ = ["Config", "run"]
+
+_HELP = """\
+/2x, /3x, …      the next turns run under this nominal speed-up
+/full            the next turns run at full depth
+/schedule NAME   a schedule by name or file; alone: what there is
+/system TEXT     the system message from here on; alone: none
+/reset           forget all turns
+/quit            end (also Ctrl-D); Ctrl-C stops an answer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+    """Options of `skipdecode chat`."""
+
+    model: str = option(
+        "a local directory, a hub id, or smollm2-135m; with a chat template", default="smollm2-135m", positional=True
+    )
+    system: str | None = option("system message", default=None)
+    max_new_tokens: int = option("most tokens of an answer", default=512, least=1)
+
+
+def run(config: Config) -> int:
+    """Talk until the input ends; returns 0."""
+    check_schedule_options(config)
+    config.check_sampling()
+    session = _Session(config, _open(config))
+    for line in _lines():
+        text = line.strip()
+        if text == "/quit":
+            break
+        try:
+            if text.startswith("/"):
+                session.command(*(text[1:].split(maxsplit=1) or [""]))
+            elif text:
+                session.answer(text)
+        except SkipDecodeError as e:
+            note(" ".join(str(e).split()))
+    return 0
+
+
+def _open(config: Config) -> LLM:
+    from skipdecode.data.summary import schedule_line
+    from skipdecode.llm import LLM
+    from skipdecode.models.loading.hub import load_model
+
+    config.use_threads()
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    if getattr(loaded.tokenizer, "chat_template", None) is None:
+        raise UsageError(
+            f"{config.model} has no chat template, so it was not made for chats: give it texts with skipdecode "
+            "generate, or name an instruction-tuned model here, such as smollm2-135m"
+        )
+    choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
+    note(schedule_line(choice.schedule, choice.origin))
+    recipe = loaded.recipe
+    if recipe is not None and recipe.prompt_template is not None and not recipe.chat:
+        note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: see skipdecode generate")
+    return LLM(loaded, choice.schedule, engine=config.engine, weights=config.weights, max_rows=1)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or the lines of standard input."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # editing and history of `input`
+    note("/help lists what can be done besides talking; Ctrl-D ends")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\nskipdecode: Ctrl-D or /quit ends", file=sys.stderr)
+
+
+class _Session:
+    """The turns so far, and the schedule of the next one."""
+
+    def __init__(self, config: Config, llm: LLM) -> None:
+        from skipdecode.data.prompts import context_length
+
+        self._config, self._llm = config, llm
+        self._system = config.system
+        self._turns: list[Message] = []
+        self._schedule: Schedule = llm.schedule_of(None)
+        self._context = context_length(llm.loaded.model)
+        self._stopped = False
+
+    # ------------------------------------------------------------------ commands
+
+    def command(self, name: str, value: str = "") -> None:
+        """Obey what stands after a slash; raises UsageError for what is not known."""
+        if name == "help":
+            print(_HELP)
+        elif name == "reset":
+            self._turns.clear()
+        elif name == "system":
+            self._system = value or None
+        elif name == "schedule" and not value:
+            note(f"{self._schedule.name} is on; there is {', '.join(self._llm.schedules)}, /2x and the like, or a file")
+        elif name == "schedule" or name == "full" or re.fullmatch(r"[\d.]+x", name):
+            self._switch(value if name == "schedule" else name)
+        else:
+            raise UsageError(f"there is no command /{name}: /help lists them")
+
+    def _switch(self, asked: str) -> None:
+        from skipdecode.data.summary import schedule_line
+
+        self._schedule = self._llm.schedule_of(asked, self._config.max_new_tokens)
+        note(schedule_line(self._schedule, "from the next turn on"))
+
+    # ------------------------------------------------------------------ turns
+
+    def answer(self, text: str) -> None:
+        """Take a turn of the user's and print the model's; raises DataError if there is no room for it."""
+        self._turns.append({"role": "user", "content": text})
+        try:
+            messages = self._fitted()
+        except DataError:
+            self._turns.pop()
+            raise
+        start, first = time.perf_counter(), None
+        options: dict[str, Any] = self._config.sampling_fields()
+        stream = self._llm.stream(messages, self._config.max_new_tokens, schedule=self._schedule, **options)
+        with self._interruptible():
+            for piece in stream:
+                first = first or time.perf_counter() - start
+                print(piece, end="", flush=True)
+                if self._stopped:
+                    stream.close()
+        print()
+        self._turns.append({"role": "assistant", "content": stream.text})
+        if sys.stdout.isatty() and stream.stats is not None:
+            self._tell(stream.stats, first)
+
+    def _fitted(self) -> list[Message]:
+        """The chat so far, less the oldest turns where the context has no room for it and an answer."""
+        dropped = 0
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        needed = 1 if self._context is None else min(self._config.max_new_tokens, self._context // 2)
+        while True:
+            (prompt,) = self._llm.encode([[*system, *self._turns]], template=False)
+            if (prompt.room is None or prompt.room >= needed or len(self._turns) == 1) and prompt.error is None:
+                break
+            if len(self._turns) == 1:
+                raise DataError(prompt.error or "")
+            del self._turns[:2]
+            dropped += 1
+        if dropped:
+            turns = "turn is" if dropped == 1 else f"{dropped} turns are"
+            note(f"the context of {self._context} tokens is full: the oldest {turns} forgotten")
+        return [*system, *self._turns]
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Within it the first Ctrl-C of a terminal's user asks for the end of the answer, at the next piece."""
+        self._stopped = False
+        if not sys.stdin.isatty():
+            yield
+            return
+
+        def stop(*_: object) -> None:
+            self._stopped = True
+            signal.signal(signal.SIGINT, before)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _tell(self, stats: Any, first: float | None) -> None:
+        layers = stats.mean_layers or len(self._schedule.prompt_layers())
+        line = f"{stats.decode_tokens_per_s or 0:.1f} tokens/s, {layers:.1f} of {stats.num_layers} layers"
+        if first is not None:
+            line += f", first token after {first:.2f} s"
+        print(line if os.environ.get("NO_COLOR") else f"\x1b[2m{line}\x1b[0m", flush=True)

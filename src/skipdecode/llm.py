@@ -1,0 +1,315 @@
+"""Text in, text out, in Python: a model on its fastest engine, with a schedule for each call.
+
+>>> llm = LLM("e2e-smollm2-135m")                                                          # doctest: +SKIP
+>>> llm.generate(["name[The Eagle], food[French]"], max_new_tokens=40)[0].text             # doctest: +SKIP
+
+What a prompt is made of, and where a text ends, `skipdecode.data` decides, as for the command line and the server.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.progress import note
+from skipdecode.data.detokenizer import Detokenizer, TextStream
+from skipdecode.data.forms import choose_form
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
+from skipdecode.data.records import Message
+from skipdecode.data.run import Decoding
+from skipdecode.data.stopping import StopStrings
+from skipdecode.data.summary import RunSummary
+from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.engine.requests import FinishReason, Sampling
+from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UsageError
+from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.schedule import Schedule
+from skipdecode.schedule.order import bottom_up
+
+__all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
+
+Prompt = str | Sequence[Message] | Mapping[str, Any]
+"""A text; a chat, as a list of ``{"role": …, "content": …}``; or a record, which the checkpoint's template renders."""
+
+_SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of one prompt.
+
+    Parameters
+    ----------
+    prompt : str
+        As it was tokenised: with its template, or its chat template, around it.
+    text : str
+        Without the stop text.
+    tokens : list of int
+        New tokens, the end token included.
+    finish_reason : {"eos", "length", "stop"}
+        An end token, `max_new_tokens` (or the end of the context), or a text of `stop`.
+    """
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+class Outputs(list[Output]):
+    """The outputs of a call, in the order of its prompts.
+
+    Attributes
+    ----------
+    stats : RunSummary
+        Of all of them together.
+    """
+
+    stats: RunSummary
+
+
+class LLM:
+    """A model that is ready to generate.
+
+    Calls may differ in schedule and share the weights. One thread at a time.
+
+    Parameters
+    ----------
+    model : str or LoadedModel
+        A name, as `skipdecode.load` takes it, or what that gave.
+    schedule : Schedule or str, optional
+        Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth.
+    engine : {"auto", "fast", "transformers"}
+        What runs the model; auto: the package's own engine where it covers the model.
+    weights : {"model", "int8", "int4"}
+        How the fast engine reads the weights: as they are, or quantised (CPUs only).
+    dtype, device
+        Of a model that is loaded by name: see `skipdecode.load`.
+    max_rows : int
+        Prompts that are decoded together.
+
+    Attributes
+    ----------
+    loaded : LoadedModel
+        Model, tokenizer, carried schedule and recipe.
+    stats : RunSummary or None
+        Of the last call that has ended.
+
+    Raises
+    ------
+    SkipDecodeError
+        The model does not load (`skipdecode.load`), the engine does not run it, or the schedule does not fit it.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel,
+        schedule: Schedule | str | None = None,
+        *,
+        engine: str = "auto",
+        weights: str = "model",
+        dtype: str = "auto",
+        device: str | None = None,
+        max_rows: int = 8,
+    ) -> None:
+        self.loaded = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
+        if self.loaded.tokenizer is None:
+            raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
+        self.tokenizer: Any = self.loaded.tokenizer
+        self.num_layers = self.loaded.num_layers
+        self.stats: RunSummary | None = None
+        self._schedule = schedule
+        self._max_rows = max_rows
+        self.schedule_of(schedule)
+        self._source = open_engines(self.loaded.model, engine, note, weights)
+        self._ends = end_tokens(self.loaded.model, self.tokenizer)
+        self._engines: list[Engine] = []
+
+    # ------------------------------------------------------------------ schedules
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """Schedules that have a name here: full depth, and those that the weights were tuned under."""
+        recipe, carried = self.loaded.recipe, self.loaded.schedule
+        own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
+        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
+
+    def schedule_of(self, asked: Schedule | str | None, max_new_tokens: int = 128) -> Schedule:
+        """The schedule that a call with this argument runs under.
+
+        Parameters
+        ----------
+        asked : Schedule, str or None
+            A schedule; a name of `schedules`; a schedule file; or a nominal speed-up such as "2x", with the order and
+            positions of the schedule that the checkpoint carries, else the paper's over `max_new_tokens` positions.
+            None: what the LLM was made with, by default the checkpoint's own, else full depth.
+
+        Raises
+        ------
+        ScheduleError
+            There is no such schedule, or it is for another number of layers.
+        """
+        asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
+        if asked is None:
+            return self.schedules["full"] if carried is None else carried
+        if isinstance(asked, str) and (found := self.schedules.get(asked)) is not None:
+            return found
+        if isinstance(asked, str) and (speedup := _SPEEDUP.fullmatch(asked)) is not None:
+            if carried is not None and carried.drop_order:
+                return carried.with_speedup(float(speedup[1]))
+            return Schedule.from_speedup(self.num_layers, float(speedup[1]), max_new_tokens)
+        if isinstance(asked, str) and not Path(asked).is_file():
+            names = ", ".join(map(repr, self.schedules))
+            raise ScheduleError(
+                f"schedule {asked!r} is not known: accepted are {names}, a speed-up such as '2x', a schedule file"
+            )
+        schedule = Schedule.load(asked) if isinstance(asked, str) else asked
+        schedule.check_fits(self.num_layers)
+        return schedule
+
+    # ------------------------------------------------------------------ generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        schedule: Schedule | str | None = None,
+        stop: str | Sequence[str] = (),
+        template: bool | str = True,
+        **sampling: Any,
+    ) -> Outputs:
+        """Texts for prompts, in batches of `max_rows`; greedy unless a temperature is given.
+
+        Parameters
+        ----------
+        prompts : a prompt, or a list of prompts
+            See `Prompt`.
+        max_new_tokens : int
+            Most new tokens of each; fewer where the context ends.
+        schedule : Schedule or str, optional
+            Of this call: see `schedule_of`.
+        stop : str or sequence of str
+            Texts that end an output, cut off.
+        template : bool or str
+            Put texts and records into the template that the checkpoint was tuned on, if it names one; or into this one.
+        **sampling
+            Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … A prompt's draws depend on the
+            seed and its place in the list, not on its batch.
+
+        Raises
+        ------
+        DataError
+            A prompt cannot be used; its `index` says which. Nothing was generated then.
+        UsageError, ScheduleError
+            A value is not accepted.
+        """
+        start = time.perf_counter()
+        options = {"schedule": schedule, "stop": stop, "template": template} | sampling
+        encoded, how, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
+        engine = self._engine(chosen)
+        try:
+            rows = engine.decode([how.request(prompt) for prompt in encoded], how.stop, chosen)
+        except BaseException:
+            engine.close()
+            raise
+        outputs = Outputs(
+            Output(prompt.text, how.text(row.tokens), row.tokens, row.finish_reason)
+            for prompt, row in zip(encoded, rows, strict=True)
+        )
+        outputs.stats = self._summed(engine, len(rows), start)
+        return outputs
+
+    def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
+        """The text of one prompt, in pieces as they come; `stats` are told at its end.
+
+        `options` are those of `generate`; raises as it does.
+        """
+        start = time.perf_counter()
+        (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
+        engine, reader = self._engine(chosen), Detokenizer(self.tokenizer, how.stop.strings if how.stop else ())
+        return TextStream(engine, how.request(encoded), chosen, reader, lambda: self._summed(engine, 1, start))
+
+    def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
+        """Prompts as token ids, with their `room` in the context; one that cannot be used has an `error`."""
+        form = choose_form(
+            self.loaded.recipe,
+            no_template=not template,
+            prompt_template=template if isinstance(template, str) else None,
+        )
+        records = []
+        for index, prompt in enumerate(prompts):
+            if not isinstance(prompt, str | Mapping | list):
+                raise DataError(f"{type(prompt).__name__} is no prompt: give text, a chat or a record", index=index)
+            records.append(replace(form.field.record(prompt), index=index))
+        context = context_length(self.loaded.model)
+        return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
+
+    # ------------------------------------------------------------------ parts
+
+    def _prepared(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        *,
+        schedule: Schedule | str | None = None,
+        stop: str | Sequence[str] = (),
+        template: bool | str = True,
+        **sampling: Any,
+    ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
+        """Token ids, what they are decoded with and under which schedule; raises for what cannot be done."""
+        drawn = Sampling(**sampling)
+        if drawn.temperature == 0 and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
+            raise UsageError("top_k, top_p and min_p act on sampling only: give a temperature too, such as 0.7")
+        stops = StopStrings(self.tokenizer, (stop,) if isinstance(stop, str) else stop)
+        how = Decoding(
+            tokenizer=self.tokenizer,
+            sampling=drawn,
+            max_new_tokens=max_new_tokens,
+            ends=self._ends,
+            stop=stops if stops.strings else None,
+        )
+        chosen = self._source.suited(self.schedule_of(schedule, max_new_tokens))
+        encoded = self.encode(prompts, template=template)
+        for index, prompt in enumerate(encoded):
+            if prompt.error is not None:
+                raise DataError(prompt.error, index=index)
+        return encoded, how, chosen
+
+    def _engine(self, schedule: Schedule) -> Engine:
+        """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
+        found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
+        if found is None:
+            # Stands for the order in which layers are dropped: each call brings its own schedule.
+            order = schedule.drop_order or bottom_up(self.num_layers, 1)
+            base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # said when the model was opened
+                found = self._source.engine(base, max_rows=self._max_rows)
+            self._engines.append(found)
+        found.stats = EngineStats()
+        return found
+
+    def _summed(self, engine: Engine, rows: int, start: float) -> RunSummary:
+        self.stats = RunSummary(self.num_layers, engine.stats, rows=rows, seconds=time.perf_counter() - start)
+        return self.stats
+
+
+def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:
+    """Load a model and generate: `LLM(name).generate(prompts, **options)`. Calls after the first want an `LLM`."""
+    return LLM(name).generate(prompts, **options)
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of it; a list of messages is one chat."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    is_chat = bool(listed) and all(isinstance(p, Mapping) and p.keys() == {"role", "content"} for p in listed)
+    return [listed] if is_chat else listed

@@ -1,0 +1,219 @@
+"""`skipdecode.LLM`: what the command line and transformers say, from Python, in batches and as streams."""
+
+from __future__ import annotations
+
+import json
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import skipdecode
+from checkpoints import byte_tokenizer, save_checkpoint
+from skipdecode import LLM, Schedule
+from skipdecode.cli import main
+from skipdecode.engine import FastEngine
+from skipdecode.errors import DataError, ModelLoadError, OptionError, ScheduleError, UsageError
+from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
+from tiny import LAYERS
+
+TEXTS = ["hello", "hello you", "a", "what is it that you want"]
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: str) -> LLM:
+    return LLM(model_dir, device="cpu")
+
+
+def texts(outputs: Any) -> list[str]:
+    return [out.text for out in outputs]
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: str, tmp_path: Path):
+    data, out = write_rows(tmp_path / "in.jsonl", [{"prompt": p} for p in TEXTS]), str(tmp_path / "out.jsonl")
+    command = ["generate", model_dir, "--input", data, "--output", out, "--max-new-tokens", "8"]
+    for options, sampling in (
+        (["--nominal-speedup", "2"], {"schedule": "2x"}),
+        (["--temperature", "0.8", "--top-k", "20"], {"temperature": 0.8, "top_k": 20, "seed": 0}),
+    ):
+        assert main([*command, *options, "--overwrite"]) == 0
+        expected = [row["text"] for row in read_rows(out)]
+        assert texts(llm.generate(TEXTS, 8, **sampling)) == expected
+        alone = LLM(llm.loaded, max_rows=1)
+        assert texts(alone.generate(TEXTS, 8, **sampling)) == expected
+
+
+def test_tokens_are_those_of_attached_generate(llm: LLM, model_dir: str):
+    (out,) = llm.generate("hello", 8, schedule="2x")
+    with skipdecode.attach(AutoModelForCausalLM.from_pretrained(model_dir), Schedule.from_speedup(LAYERS, 2, 8)) as on:
+        ids = on.model.generate(**byte_tokenizer()("hello", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert out.tokens == ids[0, 5:].tolist()
+    assert (out.prompt, out.finish_reason) == ("hello", "length")
+
+
+def test_a_prompt_is_a_text_a_chat_or_a_record(llm: LLM):
+    prompts = ["hi", CHAT, {"prompt": "hi"}, {"messages": CHAT}, {"question": "hi"}]
+    found = llm.generate(prompts, 4)
+    assert [out.prompt for out in found] == ["hi", "<user>hi<assistant>", "hi", "<user>hi<assistant>", "hi"]
+    assert found[0] == found[2] == found[4]
+    assert [out.prompt for out in llm.generate(CHAT, 4)] == ["<user>hi<assistant>"]
+    assert [out.prompt for out in llm.generate({"text": "hi"}, 4)] == ["hi"]
+    assert llm.generate([], 4) == []
+
+
+def test_a_stop_text_ends_and_cuts(llm: LLM):
+    (whole,) = llm.generate("hello", 12)
+    end = whole.text[3:5]
+    (cut,) = llm.generate("hello", 12, stop=end)
+    assert (cut.text, cut.finish_reason) == (whole.text[: whole.text.index(end)], "stop")
+    assert len(cut.tokens) < len(whole.tokens)
+
+
+def test_statistics_say_layers_memory_and_time(llm: LLM):
+    llm = LLM(llm.loaded)
+    schedule = Schedule.from_speedup(LAYERS, 2, 9)
+    outputs = llm.generate(TEXTS, 9, schedule=schedule)
+    stats = outputs.stats
+    assert llm.stats is stats
+    assert stats.mean_layers == pytest.approx(schedule.mean_budget(8))
+    assert (stats.rows, stats.new_tokens) == (len(TEXTS), 9 * len(TEXTS))
+    assert stats.prompt_tokens == sum(map(len, TEXTS))
+    assert 0 < stats.kv_saved < 1
+    assert 0 < stats.prompt_seconds + stats.decode_seconds <= stats.seconds
+    assert stats.tokens_per_s > 0
+    assert llm.generate("hello", 9, schedule="full").stats.mean_layers == LAYERS
+    assert "layers for a token" in str(stats)
+
+
+# ---------------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"stop": ("e", "zz")}])
+def test_a_stream_is_the_text_of_generate_in_pieces(llm: LLM, sampling: dict[str, Any]):
+    (whole,) = llm.generate("hello", 12, schedule="2x", **sampling)
+    stream = llm.stream("hello", 12, schedule="2x", **sampling)
+    pieces = list(stream)
+    assert "".join(pieces) == stream.text == whole.text
+    assert all(pieces)
+    assert (stream.tokens, stream.finish_reason) == (whole.tokens, whole.finish_reason)
+    assert stream.stats is not None
+    assert stream.stats.new_tokens == len(whole.tokens)
+    assert len(pieces) > 3 or whole.finish_reason == "stop"
+
+
+def test_streams_may_take_turns_and_be_left(llm: LLM):
+    alone = texts(llm.generate(["hello", "you"], 8))
+    pairs = list(zip_longest(llm.stream("hello", 8), llm.stream("you", 8), fillvalue=""))
+    assert ["".join(p) for p in zip(*pairs, strict=True)] == alone
+    left = llm.stream("hello", 30)
+    next(left)
+    left.close()
+    assert left.finish_reason is None
+    assert left.stats is not None
+    assert list(left) == []
+    assert texts(llm.generate(["hello", "you"], 8)) == alone
+
+
+def test_an_interrupted_call_leaves_no_rows_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    before = texts(llm.generate(TEXTS, 6))
+    step, calls = FastEngine.step, []
+
+    def interrupted(engine: FastEngine) -> Any:
+        calls.append(engine)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FastEngine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS, 6)
+    assert not any(engine.has_work for engine in calls)
+    assert texts(llm.generate(TEXTS, 6)) == before
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+def test_a_schedule_is_named_in_many_ways(model_dir: str, tmp_path: Path):
+    own, file = Schedule.from_speedup(LAYERS, 2, 16), tmp_path / "own.json"
+    own.save(file)
+    llm = LLM(model_dir, device="cpu", schedule=str(file))
+    assert llm.schedule_of(None) == llm.schedule_of(own) == llm.schedule_of(str(file)) == own
+    assert llm.schedule_of("3x", 20) == Schedule.from_speedup(LAYERS, 3, 20)
+    assert llm.schedule_of("1x").is_full
+    assert list(llm.schedules) == ["full"]
+    for wrong in ("fast", "0.5x", "9x", Schedule.full(LAYERS + 1), str(tmp_path)):
+        with pytest.raises(ScheduleError):
+            llm.schedule_of(wrong)
+        with pytest.raises(ScheduleError):
+            LLM(llm.loaded, wrong)
+
+
+def test_a_checkpoints_own_schedule_is_the_default(tmp_path: Path):
+    own = Schedule.even(LAYERS, (6, 5, 4))
+    save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"skipdecode": own.to_dict()}))
+    llm = LLM(str(tmp_path), device="cpu")
+    assert llm.schedules == {"full": Schedule.full(LAYERS), own.name: own}
+    assert llm.generate("hello", 6).stats.mean_layers == pytest.approx(own.mean_budget(5))
+    assert llm.schedule_of("2x").drop_order == own.drop_order
+    full, skipping = llm.generate("hello", 6, schedule="full"), llm.generate("hello", 6)
+    assert full[0].tokens != skipping[0].tokens
+    assert texts(LLM(llm.loaded, "full").generate("hello", 6)) == texts(full)
+
+
+def test_transformers_decodes_the_same(llm: LLM):
+    slow = LLM(llm.loaded, engine="transformers")
+    assert slow.generate(TEXTS, 6, schedule="2x") == llm.generate(TEXTS, 6, schedule="2x")
+    assert "".join(slow.stream("hello", 6)) == llm.generate("hello", 6)[0].text
+
+
+# ---------------------------------------------------------------------- what cannot be done
+
+
+@pytest.mark.parametrize("bad", ["", "y" * CONTEXT, 7, None, {"other": "x"}, [{"role": "user"}], ["a", "b"]])
+def test_a_bad_prompt_is_named_by_its_place(llm: LLM, bad: Any):
+    with pytest.raises(DataError) as error:
+        llm.generate(["hello", bad, "you"], 4)
+    assert error.value.index == 1
+    with pytest.raises(DataError) as error:
+        llm.stream(bad, 4)
+    assert error.value.index == 0
+
+
+def test_wrong_values_name_the_field(llm: LLM):
+    for options, field in (({"max_new_tokens": 0}, "max_new_tokens"), ({"temperature": -1}, "temperature")):
+        with pytest.raises(OptionError) as error:
+            llm.generate("hello", **options)
+        assert error.value.name == field
+    for options in ({"top_k": 3}, {"stop": [""]}):
+        with pytest.raises(UsageError):
+            llm.generate("hello", **options)
+    with pytest.raises(TypeError, match="temprature"):
+        llm.generate("hello", temprature=1)
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path):
+    save_checkpoint(tmp_path, tokenizer=False)
+    with pytest.raises(ModelLoadError):
+        LLM(str(tmp_path))
+    bare = skipdecode.models.loading.hub.load_model(str(tmp_path), require_tokenizer=False)
+    with pytest.raises(ModelLoadError):
+        LLM(bare)
+
+
+def test_one_call_is_enough(llm: LLM, model_dir: str):
+    assert skipdecode.generate(model_dir, TEXTS, max_new_tokens=4) == llm.generate(TEXTS, 4)

@@ -1,0 +1,94 @@
+"""What the server says about time is what a client's clock says: the summary, the metrics and the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+import pytest
+
+from serve_tools import greedy, metric, running, slowed, tiny_service, until
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+NEW, STEP = 24, 0.02
+BODY = greedy(prompt="hello", max_tokens=NEW, logit_bias={"2": -100})
+
+
+def about(seconds):
+    """To 5%, or to a few milliseconds of two threads that share an interpreter."""
+    return pytest.approx(seconds, rel=0.05, abs=0.01)
+
+
+def timed_stream(client, path, body):
+    """When the request left, when each chunk with text came, and the summary."""
+    times, summary = [], None
+    began = time.perf_counter()
+    with client.stream("POST", path, json=body | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                choice = chunk["choices"][0]
+                if choice.get("text") or choice.get("delta", {}).get("content"):
+                    times.append(time.perf_counter())
+                summary = chunk.get("skipdecode", summary)
+    return began, times, summary
+
+
+def totals(service, name):
+    return [metric(service, f"{name}_{part}") for part in ("sum", "count")]
+
+
+def busy_once(service, seconds):
+    """The event loop does something else for so long, from the first step on."""
+    group = service.worker._groups[0]
+    step, worker = group.step, service.worker
+
+    def stepped():
+        group.step = step
+        worker._loop.call_soon_threadsafe(time.sleep, seconds)
+        return step()
+
+    group.step = stepped
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.2], ids=["", "while the event loop is busy"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_s_times_are_the_client_s(path, busy, capsys):
+    service = slowed(tiny_service(), STEP)
+    body = BODY if path == COMPLETIONS else {**BODY, "messages": [{"role": "user", "content": BODY["prompt"]}]}
+    if path == CHAT:
+        del body["prompt"]
+    with running(service) as client:
+        logging.getLogger("skipdecode.serve").setLevel(logging.INFO)
+        client.get("/health")  # the connection is there
+        if busy:
+            busy_once(service, busy)
+        began, times, found = timed_stream(client, path, body)
+        first, decode = times[0] - began, times[-1] - times[0]
+        assert found["first_token_s"] == about(first)
+        assert first >= max(STEP, busy)
+        assert found["decode_s"] == about(decode)
+        assert found["tokens_per_s"] == pytest.approx((NEW - 1) / decode, rel=0.05)
+        assert totals(service, "first_token_seconds") == [about(first), 1]
+        seconds, count = totals(service, "inter_token_seconds")
+        assert seconds == about(decode)
+        assert NEW - 4 < count < NEW
+        until(lambda: metric(service, "request_seconds_count"))
+        lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+        line = next(line for line in lines if line.get("path") == path)
+        assert line["first_token_s"] == about(first)
+        assert line["decode_s"] == about(decode)
+        assert line["tokens_per_s"] == pytest.approx((NEW - 1) / decode, rel=0.05)
+        assert line["seconds"] == about(times[-1] - began)
+
+
+def test_the_times_of_a_whole_answer_add_up_to_the_client_s():
+    with running(slowed(tiny_service(), STEP)) as client:
+        client.get("/health")
+        began = time.perf_counter()
+        found = client.post(COMPLETIONS, json=BODY | {"n": 2}).json()["skipdecode"]
+        took = time.perf_counter() - began
+        assert found["first_token_s"] + found["decode_s"] == about(took)
+        assert found["first_token_s"] < 3 * STEP
+        assert found["tokens_per_s"] == pytest.approx(2 * (NEW - 1) / found["decode_s"], rel=0.01)
