@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import check_out, read_cost
-from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
+from skipdecode.cli.options import check_out, layers_of, read_cost
+from skipdecode.cli.options.records import RecordOptions, check_records, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
@@ -75,7 +75,9 @@ def run(config: Config) -> int:
     from skipdecode.calibration.goal import set_goal
 
     cost = None if config.cost is None else read_cost(config.cost)
-    make_template(config)  # refuses before a model is loaded
+    check_records(config, "data")
+    if config.nominal_speedup is not None:
+        Schedule.from_speedup(layers_of(config.model), config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     loaded = _load(config)
     learn, check = _draw(config, loaded)
     layers = loaded.num_layers

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import EngineOptions, ModelOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, check_files, check_room, layers_of
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
@@ -133,8 +133,13 @@ def _evaluate(config: Config) -> int:
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
+    check_files(config.report)
+    layers = layers_of(config.model)
+    for one in each:
+        choose_method(one, layers, carried=None, default_seq_len=64)
     task = load_task(config.task, METRICS.check)
     task = replace(task, chat=task.chat or config.chat)
+    check_room(config.model, config.max_new_tokens or task.max_new_tokens)
     directory = Path(config.out or "")
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
     check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))

@@ -25,7 +25,7 @@ from skipdecode.cli.options import (
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
-    with_breaks,
+    stop_text,
 )
 from skipdecode.common.options import option
 from skipdecode.common.progress import note, progress_bar
@@ -87,7 +87,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
     max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
     stop: tuple[str, ...] = option(
-        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
+        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=stop_text
     )
     compare: bool = option(
         "also run full depth on up to 8 batches afterwards, alternating, and print both speeds",
@@ -106,6 +106,7 @@ def run(config: Config) -> int:
     check_output(config.output, overwrite=config.overwrite)
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
+    check_schedule_options(config, config.model)
     source = _source(config)
     rows = source.count(PromptField(config.field), all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
