@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.cli.columns import side_by_side, table
+from skipdecode.models.loading import locate, smollm2
+from skipdecode.models.loading.store import add_model
 from textgen_tools import save_tiny_model
 from tiny import LAYERS
 
@@ -43,9 +47,9 @@ def test_page_keeps_to_the_width_of_the_terminal(
     monkeypatch.setenv("COLUMNS", columns)
     assert demo(model_dir, "--rounds", "1") == 0
     lines = capsys.readouterr().out.splitlines()
-    texts = [line for line in lines if "|" not in line and not line.startswith(">") and " rows, " not in line]
-    before_table = texts[: next(i for i, line in enumerate(texts) if line.startswith("full depth") and "1.00x" in line)]
-    assert max(map(len, before_table)) <= int(columns)
+    table = next(i for i, line in enumerate(lines) if " rows, " in line)
+    assert max(map(len, lines[:table])) <= int(columns)
+    assert max(map(len, lines[table : table + 6])) <= 100
 
 
 def test_document_holds_the_figures(capsys: Any, model_dir: str):
@@ -56,7 +60,8 @@ def test_document_holds_the_figures(capsys: Any, model_dir: str):
     two = Schedule.from_speedup(LAYERS, 2, 5)
     assert runs["SkipDecode 2x"]["layers_per_token"] == pytest.approx(two.mean_budget(5))
     assert runs["SkipDecode 2x"]["nominal_speedup"] == pytest.approx(LAYERS / two.mean_budget(5))
-    assert runs["full depth"]["measured_decode_speedup"] == 1
+    assert runs["full depth"]["measured_decode_speedup"] == runs["full depth"]["measured_request_speedup"] == 1
+    assert all(r["decode_s"] < r["request_s"] for r in runs.values())
     assert runs["full depth"]["kv_saved_share"] == 0 < runs["SkipDecode 2x"]["kv_saved_share"] < 1
     assert all(len(r["texts"]) == len(found["prompts"]) == 9 for r in runs.values())
 
@@ -70,6 +75,51 @@ def test_checkpoint_with_a_schedule_is_shown_under_it(capsys: Any, tmp_path: Pat
     page = " ".join(capsys.readouterr().out.split())
     assert "its own schedule 3.0 2.67x" in page
     assert "was tuned under its own schedule" in page
+
+
+@pytest.fixture
+def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes tiny stand-ins of the embedded model and of bundled adapters, by name."""
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    add_model(smollm2.NAME, lambda folder: save_tiny_model(folder, context=400) and "test")
+
+    def adapters(**speedups: float) -> None:
+        monkeypatch.setattr(locate, "_BUNDLED", tmp_path)
+        monkeypatch.setattr(locate, "_NAMES", (smollm2.NAME, *(f"{kind}-{smollm2.NAME}" for kind in speedups)))
+        for kind, speedup in speedups.items():
+            folder = tmp_path / f"{kind}-{smollm2.NAME}"
+            save_adapter(folder, smollm2.NAME)
+            schedule = Schedule.from_speedup(LAYERS, speedup, 5)
+            schedule.save(folder / "skipdecode.json")
+            options = {"curriculum": "sampled", "sampled_speedups": [1.0, 1.25]}
+            (folder / "recipe.json").write_text(json.dumps({"options": options, "schedule": schedule.to_dict()}))
+
+    return adapters
+
+
+def test_chats_of_a_tuned_adapter_stand_beside_the_model_as_published(bundled: Callable[..., None], capsys: Any):
+    bundled(e2e=2, chat=1.5)
+    assert main(["demo", "--max-new-tokens", "6", "--rounds", "1"]) == 0
+    page = capsys.readouterr().out
+    assert "skipdecode chat chat-smollm2-135m" in page
+    assert main(["demo", "--max-new-tokens", "6", "--rounds", "1", "--json"]) == 0
+    records, chats = json.loads(capsys.readouterr().out)["parts"]
+    assert [r["name"] for r in records["runs"]] == ["full depth", "SkipDecode 1.25x", "SkipDecode 2x"]
+    assert [r["name"] for r in chats["runs"]] == [
+        "full depth",
+        *("SkipDecode 1.25x, tuned", "SkipDecode 1.25x, as published"),
+        *("SkipDecode 1.5x, tuned", "SkipDecode 1.5x, as published"),
+    ]
+    mild, steep = (chats["runs"][i : i + 2] for i in (1, 3))
+    assert mild[0]["layers_per_token"] == mild[1]["layers_per_token"] > steep[0]["layers_per_token"]
+    assert steep[0]["texts"] != steep[1]["texts"], "the weights differ"
+
+
+def test_without_a_chat_adapter_the_chats_are_the_published_models(bundled: Callable[..., None], capsys: Any):
+    bundled(e2e=2)
+    assert main(["demo", "--max-new-tokens", "6", "--rounds", "1", "--json"]) == 0
+    _, chats = json.loads(capsys.readouterr().out)["parts"]
+    assert [r["name"] for r in chats["runs"]] == NAMES
 
 
 @pytest.mark.parametrize(
@@ -109,5 +159,4 @@ def test_demo_of_the_embedded_model_holds_its_text_under_the_schedules(capsys: A
     for run in runs.values():
         assert run["texts"][0].startswith("The Blue Heron is a"), "the adapter was tuned under all of them"
     assert runs["SkipDecode 3x"]["measured_decode_speedup"] > 1.2
-    untuned = {r["name"]: r for r in chats["runs"]}
-    assert untuned["SkipDecode 3x"]["layers_per_token"] == pytest.approx(10, abs=0.5)
+    assert chats["runs"][0]["layers_per_token"] == 30 > chats["runs"][-1]["layers_per_token"]

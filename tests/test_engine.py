@@ -111,6 +111,38 @@ def test_mixed_ages_run_each_row_at_its_own_depth():
     assert list(got.values()) == alone
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("kernel", ["auto", "dense"])
+def test_prompts_that_share_forwards_with_rows_of_all_ages_change_nothing(kernel, schedule):
+    model, prompts = tiny_model("llama"), [*PROMPTS, tuple(range(90, 20, -1))]
+    alone = [tokens(decode(model, schedule, [Request(p, NEW)]))[0] for p in prompts]
+    # 9 tokens of prompts a forward: the second row's prompt begins and the third's runs while the first decodes, …
+    run = engine(model, schedule, join_below=1, in_order=True, prompt_tokens=9, kernel=kernel)
+    rows = [[] for _ in prompts]
+    for out in run.run([Request(p, NEW) for p in prompts]):
+        rows[out.request].append(out.token)
+    assert rows == alone
+    stats = run.stats
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    assert stats.fed_tokens == len(prompts) * (NEW - 1)
+    assert stats.token_layers == len(prompts) * sum(schedule.budget(i) for i in range(NEW - 1))
+    assert stats.prompt_seconds > 0 < stats.decode_seconds
+
+
+def test_the_first_token_leaves_with_the_forward_that_gave_it():
+    run = engine(tiny_model("llama"), SCHEDULES["linear"], join_below=1, prompt_tokens=16)
+    forward, sizes = run.model.forward, []
+    run.model.forward = lambda rows, kv: (sizes.append(len(rows.tokens)), forward(rows, kv))[1]
+    run.submit([Request(PROMPTS[0], NEW)])
+    assert [(o.request, o.position) for o in run.step()] == [(0, 0)]
+    assert sizes == [4]
+    # A prompt of 37 tokens, 16 a forward; the running row gets a token with each.
+    run.submit([Request(PROMPTS[2], 1)])
+    found = [[(o.request, o.position) for o in run.step()] for _ in range(3)]
+    assert found == [[(0, 1)], [(0, 2)], [(1, 0), (0, 3)]]
+    assert sizes == [4, 17, 17, 6]
+
+
 def test_long_prompts_run_in_parts():
     model = tiny_model("llama", max_position_embeddings=4096)
     long, short = tuple(3 + i % 90 for i in range(1200)), (4, 5)
@@ -159,8 +191,9 @@ def test_kv_bytes_are_the_active_tokens_within_a_page_each():
     model, schedule = tiny_model("llama"), SCHEDULES["linear"]
     run = engine(model, schedule)
     run.submit([Request(p, NEW) for p in PROMPTS])
+    run.step()  # the prompts
     for position in range(NEW - 2):
-        run.step()  # the first one runs the prompts too
+        run.step()
         kv, layers = run.kv, schedule.budget(position)
         exact = sum((len(p) + position + 1) * layers for p in PROMPTS) * kv.token_bytes
         assert exact <= kv.bytes_held < exact + len(PROMPTS) * layers * kv.page_bytes

@@ -172,10 +172,11 @@ def test_a_terminal_gets_text_and_a_pipe_jsonl_unless_asked(
     assert read_rows(tmp_path / "out.jsonl")[0]["text"].strip("\n") == one
 
 
-def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, rows_file: str):
+def test_summary_tells_layers_speed_and_bytes(capsys: Any, tmp_path: Path, model_dir: str, rows_file: str):
     figures = tmp_path / "figures.json"
     options = ("--input", rows_file, "--output", "/dev/null", "--nominal-speedup", "2", "--summary", str(figures))
     assert generate(model_dir, *options, "--compare") == 0
+    table = capsys.readouterr().err
     found = json.loads(figures.read_text())
     summary = found["summary"]
     schedule = Schedule.from_speedup(LAYERS, 2, 8)
@@ -186,7 +187,9 @@ def test_summary_tells_layers_speed_and_bytes(tmp_path: Path, model_dir: str, ro
     assert 0 < summary["kv_bytes_peak"] < summary["kv_bytes_full_peak"]
     assert summary["comparison"]["batches"] == 4
     assert summary["comparison"]["nominal_speedup"] == pytest.approx(LAYERS / schedule.mean_budget(7))
-    assert summary["comparison"]["measured_decode_speedup"] > 0
+    for name in ("nominal", "measured_decode", "measured_request"):
+        assert f"{summary['comparison'][name + '_speedup']:.2f}x" in table
+    assert 0 < summary["comparison"]["request_tokens_per_s"] < summary["comparison"]["decode_tokens_per_s"] * 8 / 7
     assert found["environment"]["packages"]["torch"]
 
 

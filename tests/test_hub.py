@@ -194,7 +194,7 @@ def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> No
 def test_an_adapter_knows_the_weights_it_was_tuned_on(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:
     save_adapter(tmp_path / "adapter", str(checkpoint))
     base = load_model(str(checkpoint), device="cpu")
-    recipe = {"base": base_entry(base.model, base.path) | {"source": "the shop"}}
+    recipe = {"options": {}, "base": base_entry(base.model, base.path) | {"source": "the shop"}}
     (tmp_path / "adapter" / "recipe.json").write_text(json.dumps(recipe))
 
     def said(change: float, dtype: str = "auto") -> str:

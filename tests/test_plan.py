@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 from matplotlib import image
 
+from checkpoints import save_checkpoint
 from counted import count_time
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -80,8 +81,8 @@ def test_a_wall_clock_target_for_a_config(config_file, capsys):
     assert document["dtype"] == "bfloat16"
     assert document["weight_bytes"] == pytest.approx(269e6, rel=0.01)
     assert (document["prompt_len"], document["new_tokens"]) == (64, 65)
-    assert figures["speedup"] == pytest.approx(cost.speedup(schedule, 64, 65))
-    assert 1.5 <= figures["speedup"] < 1.53 < figures["nominal_speedup"]
+    assert figures["predicted_decode_speedup"] == pytest.approx(cost.speedup(schedule, 64, 65))
+    assert 1.5 <= figures["predicted_decode_speedup"] < 1.53 < figures["nominal_speedup"]
     assert figures["bound"] > figures["bound_at_half"] == pytest.approx(1.65, abs=0.03)
     assert figures["kv_bytes_saved"] > 0
     assert document["reason"] is None
@@ -91,7 +92,10 @@ def test_the_report_has_the_figures_of_the_document(config_file, capsys):
     command = (config_file, "--nominal-speedup", "2", "--batch", "4", "--seq-len", "32")
     figures = json.loads(plan(capsys, *command, "--json"))["figures"]
     text = " ".join(plan(capsys, *command).split())
-    assert f"nominal {figures['nominal_speedup']:.2f}x" in text
+    assert f"nominal {figures['nominal_speedup']:.2f}x layers" in text
+    assert f"decode {figures['predicted_decode_speedup']:.2f}x time" in text
+    assert f"request {figures['predicted_request_speedup']:.2f}x time" in text
+    assert 1 < figures["predicted_request_speedup"] < figures["predicted_decode_speedup"] < figures["nominal_speedup"]
     assert "of weights in bfloat16" in text
     assert "for 4 x (64 prompt + 33 new tokens), lockstep" in text
     assert "schedule skipdecode-2x: 20 falling to 10 of 30 layers, left out bottom-up" in text
@@ -146,7 +150,7 @@ def test_continuous_use_is_flat_and_says_why(config_file, capsys):
     command = (config_file, "--target-speedup", "1.5", "--use", "continuous", "--batch", "8")
     document = json.loads(plan(capsys, *command, "--json"))
     assert len(set(document["schedule"]["budgets"])) == 1
-    assert document["figures"]["speedup"] >= 1.5
+    assert document["figures"]["predicted_decode_speedup"] >= 1.5
     assert document["reason"].startswith("flat, because rows of mixed ages")
     assert "flat, because rows of mixed ages share a step" in " ".join(plan(capsys, *command).split())
 
@@ -163,7 +167,7 @@ def test_orders(order, first, config_file, capsys):
         kept = schedule.layers(10**6)
         gaps = {b - a for a, b in pairwise(kept)}
         assert max(gaps) - min(gaps) <= 1
-    assert document["figures"]["speedup"] >= 1.5
+    assert document["figures"]["predicted_decode_speedup"] >= 1.5
 
 
 def test_explicit_exits_are_the_papers_schedule(config_file, capsys):
@@ -198,6 +202,27 @@ def test_files_and_the_next_command(config_file, tmp_path, capsys, monkeypatch):
     assert min(pixels.shape[:2]) > 400
     colours = {tuple(c) for c in (pixels[::8, ::8, :3] * 255).astype(int).reshape(-1, 3).tolist()}
     assert {(11, 111, 174), (230, 232, 228)} <= colours, "layers that run, and layers left out"
+
+
+def test_what_comes_next_can_be_run(model_dir, config_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    count_time(monkeypatch)
+
+    def commands(model: str, *target: str) -> list[list[str]]:
+        lines = plan(capsys, model, *target, "--out", "s.json").splitlines()
+        return [shlex.split(line)[2:] for line in lines if line.startswith(("next", "then"))]
+
+    save_checkpoint(tmp_path / "model")
+    tune, generate = commands("model", "--nominal-speedup", "2")
+    for name in ("train.jsonl", "dev.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": "red one", "response": "green two"}) + "\n")
+    assert main([*tune, "--steps", "1", "--compare-batches", "0"]) == 0
+    assert main([*generate[:-1], "red green"]) == 0
+    assert commands("tuned", "--nominal-speedup", "1.5")[0][:2] == ["generate", "tuned"], "it is ready"
+    assert commands("tuned", "--nominal-speedup", "3")[0][0] == "tune", "it was tuned for less"
+    ((*_, only),) = commands(model_dir, "--nominal-speedup", "1")
+    assert only == "Your prompt", "full depth needs no tuning"
+    assert commands(config_file, "--nominal-speedup", "2")[0][:2] == ["tune", "MODEL"]
 
 
 def test_help_is_quick():

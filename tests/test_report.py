@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def report(out: Path, *arguments: str | Path) -> str:
 
 
 def headings(html: str, tag: str) -> list[str]:
-    return re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", html)
+    return re.findall(rf"<{tag}(?: [^>]*)?>(.*?)</{tag}>", html)
 
 
 def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
@@ -246,6 +247,22 @@ def test_two_models_never_share_a_chart_or_a_table(tmp_path: Path):
     assert ["twin of" in part for title, part in found.items() if title.startswith("e2e on ")] == [False, False, True]
 
 
+def test_runs_of_two_models_are_compared_with_their_names(place: Path, tmp_path: Path):
+    one, other = place / "runs" / "flat-2x", tmp_path / "other"
+    shutil.copytree(one, other)
+    run = json.loads((other / "run.json").read_text())
+    run["config"]["model"] = "/secret/place/another"
+    (other / "run.json").write_text(json.dumps(run))
+    out = tmp_path / "r.html"
+    assert main(["eval", "--compare", str(one), str(other), "--metrics", "bleu", "--report", str(out)]) == 0
+    found = sections(out.read_text())
+    assert [title for title in found if title.startswith("mine on ")] == [
+        "mine on checkpoint: 8 records",
+        "mine on another: 8 records",
+    ]
+    assert re.findall(r"<td>(checkpoint|another)</td>", found["Paired differences"]) == ["checkpoint", "another"]
+
+
 def test_tables_against_one_yardstick_are_one_section_with_each_checkpoint(tmp_path: Path):
     files = [ROOT / "results" / f"{name}-smollm2-135m.json" for name in ("e2e", "own")]
     found = sections(report(tmp_path / "r.html", *files))
@@ -274,6 +291,20 @@ def test_the_first_thing_on_the_page_is_how_much_faster_at_what_loss(tmp_path: P
         "fast engine, batch 32, bfloat16, 2 threads, AMD EPYC",
     ):
         assert expected in words, expected
+
+
+def test_a_newer_run_stands_with_its_full_depth(place: Path, tmp_path: Path):
+    for name in ("full", "flat-4x"):
+        run = json.loads((place / "runs" / name / "run.json").read_text())
+        # Full depth agrees with itself: it has no such figure, under its older name or today's.
+        for older in [metric for metric in ("exact_match", "full_depth_agreement") if metric in run["metrics"]]:
+            run["metrics"]["full_depth_agreement"] = run["metrics"].pop(older)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(run))
+    found = sections(report(tmp_path / "r.html", tmp_path))
+    (part,) = [part for title, part in found.items() if title.startswith("mine on ")]
+    assert "outputs that agree with full depth" in part
+    assert re.findall(r'<th scope="row" class="pin0">(.*?)</th>', part) == ["full", "flat-4x"]
 
 
 def test_what_a_run_kept_of_full_depth_is_shown_with_its_interval(place: Path, tmp_path: Path):

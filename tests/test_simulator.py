@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -53,27 +54,29 @@ def requests(*sizes: tuple[float, int, int]) -> list[Arrival]:
 def test_two_requests_by_hand():
     cost = CostModel(2, 2, (StepCost(1, 1, 2), StepCost(2, 1, 3)), (PromptCost(1000, 5),))
     schedule = Schedule(2, (0,), (2, 1), warmup_layers=0)
-    # 0: prompt 1 + 2·5 -> 11. Step with 2 layers: 1 + 2·2 -> 16. Request 1 came at 12, joins: prompt -> 27.
-    # Then 0 runs layer 1, 1 runs both: 1 + 2 + 3 -> 33, where 0 (3 tokens) ends. 1 goes on with one layer: 1 + 2 -> 36.
+    # 0: prompt 1 + 2·5 -> 11. Step with 2 layers: 1 + 2·2 -> 16. Request 1 came at 12, joins: its prompt through both
+    # layers and 0 through one -> 27, where 0 (3 tokens) ends. 1 goes on: 1 + 2·2 -> 32, and with one layer 1 + 2 -> 35.
     result = simulate(requests((0, 4, 3), (12, 4, 3)), cost, schedule, max_rows=2)
-    assert result.seconds == pytest.approx(36)
-    assert (result.steps, result.layer_reads, result.token_layers) == (3, 5, 6)
+    assert result.seconds == pytest.approx(35)
+    assert (result.steps, result.layer_reads, result.token_layers) == (4, 6, 6)
     assert list(result.first_token) == pytest.approx([11, 15])
-    assert list(result.whole) == pytest.approx([33, 24])
-    assert sorted(result.between_tokens) == pytest.approx(sorted([16 - 11, 33 - 16, 33 - 27, 36 - 33]))
+    assert list(result.whole) == pytest.approx([27, 23])
+    assert sorted(result.between_tokens) == pytest.approx(sorted([16 - 11, 27 - 16, 32 - 27, 35 - 32]))
     assert result.busy == pytest.approx(1)
-    assert result.tokens_per_second == pytest.approx(6 / 36)
+    # Of the shared forward's 11 s, 4·2 tokens x layers were the prompt's and one the row's.
+    assert result.prompt_seconds == pytest.approx(11 + 11 * 8 / 9)
+    assert result.tokens_per_second == pytest.approx(6 / 35)
 
 
-def test_a_prompt_in_chunks_lets_a_running_row_step_between_by_hand():
+def test_a_prompt_in_chunks_shares_its_forwards_with_a_running_row_by_hand():
     cost = CostModel(1, 2, (StepCost(1, 0, 1), StepCost(2, 0, 2)), (PromptCost(1, 1),))
-    # 0: prompt of 2 -> 2, step -> 3. 1 came at 2.5 with 5 tokens, 2 a forward: -> 5, step of row 0 -> 6; -> 8, -> 9;
-    # the last token -> 10, and both step -> 12, where both have all their tokens.
+    # 0: prompt of 2 -> 2, step -> 3. 1 came at 2.5 with 5 tokens, 2 a forward, each with a token of row 0: -> 6, -> 9;
+    # the last one and row 0's last -> 11; the second token of row 1 -> 12.
     result = simulate(requests((0, 2, 5), (2.5, 5, 2)), cost, Schedule.full(1), max_rows=2, prompt_chunk=2)
     assert result.seconds == pytest.approx(12)
-    assert (result.steps, result.prompt_seconds, result.decode_seconds) == (4, 7, 5)
-    assert list(result.first_token) == pytest.approx([2, 7.5])
-    assert sorted(result.between_tokens) == pytest.approx([1, 2, 3, 3, 3])
+    assert (result.steps, result.prompt_seconds, result.decode_seconds) == (5, 7, 5)
+    assert list(result.first_token) == pytest.approx([2, 8.5])
+    assert sorted(result.between_tokens) == pytest.approx([1, 1, 2, 3, 3])
 
 
 def test_cached_tokens_are_read_to_the_window_by_hand():
@@ -88,8 +91,8 @@ def test_waves_start_together_and_a_stream_fills_free_rows_by_hand():
     sizes = requests((0, 1, 5), (0, 1, 3), (0, 1, 3))
     # Waves: the two longest -> 1 .. 5 (the short one ends at 3), then the third alone: prompt -> 6, ends at 8.
     assert list(simulate(sizes, cost, Schedule.full(1), max_rows=2, policy="waves").whole) == [3, 5, 8]
-    # A stream: the third joins at 3: prompt -> 4; both step -> 5, 6, where both end.
-    assert list(simulate(sizes, cost, Schedule.full(1), max_rows=2).whole) == [3, 6, 6]
+    # A stream: the third joins at 3, its prompt beside a token of the first -> 4; both step -> 5, the third -> 6.
+    assert list(simulate(sizes, cost, Schedule.full(1), max_rows=2).whole) == [3, 5, 6]
 
 
 @settings(max_examples=60)
@@ -207,14 +210,14 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
     rng = random.Random(4)
     trace = [Arrival(0.0, rng.randint(1, 12), n, n) for n in (rng.randint(1, 14) for _ in range(11))]
     cost = CostModel.of_step(layers, 3, 0.01, 0.001)
-    for policy, (join_below, in_order) in POLICIES.items():
+    for (policy, (join_below, in_order)), chunk in itertools.product(POLICIES.items(), (7, 512)):
         engine = engine_module.FastEngine(
-            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, kernel="dense"
+            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, kernel="dense", prompt_tokens=chunk
         )
         model = engine.model
         for _ in engine.run([Request((1,) * a.prompt_tokens, a.new_tokens) for a in trace]):
             pass
-        got = simulate(trace, cost, schedule, max_rows=3, policy=policy)
+        got = simulate(trace, cost, schedule, max_rows=3, policy=policy, prompt_chunk=chunk)
         for name in ("steps", "prompt_tokens", "new_tokens", "token_layers", "layer_reads"):
             assert getattr(got, name) == getattr(engine.stats, name), (policy, name)
     assert simulate.__kwdefaults__["prompt_chunk"] == engine_module.FastEngine.__init__.__kwdefaults__["prompt_tokens"]

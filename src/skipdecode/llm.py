@@ -218,6 +218,7 @@ class LLM:
             rows = engine.decode([how.request(prompt) for prompt in encoded], how.stop, chosen)
         except BaseException:
             engine.close()
+            self._engines.remove(engine)  # what it keeps of prompts may be half done
             raise
         outputs = Outputs(
             Output(prompt.text, how.text(row.tokens), row.tokens, row.finish_reason)
@@ -291,7 +292,7 @@ class LLM:
             base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # said when the model was opened
-                found = self._source.engine(base, max_rows=self._max_rows)
+                found = self._source.engine(base, max_rows=self._max_rows, prefix_cache=True)
             self._engines.append(found)
         found.stats = EngineStats()
         return found

@@ -149,7 +149,7 @@ _SPEED = {
     "layers": "{mean_layers:.1f}",
     "tokens/s": "{decode_tokens_per_s:.1f}",
     "ms/step": "{ms_per_step:.2f}",
-    "speed-up": "{decode_speedup:.2f}x",
+    "decode": "{decode_speedup:.2f}x",
     "bound": "{amdahl_bound:.2f}x",
     "x transformers": "{speedup_over_transformers:.2f}",
     "MB/step": "{mb_per_step:.1f}",

@@ -1,6 +1,6 @@
 """Learn which layers to leave out, in which order and where in the text, on your own records.
 
-Give records with responses and one target: a wall-clock speed-up of decoding (--target-speedup), or the paper's nominal
+Give records with responses and one target: a decode speed-up in wall-clock time (--target-speedup), or the nominal
 one (--nominal-speedup: as many layers as the paper's schedule of that number would run on these records). Losses are
 teacher-forced and need no gradients. Writes schedule.json (for --schedule), calibration.json with all measurements,
 and calibration.png. The loss of every schedule is predicted, then measured, also on records held out.
@@ -72,15 +72,18 @@ def run(config: Config) -> int:
         import skipdecode.data.prompts  # noqa: F401
     except ImportError:
         raise MissingExtraError("calibration", "tune") from None
-    from skipdecode.calibration.goal import set_goal
+    from skipdecode.calibration.goal import check_layers, set_goal
 
     cost = None if config.cost is None else read_cost(config.cost)
     check_records(config, "data")
+    layers = layers_of(config.model)
+    check_layers(config, layers)
     if config.nominal_speedup is not None:
-        Schedule.from_speedup(layers_of(config.model), config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
+        Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
+    if cost is not None and cost.num_layers != layers:
+        raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     loaded = _load(config)
     learn, check = _draw(config, loaded)
-    layers = loaded.num_layers
     prompt_len = round(median(len(e.prompt) for e in learn))
     origin = "layers only"
     if config.target_speedup is not None:
@@ -90,8 +93,6 @@ def run(config: Config) -> int:
 
             source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
             cost, origin = source.cost, source.origin
-        if cost.num_layers != layers:
-            raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check, out)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
@@ -218,14 +219,14 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
     """Lines for people, from the document that is also written as JSON."""
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
-    kind = "wall-clock" if document["options"]["target_speedup"] is not None else "layers"
+    kind = "predicted decode" if document["options"]["target_speedup"] is not None else "nominal"
     order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
         " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
     )
     depth = f"{schedule.budgets[0]}" if schedule.is_flat else f"{schedule.budgets[0]} falling to {schedule.budgets[-1]}"
     columns = {
         "schedule": "{name}",
-        f"speed-up ({kind})": "{speedup:.2f}x",
+        f"{kind} speed-up": "{speedup:.2f}x",
         "mean layers": "{mean_layers:.1f}",
         "predicted": "{predicted:.4f}",
         "measured": "{measured:.4f}",

@@ -1,15 +1,17 @@
 """The main job on the embedded default model: full depth and schedules, side by side.
 
 Generates text for a few built-in prompts at full depth and under several schedules, for the same number of tokens, and
-shows the texts, the layers that ran, and the speed that was measured next to the nominal one. Restaurant records run on
-a bundled adapter that was tuned under the schedules, chat prompts on the model as published, to show what tuning is
-for. The first run fetches the model (about 100 MB) into the user's cache.
+shows the texts, the layers that ran, and three speed-ups: nominal (layers), decode (time of the steps after the
+prompts) and request (prompts too). Restaurant records and chats run on bundled adapters that were tuned under the
+schedules; the model as published stands beside the chats, to show what tuning is for. The first run fetches the model
+(about 100 MB) into the user's cache.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, c
 from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -32,7 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Config", "run"]
 
 _DEFAULT = "smollm2-135m"
-_ADAPTER = "models/adapters/e2e-smollm2-135m"
+_RECORDS = "e2e-smollm2-135m"
+_CHAT = "chat-smollm2-135m"
 
 _QUICK_PROMPTS = ("record-1", "record-2", "chat-1")
 _QUICK_TOKENS = 16
@@ -42,12 +46,21 @@ _UNTUNED = (
     "schedule is what repairs it: skipdecode tune --help. Layers, speed and memory are the same for a tuned model."
 )
 _BUNDLED = (
-    "The bundled adapter (presets/e2e-smollm2-135m.json) was tuned on the E2E data under 1x, 2x and 3x for 300 steps, "
-    "so its text holds when layers are left out. How well it holds is measured by skipdecode eval."
+    "The bundled adapter was tuned on such records under full depth and these schedules, so its text holds when layers "
+    "are left out. How well it holds is measured by skipdecode eval (docs/quality.md)."
+)
+_READY = (
+    '"Tuned" is the bundled adapter, made ready for these schedules; "as published" is the same model untouched, '
+    "whose text suffers when layers are left out. Layers, speed and memory are the same for both."
 )
 _TUNED = (
     "This checkpoint was tuned under its own schedule; under the other ones its text breaks. Layers, speed and memory "
     "are the same for any weights."
+)
+_SPEEDS = (
+    "nominal: layers that a new token runs, fewer by this factor; decode: time of the steps after the prompts; "
+    "request: time of prompts and steps together. The last two are measured, full depth / schedule, fastest of "
+    "{rounds}."
 )
 
 
@@ -59,7 +72,6 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
     max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
     rounds: int = option("times that every schedule runs, in turn; the fastest counts", default=2, least=1)
     quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)
-    dtype: str = option("of the weights", default="float32", choices=("auto", "float32", "bfloat16", "float16"))
     json: bool = option("print one JSON document instead", default=False)
 
 
@@ -68,6 +80,7 @@ def run(config: Config) -> int:
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
     check_room(config.model, config.max_new_tokens)
+    config.use_threads()
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]
     if config.json:
@@ -76,60 +89,83 @@ def run(config: Config) -> int:
     else:
         width = min(shutil.get_terminal_size((100, 24)).columns, 160)
         for part, setting in zip(parts, settings, strict=True):
-            print("\n".join(_lines(part, setting.remark, width)))
+            print("\n".join(_lines(part, setting, width)))
+        rounds = "1 round" if config.rounds == 1 else f"{config.rounds} rounds"
+        print("\n".join(["", *textwrap.wrap(_SPEEDS.format(rounds=rounds), width), "", *_next_steps(config)]))
     return 0
 
 
 @dataclass(frozen=True)
+class _Run:
+    """A model under a schedule; `shown`: its texts too, not its figures alone."""
+
+    name: str
+    loaded: LoadedModel
+    schedule: Schedule
+    shown: bool = True
+
+
+@dataclass(frozen=True)
 class _Setting:
-    """A model with the prompts and schedules it runs."""
+    """Prompts with what runs on them, full depth first."""
 
     title: str
-    loaded: LoadedModel
     prompts: list[EncodedPrompt]
-    schedules: list[tuple[str, Schedule]]
+    runs: list[_Run]
     remark: str
 
 
 def _settings(config: Config) -> list[_Setting]:
     tokens = config.max_new_tokens - 1  # the last token is not fed back
     if config.model == _DEFAULT:
-        tuned = _load(config, str(resources.files("skipdecode") / _ADAPTER))
-        plain = _load(config, _DEFAULT)
-        # As in tuning: the record and a line break, no chat template.
-        records = _prompts(config, tuned, ["record"], "{}\n", chat=False)
-        chats = _prompts(config, plain, ["chat"], "{}", chat=True)
-        return [
-            _Setting(
-                f"Records: {_DEFAULT} with the bundled adapter", tuned, records, _tuned_schedules(tuned), _BUNDLED
-            ),
-            _Setting(f"Chat: {_DEFAULT} as published", plain, chats, _schedules(plain, tokens), _UNTUNED),
-        ]
+        plain, records = _load(config, _DEFAULT), _load(config, _RECORDS)
+        title = f"Records: {_DEFAULT} with the bundled adapter {_RECORDS}"
+        asked = _prompts(config, records, ["record"])
+        return [_Setting(title, asked, _tuned_runs(records), _BUNDLED), _chat(config, plain, tokens)]
     loaded = _load(config, config.model)
-    chat = getattr(loaded.tokenizer, "chat_template", None) is not None
-    prompts = _prompts(config, loaded, ["record", "chat"], "{}", chat=chat)
     remark = _UNTUNED if loaded.schedule is None else _TUNED
-    return [_Setting(loaded.name, loaded, prompts, _schedules(loaded, tokens), remark)]
+    return [_Setting(loaded.name, _prompts(config, loaded, ["record", "chat"]), _any_runs(loaded, tokens), remark)]
+
+
+def _chat(config: Config, plain: LoadedModel, tokens: int) -> _Setting:
+    """Chats on the model as published, beside the adapter that was made ready for skipping, where there is one."""
+    prompts = _prompts(config, plain, ["chat"])
+    if adapter_dir(_CHAT) is None:
+        return _Setting(f"Chat: {_DEFAULT} as published", prompts, _any_runs(plain, tokens), _UNTUNED)
+    ready = _tuned_runs(_load(config, _CHAT))
+    steepest = ready[-1].schedule
+    runs = [_Run("full depth", plain, ready[0].schedule)]
+    for one in ready[1:]:
+        last = one.schedule is steepest
+        runs += [
+            dataclasses.replace(one, name=f"{one.name}, tuned", shown=last),
+            _Run(f"{one.name}, as published", plain, one.schedule, shown=last),
+        ]
+    return _Setting(f"Chat: {_DEFAULT} as published, and with the bundled adapter {_CHAT}", prompts, runs, _READY)
 
 
 def _load(config: Config, name: str) -> LoadedModel:
     from skipdecode.models.loading.hub import load_model
 
-    config.use_threads()
     return load_model(name, dtype=config.dtype, device=config.device)
 
 
-def _prompts(config: Config, loaded: LoadedModel, kinds: list[str], form: str, *, chat: bool) -> list[EncodedPrompt]:
+def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[EncodedPrompt]:
+    """The built-in prompts of these kinds, in the form that the checkpoint was tuned on, else as chats."""
+    from skipdecode.data.forms import choose_form
     from skipdecode.data.prompts import PromptEncoder, context_length
-    from skipdecode.data.records import Record
 
+    form = choose_form(loaded.recipe)
+    chat = form.template is None and getattr(loaded.tokenizer, "chat_template", None) is not None
     listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
     wanted = [p for p in listed if p["kind"] in kinds and (not config.quick or p["id"] in _QUICK_PROMPTS)]
     ask = {"record": _INSTRUCTION if chat else "", "chat": ""}
-    records = [Record(i, i + 1, p["id"], form.format(ask[p["kind"]] + p["text"])) for i, p in enumerate(wanted)]
+    records = [
+        dataclasses.replace(form.field.record(ask[p["kind"]] + p["text"]), index=i, line=i + 1, id=p["id"])
+        for i, p in enumerate(wanted)
+    ]
     context = context_length(loaded.model)
-    encoder = PromptEncoder(loaded.tokenizer, context, chat=chat)
-    prompts = encoder.encode(records)
+    prompts = PromptEncoder(loaded.tokenizer, context, template=form.template, chat=chat).encode(records)
     for prompt in prompts:
         if prompt.error is not None or (prompt.room is not None and prompt.room < config.max_new_tokens):
             raise UsageError(
@@ -138,66 +174,69 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str], form: str, *
     return prompts
 
 
-def _tuned_schedules(loaded: LoadedModel) -> list[tuple[str, Schedule]]:
-    """The schedules that the bundled adapter was tuned under."""
-    layers = loaded.num_layers
-    positions = layers if loaded.schedule is None else loaded.schedule.seq_len
+def _tuned_runs(loaded: LoadedModel) -> list[_Run]:
+    """Full depth and the schedules that a checkpoint was tuned under, mildest first."""
+    under = () if loaded.recipe is None else loaded.recipe.tuned_under
+    schedules = sorted((s for s in under if not s.is_full), key=lambda schedule: schedule.nominal_speedup)
     return [
-        ("full depth", Schedule.full(layers)),
-        *((f"SkipDecode {s}x", Schedule.from_speedup(layers, s, positions)) for s in (2, 3)),
+        _Run("full depth", loaded, Schedule.full(loaded.num_layers)),
+        *(_Run(schedule.name.replace("skipdecode-", "SkipDecode "), loaded, schedule) for schedule in schedules),
     ]
 
 
-def _schedules(loaded: LoadedModel, tokens: int) -> list[tuple[str, Schedule]]:
+def _any_runs(loaded: LoadedModel, tokens: int) -> list[_Run]:
     layers, own = loaded.num_layers, loaded.schedule
     tenth = max(1, layers // 10)
     half = max(2, layers // 2)
     return [
-        ("full depth", Schedule.full(layers)),
-        *([] if own is None else [("its own schedule", own)]),
-        (f"even, {layers - tenth} layers", Schedule.even(layers, layers - tenth)),
-        ("SkipDecode 2x", Schedule.from_speedup(layers, 2, tokens)),
-        ("SkipDecode 3x", Schedule.from_speedup(layers, 3, tokens)),
-        (f"constant, {half} layers", Schedule.constant(layers, half)),
+        _Run("full depth", loaded, Schedule.full(layers)),
+        *([] if own is None else [_Run("its own schedule", loaded, own)]),
+        _Run(f"even, {layers - tenth} layers", loaded, Schedule.even(layers, layers - tenth)),
+        _Run("SkipDecode 2x", loaded, Schedule.from_speedup(layers, 2, tokens)),
+        _Run("SkipDecode 3x", loaded, Schedule.from_speedup(layers, 3, tokens)),
+        # There for its figures: its text says no more than that of the one with the same mean.
+        _Run(f"constant, {half} layers", loaded, Schedule.constant(layers, half), shown=False),
     ]
 
 
 def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
-    """Every schedule on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
+    """Every run on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
     from skipdecode.common.progress import note, progress_bar
     from skipdecode.engine.opening import end_tokens, open_engines
     from skipdecode.engine.requests import Request
 
-    loaded = setting.loaded
-    source = open_engines(loaded.model, config.engine, note, config.weights)
+    models = {id(run.loaded): run.loaded for run in setting.runs}
+    sources = {key: open_engines(each.model, config.engine, note, config.weights) for key, each in models.items()}
 
-    def decode(schedule: Schedule, rows: int, tokens: int) -> tuple[Engine, list[list[int]]]:
-        engine = source.engine(schedule, max_rows=rows)
+    def decode(run: _Run, rows: int, tokens: int) -> tuple[Engine, list[list[int]]]:
+        engine = sources[id(run.loaded)].engine(run.schedule, max_rows=rows)
         decoded = engine.decode([Request(tuple(p.token_ids), tokens) for p in setting.prompts[:rows]])
         return engine, [row.tokens for row in decoded]
 
-    decode(setting.schedules[0][1], 1, 2)
-    runs: list[list[tuple[Engine, list[list[int]]]]] = [[] for _ in setting.schedules]
-    with progress_bar(config.rounds * len(runs), "run", leave=False) as bar:
+    for each in {id(run.loaded): run for run in setting.runs}.values():
+        decode(each, 1, 2)
+    found: list[list[tuple[Engine, list[list[int]]]]] = [[] for _ in setting.runs]
+    with progress_bar(config.rounds * len(found), "run", leave=False) as bar:
         for _ in range(config.rounds):
-            for (_, schedule), results in zip(setting.schedules, runs, strict=True):
-                results.append(decode(schedule, len(setting.prompts), config.max_new_tokens))
+            for each, results in zip(setting.runs, found, strict=True):
+                results.append(decode(each, len(setting.prompts), config.max_new_tokens))
                 bar.update()
-    ends = end_tokens(loaded.model, loaded.tokenizer)
+    first = setting.runs[0].loaded
+    ends = end_tokens(first.model, first.tokenizer)
     shown = [
         {
-            "name": name,
-            "schedule": schedule.to_dict(),
-            **_figures([engine.stats for engine, _ in results], [engine.stats for engine, _ in runs[0]]),
-            "texts": [_text(loaded.tokenizer, tokens, ends) for tokens in results[0][1]],
+            "name": each.name,
+            "schedule": each.schedule.to_dict(),
+            **_figures([engine.stats for engine, _ in results], [engine.stats for engine, _ in found[0]]),
+            "texts": [_text(first.tokenizer, tokens, ends) for tokens in results[0][1]],
         }
-        for (name, schedule), results in zip(setting.schedules, runs, strict=True)
+        for each, results in zip(setting.runs, found, strict=True)
     ]
     asked = [
         {"id": str(p.record.id), "prompt": str(p.record.prompt).removeprefix(_INSTRUCTION).strip()}
         for p in setting.prompts
     ]
-    return {"title": setting.title, "engine": source.name, "prompts": asked, "runs": shown}
+    return {"title": setting.title, "engine": sources[id(first)].name, "prompts": asked, "runs": shown}
 
 
 def _figures(rounds: Sequence[EngineStats], full: Sequence[EngineStats]) -> dict[str, float]:
@@ -205,12 +244,16 @@ def _figures(rounds: Sequence[EngineStats], full: Sequence[EngineStats]) -> dict
     one = rounds[0]
     layers = one.layer_reads / one.steps
     # Whatever else the machine does can only slow a run down.
-    seconds, full_seconds = (min(stats.after_prompts for stats in each) for each in (rounds, full))
+    decode, full_decode = (min(stats.after_prompts for stats in each) for each in (rounds, full))
+    request, full_request = (min(stats.seconds for stats in each) for each in (rounds, full))
     return {
         "layers_per_token": layers,
         "nominal_speedup": full[0].layer_reads / full[0].steps / layers,
-        "measured_decode_speedup": full_seconds / seconds,
-        "decode_tokens_per_s": one.fed_tokens / seconds,
+        "measured_decode_speedup": full_decode / decode,
+        "measured_request_speedup": full_request / request,
+        "decode_s": decode,
+        "request_s": request,
+        "decode_tokens_per_s": one.fed_tokens / decode,
         "kv_bytes": one.kv_bytes_peak,
         "kv_saved_share": 1 - one.kv_bytes_peak / one.kv_bytes_full_peak,
     }
@@ -221,20 +264,38 @@ def _text(tokenizer: Any, tokens: list[int], end_tokens: frozenset[int]) -> str:
     return str(tokenizer.decode(tokens[:end], skip_special_tokens=True)).strip()
 
 
-def _lines(part: dict[str, Any], remark: str, width: int) -> list[str]:
+def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
     """A part for a terminal: texts side by side, and a table of figures."""
-    # A constant schedule is there for its figures; its text says no more than that of the one with the same mean.
-    shown = [run for run in part["runs"] if not run["name"].startswith("constant")]
+    shown = [found for found, run in zip(part["runs"], setting.runs, strict=True) if run.shown]
     lines = ["", *textwrap.wrap(f"== {part['title']}", width)]
     for i, prompt in enumerate(part["prompts"]):
-        lines += ["", f"> {prompt['prompt']}", ""]
+        lines += ["", *textwrap.wrap(prompt["prompt"], width, initial_indent="> ", subsequent_indent="  "), ""]
         lines += side_by_side([run["name"] for run in shown], [run["texts"][i] for run in shown], width)
     columns = {
         f"{len(part['prompts'])} rows, {part['engine']} engine": "{name}",
-        f"layers of {part['runs'][0]['schedule']['num_layers']}": "{layers_per_token:.1f}",
+        "layers": "{layers_per_token:.1f}",
         "nominal": "{nominal_speedup:.2f}x",
-        "measured": "{measured_decode_speedup:.2f}x",
+        "decode": "{measured_decode_speedup:.2f}x",
+        "request": "{measured_request_speedup:.2f}x",
+        "decode s": "{decode_s:.2f}",
+        "request s": "{request_s:.2f}",
         "tokens/s": "{decode_tokens_per_s:.0f}",
         "KV saved": "{kv_saved_share:.0%}",
     }
-    return [*lines, "", *figures(columns, part["runs"]), "", *textwrap.wrap(remark, width)]
+    return [*lines, "", *figures(columns, part["runs"]), "", *textwrap.wrap(setting.remark, width)]
+
+
+def _next_steps(config: Config) -> list[str]:
+    """What to do after the demo, by command."""
+    chat = _CHAT if config.model == _DEFAULT and adapter_dir(_CHAT) is not None else config.model
+    model = shlex.quote(config.model)
+    return [
+        "Next:",
+        f"  skipdecode chat {shlex.quote(chat)}",
+        "      talk to it, and change the depth on the way (/2x, /full)",
+        f"  skipdecode plan {model} --target-speedup 1.5",
+        "      the schedule for a speed-up on this machine",
+        f"  skipdecode tune {model} --nominal-speedup 2 --train train.jsonl --dev dev.jsonl \\",
+        "      --prompt-field prompt --response-field response --out tuned",
+        "      make it ready for that schedule, on your records",
+    ]

@@ -1,8 +1,9 @@
 """Text for every prompt, in batches, with fewer layers per token: prompts in, text on a terminal or JSONL out.
 
-Prompts are arguments, or lines of a text file, or rows of a JSONL or CSV file. A row of JSONL has the id of its prompt
-(field "id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the
-input.
+Prompts are arguments, or lines of a text file, or rows of a JSONL or CSV file. A tuned checkpoint knows the template of
+the prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one field
+(--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field
+"id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input.
 A row that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
 
 With --output FILE finished rows are kept in FILE.partial: after a kill or Ctrl-C the same command goes on where it
@@ -34,6 +35,7 @@ from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
     from skipdecode.cli.options import ScheduleChoice
+    from skipdecode.data.forms import PromptForm
     from skipdecode.data.output import RowWriter
     from skipdecode.data.run import Job
     from skipdecode.data.source import PromptSource
@@ -65,8 +67,20 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
         choices=("auto", *FORMATS, "txt"),
     )
     field: str | None = option(
-        "field that holds the prompt (default: the first of prompt, messages, text, input, question, mr)",
+        "field that holds the prompt (default: the template's, else the first of prompt, messages, text, input, "
+        "question, mr)",
         default=None,
+    )
+    prompt_template: str | None = option(
+        "prompt text with fields of the row in braces, such as '{mr}\\n'; \\n is a line break (default: the template "
+        "that the checkpoint was tuned on)",
+        default=None,
+        parse=with_breaks,
+    )
+    task: str | None = option("take the prompt of a task: its name or its YAML file", default=None)
+    template: bool = option(
+        "put prompts into the template that the checkpoint was tuned on; --no-template leaves them as they are",
+        default=True,
     )
     output: str = option("JSONL file, - for standard output", default="-")
     output_format: str = option(
@@ -99,7 +113,6 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     from skipdecode.common.jsonl import json_line
-    from skipdecode.data.forms import PromptField
     from skipdecode.data.output import check_output, named_text, open_writer, plain_text
 
     sampling = _checked_sampling(config)
@@ -107,15 +120,17 @@ def run(config: Config) -> int:
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
     check_schedule_options(config, config.model)
-    source = _source(config)
-    rows = source.count(PromptField(config.field), all_usable=config.on_error == "stop")
+    source, form = _source(config), _form(config)
+    rows = source.count(form.field, all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
-    fingerprint = _fingerprint(config, source, choice.schedule) | {"engine": engines.name}
-    form = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
-    writer = open_writer(config.output, fingerprint, restart=config.restart, form=form)
+    if form.remark is not None:
+        note(form.remark)
+    fingerprint = _fingerprint(config, source, form, choice.schedule) | {"engine": engines.name}
+    shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
+    writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
-        job = _job(config, sampling, loaded, engines, choice.schedule)
-        summary = _generate(source, config, job, writer, rows)
+        job = _job(config, sampling, loaded, form, engines, choice.schedule)
+        summary = _generate(source, form, config, job, writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
         return _INTERRUPTED
@@ -164,6 +179,20 @@ def _source(config: Config) -> PromptSource:
     return PromptSource.open(config.input or "-", None if config.format == "auto" else config.format)
 
 
+def _form(config: Config) -> PromptForm:
+    from skipdecode.data.forms import choose_form
+    from skipdecode.models.loading.hub import load_recipe
+
+    return choose_form(
+        load_recipe(config.model),
+        prompt_template=config.prompt_template,
+        task=config.task,
+        no_template=not config.template,
+        chat=config.chat or config.system is not None,
+        field=config.field,
+    )
+
+
 def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     from skipdecode.data.summary import schedule_line
     from skipdecode.engine.opening import open_engines
@@ -176,7 +205,7 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     return loaded, choice, open_engines(loaded.model, config.engine, note, config.weights)
 
 
-def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> dict[str, Any]:
+def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule) -> dict[str, Any]:
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     return {
         "model": config.model,
@@ -184,6 +213,7 @@ def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> di
         "max_new_tokens": config.max_new_tokens,
         **config.sampling_fields(),
         "stop": list(config.stop),
+        "template": None if form.template is None else form.template.to_dict(),
         "chat": config.chat,
         "system": config.system,
         "include_prompt": config.include_prompt,
@@ -195,7 +225,14 @@ def _fingerprint(config: Config, source: PromptSource, schedule: Schedule) -> di
 # ---------------------------------------------------------------------- the run
 
 
-def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: EngineSource, schedule: Schedule) -> Job:
+def _job(
+    config: Config,
+    sampling: Sampling,
+    loaded: LoadedModel,
+    form: PromptForm,
+    engines: EngineSource,
+    schedule: Schedule,
+) -> Job:
     from skipdecode.data.prompts import PromptEncoder, asked, context_length, prompt_text
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
@@ -209,7 +246,9 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
         max_new_tokens=config.max_new_tokens,
         ends=end_tokens(loaded.model, tokenizer),
         stop=StopStrings(tokenizer, config.stop) if config.stop else None,
-        encoder=PromptEncoder(tokenizer, context_length(loaded.model), chat=chat, system=config.system),
+        encoder=PromptEncoder(
+            tokenizer, context_length(loaded.model), chat=chat, system=config.system, template=form.template
+        ),
         make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,
         repeat=asked if _prints_text(config) else prompt_text if config.include_prompt else None,
@@ -217,14 +256,15 @@ def _job(config: Config, sampling: Sampling, loaded: LoadedModel, engines: Engin
     )
 
 
-def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter, rows: int) -> RunSummary:
-    from skipdecode.data.forms import PromptField
+def _generate(
+    source: PromptSource, form: PromptForm, config: Config, job: Job, writer: RowWriter, rows: int
+) -> RunSummary:
     from skipdecode.data.records import SeenIds
     from skipdecode.data.run import generate_rows, refuse_bad_rows
     from skipdecode.data.summary import BadRows
 
     if config.on_error == "stop":
-        refuse_bad_rows(source.records(PromptField(config.field)), job.encoder)
+        refuse_bad_rows(source.records(form.field), job.encoder)
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
@@ -237,11 +277,11 @@ def _generate(source: PromptSource, config: Config, job: Job, writer: RowWriter,
             bar.update(ended)
 
         # All rows are read for their ids, those too that an earlier run finished.
-        records = (r for r in ids.watch(source.records(PromptField(config.field))) if not writer.is_done(r.index))
+        records = (r for r in ids.watch(source.records(form.field)) if not writer.is_done(r.index))
         summary = generate_rows(
             records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress
         )
-    if repeated := ids.repeated(source.records(PromptField(config.field))):
+    if repeated := ids.repeated(source.records(form.field)):
         note(f"{repeated}; all are generated, in order")
     return summary
 
@@ -253,6 +293,34 @@ def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None
 
     for line in summary_lines(summary):
         note(line)
+    if summary.comparison is not None:
+        _tell_comparison(summary.comparison.to_dict())
     if config.summary is not None:
         document = {"settings": settings, "summary": summary.to_dict(), "environment": environment()}
         write_whole(config.summary, json.dumps(document, indent=2) + "\n")
+
+
+def _tell_comparison(found: dict[str, Any] | None) -> None:
+    """The schedule's speed next to full depth's, as three numbers that are easily taken for one."""
+    from skipdecode.cli.columns import speedups
+
+    if found is None:
+        note("no comparison: no row took a second token")
+        return
+    note(f"{found['batches']} batches once more, in turn with full depth, all rows of a batch to the same length:")
+    cells = {
+        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
+        "decode": (
+            "{full_decode_tokens_per_s:.1f} tokens/s",
+            "{decode_tokens_per_s:.1f} tokens/s",
+            "{measured_decode_speedup:.2f}x",
+        ),
+        "request": (
+            "{full_request_tokens_per_s:.1f} tokens/s",
+            "{request_tokens_per_s:.1f} tokens/s",
+            "{measured_request_speedup:.2f}x",
+        ),
+    }
+    filled = {name: [form.format_map(found) for form in forms] for name, forms in cells.items()}
+    for line in speedups(["full depth", "the schedule", "measured"], filled):
+        note(line)

@@ -1,8 +1,12 @@
-"""A schedule for a model and a speed target, as a picture, with nominal and real speed-up.
+"""A schedule for a model and a speed target, as a picture, with the speed-ups to expect of it.
 
-Give one target: a wall-clock speed-up of decoding (--target-speedup), the paper's nominal one (--nominal-speedup), or
-the exits themselves (--min-exit-layer and --max-exit-layer). Nothing is generated. Where the model's weights are at
+Give one target: a decode speed-up in wall-clock time (--target-speedup), the paper's nominal one (--nominal-speedup),
+or the exits themselves (--min-exit-layer and --max-exit-layer). Nothing is generated. Where the model's weights are at
 hand, a short calibration times its decode steps; otherwise they are predicted from its config.
+
+Three speed-ups are told. Nominal: all layers / layers that a new token runs. Decode: time of the steps after the
+prompt, full depth / schedule. Request: the same of prompt and steps together. The last two are predicted for the work
+that --batch, --prompt-len, --seq-len and --use describe; generate --compare measures them on yours.
 """
 
 from __future__ import annotations
@@ -13,13 +17,16 @@ import shutil
 import sys
 import textwrap
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from skipdecode.cli.arguments import command_line
+from skipdecode.cli.columns import speedups
 from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.performance.cost import Use
 from skipdecode.performance.solve import Assessment, assess, solve, why_flat
 from skipdecode.schedule import Schedule
@@ -39,15 +46,18 @@ class Config(ModelOptions, EngineOptions):
 
     model: str = option("a local directory, a hub id, smollm2-135m, or the file of a config (JSON)", positional=True)
     target_speedup: float | None = option(
-        "wall-clock speed-up of decoding over full depth; the budgets are solved for it", default=None, least=1
+        "decode speed-up in wall-clock time; the layers that run are solved for it", default=None, least=1
     )
     nominal_speedup: float | None = option(
-        "the paper's speed-up: all layers / mean layers run; the gain in time is lower", default=None, least=1
+        "nominal speed-up, the paper's: all layers / mean layers run; the gain in time is lower", default=None, least=1
     )
     min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
     max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)
     seq_len: int = option(
-        "generation positions over which the depth falls; best near the real output length", default=64, least=1
+        "generation positions over which the depth falls, and new tokens of a row but the first, which comes with the "
+        "prompt; best near the real output length",
+        default=64,
+        least=1,
     )
     warmup_layers: int = option("first layers that always run", default=1, least=0)
     spread: float = option(
@@ -98,13 +108,14 @@ def run(config: Config) -> int:
         prompt_len=config.prompt_len,
         new_tokens=_tokens(config),
     )
-    plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost))
+    plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost), _tuned(config, schedule))
     if config.out is not None:
         schedule.save(config.out)
     if config.png is not None:
         from skipdecode.reporting.plots import depth_figure, png
 
-        title = f"{config.model}: {figures.nominal_speedup:.2f}x nominal, {figures.speedup:.2f}x predicted"
+        title = f"{config.model}: {figures.nominal_speedup:.2f}x nominal, "
+        title += f"{figures.predicted_decode_speedup:.2f}x decode predicted"
         write_whole(config.png, png(depth_figure(schedule, config.seq_len, title=title)))
     if config.json:
         print(json.dumps(_document(plan), indent=2))
@@ -176,63 +187,100 @@ def _reason(config: Config, schedule: Schedule, cost: CostModel) -> str | None:
     return why_flat(cost, linear, config.prompt_len, _tokens(config))
 
 
+def _tuned(config: Config, schedule: Schedule) -> bool:
+    from skipdecode.models.loading.hub import load_recipe
+    from skipdecode.performance.cost_source import weights_at_hand
+
+    # Nothing is fetched to find out; a config alone has no weights.
+    known = not Path(config.model).is_file() and weights_at_hand(config.model)
+    recipe = load_recipe(config.model) if known else None
+    return schedule.is_full or (recipe is not None and recipe.covers(schedule))
+
+
 # ---------------------------------------------------------------------- what is shown
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A schedule with what it was planned for and what it brings; `reason` says why it is flat, if it had to be."""
+    """A schedule with what it was planned for and what it brings.
+
+    `reason` says why it is flat, if it had to be; `tuned` whether the weights are ready for it.
+    """
 
     config: Config
     source: CostSource
     schedule: Schedule
     figures: Assessment
     reason: str | None
+    tuned: bool
 
 
 def _report(plan: _Plan, width: int) -> str:
     """The plan in lines of at most `width` characters, commands apart."""
-    rows = _rows(plan) | {"cost": plan.source.origin}
-    lines = [textwrap.fill(f"{name:<10}{text}", width, subsequent_indent=" " * 10) for name, text in rows.items()]
-    return "\n".join([*lines, *(f"{name:<10}{command}" for name, command in _commands(plan).items())])
+    figures = plan.figures
+    gains = {
+        "nominal": figures.nominal_speedup,
+        "decode": figures.predicted_decode_speedup,
+        "request": figures.predicted_request_speedup,
+    }
+
+    def filled(rows: dict[str, str]) -> list[str]:
+        return [textwrap.fill(f"{name:<10}{text}", width, subsequent_indent=" " * 10) for name, text in rows.items()]
+
+    table = speedups(["predicted"], {name: [f"{gain:.2f}x"] for name, gain in gains.items()})
+    commands = [f"{name:<10}{command}" for name, command in _commands(plan).items()]
+    return "\n".join([*filled(_subject(plan)), "", *table, "", *filled(_details(plan)), *commands])
 
 
-def _rows(plan: _Plan) -> dict[str, str]:
-    config, schedule, figures, geometry = plan.config, plan.schedule, plan.figures, plan.source.geometry
+def _subject(plan: _Plan) -> dict[str, str]:
+    config, schedule, geometry = plan.config, plan.schedule, plan.source.geometry
     first, last = schedule.budgets[0], schedule.budgets[-1]
     depth = f"{first}" if first == last else f"{first} falling to {last}"
-    other, other_speedup = (
-        ("a stream of mixed ages", figures.speedup_continuous)
-        if config.use == "lockstep"
-        else ("rows in lockstep", figures.speedup_lockstep)
-    )
-    kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
     return {
         "model": f"{config.model}: {geometry.num_layers} layers, {_size(geometry.weight_bytes())} of weights in "
         f"{plan.source.dtype}",
-        "for": f"{config.batch} x ({config.prompt_len} prompt + {_tokens(config)} new tokens), {config.use}",
+        "for": f"{config.batch} x ({config.prompt_len} prompt + {_tokens(config)} new tokens), {config.use}: the first "
+        f"new token comes with the prompt, each other from a step, one at each of {config.seq_len} positions; for "
+        "other work give --batch, --prompt-len, --seq-len, --use",
         "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, left out {config.order}"
         + (f"; {plan.reason}" if plan.reason else ""),
-        "nominal": f"{figures.nominal_speedup:.2f}x (all layers / layers run by a token)",
-        "real": f"{figures.speedup:.2f}x in decoding time ({other}: {other_speedup:.2f}x)",
-        "bound": f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest; {figures.bound_at_half:.2f}x "
-        f"with {figures.half_budget}",
+    }
+
+
+def _details(plan: _Plan) -> dict[str, str]:
+    figures = plan.figures
+    other = (
+        f"{figures.decode_speedup_continuous:.2f}x for a stream of rows of mixed ages"
+        if plan.config.use == "lockstep"
+        else f"{figures.decode_speedup_lockstep:.2f}x for rows in lockstep"
+    )
+    most = f"at most {figures.bound:.2f}x, with {figures.least_budget} layers, the fewest"
+    kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
+    return {
+        "decode": f"{most}; {figures.bound_at_half:.2f}x with {figures.half_budget}"
+        + (f"; {other}" if plan.config.batch > 1 else ""),
         "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
         f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",
         "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
         f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
+        "times": plan.source.origin,
     }
 
 
 def _commands(plan: _Plan) -> dict[str, str]:
-    """What to run next: keep the schedule, or use the file that holds it."""
+    """What to run next: keep the schedule; or tune under it, if the weights were not, and use what came of it."""
     config = plan.config
     if config.out is None:
         return {"next": command_line("plan", config) + " --out schedule.json"}
-    model, file = shlex.quote(config.model), shlex.quote(config.out)
-    generate = f"skipdecode generate {model} --schedule {file} --max-new-tokens {_tokens(config)} 'Your prompt'"
-    tune = f"skipdecode tune {model} --schedule {file} --train records.jsonl"
-    return {"next": generate} if plan.schedule.is_full else {"next": generate, "tune": tune}
+    # A file is a config without weights: whose they are is for the user to say.
+    model = "MODEL" if Path(config.model).is_file() else shlex.quote(config.model)
+    file, rest = shlex.quote(config.out), f"--max-new-tokens {_tokens(config)} 'Your prompt'"
+    if plan.tuned:
+        return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}
+    merge = "" if adapter_dir(config.model) is None else " --merge"
+    data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
+    tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned{merge}"
+    return {"next": tune, "then": f"skipdecode generate tuned --compare {rest}"}
 
 
 def _document(plan: _Plan) -> dict[str, Any]:
@@ -248,6 +296,7 @@ def _document(plan: _Plan) -> dict[str, Any]:
         "schedule": plan.schedule.to_dict(),
         "figures": asdict(plan.figures),
         "reason": plan.reason,
+        "tuned": plan.tuned,
         "cost": source.cost.to_dict(),
         "cost_origin": source.origin,
         "next": _commands(plan)["next"],

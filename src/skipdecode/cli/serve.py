@@ -86,6 +86,8 @@ def run(config: Config) -> int:
 def _check(config: Config) -> None:
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
+    for path in config.schedule:
+        Schedule.load(path)
     if config.schedule or config.nominal_speedup:
         layers = layers_of(config.model)
         for schedule in _schedules(config, layers):

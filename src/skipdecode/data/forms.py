@@ -58,8 +58,8 @@ class PromptField:
         return template.render(values), values, ()
 
     def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
-        """Whether a row has all fields of the template, none of them a chat."""
-        return self.name is None and all(f in row and not isinstance(row[f], list) for f in template.fields)
+        """Whether a row is one for the template: it has fields of it that are no chat."""
+        return self.name is None and any(f in row and not isinstance(row[f], list) for f in template.fields)
 
     def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
         name = self.name or next((f for f in PROMPT_FIELDS if f in row), None)

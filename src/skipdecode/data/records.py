@@ -211,6 +211,11 @@ class Template:
                 f"prompt template: {truncate!r} cannot be cut: name one of its fields and a length in tokens"
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, as recipes keep it."""
+        names = ("responses", "chat", "truncate", "max_prompt_tokens")
+        return {"template": self.prompt, **{name: getattr(self, name) for name in names}}
+
     def render(self, values: Mapping[str, str]) -> str:
         """The prompt with these values in the braces."""
         return self.prompt.format_map(values)

@@ -151,6 +151,7 @@ class _Run:
         if reason is None:
             return False
         del self.open[out.request]
+        self.summary.ended_at_once += reason == "eos" and len(row.tokens) == 1
         self.writer.put(row.prompt.record.index, self.job.row(row.prompt, row.tokens, reason))
         self.summary.rows += 1
         self._keep_for_comparison(row)
@@ -242,9 +243,9 @@ def _compared(
         for side in () if warm else (ours, full):
             _timed(side, batch, min(tokens, _WARM_UP_TOKENS))
         warm = True
-        sides = (ours, full) if len(found.ratios) % 2 else (full, ours)
-        timed = {side: _timed(side, batch, tokens) for side in sides}
-        found.add(timed[ours].stats, timed[full].stats)
+        sides = [(ours, found.ours), (full, found.full)]
+        for side, stats in sides if len(found.ours) % 2 else sides[::-1]:
+            stats.append(_timed(side, batch, tokens).stats)
     return found
 
 

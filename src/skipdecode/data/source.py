@@ -96,11 +96,12 @@ class PromptSource:
         DataError
             There is none, none can be used, or one cannot be and `all_usable` is set, which reads all.
         """
-        found = False
+        found, wrong = False, ""
         for record in self.records(form):
             if record.error is not None and all_usable:
                 raise DataError(f"{record.error} (in {self.name})", record.line)
             found = found or record.error is None
+            wrong = wrong or f"line {record.line}: {record.error}"
             if found and not all_usable:
                 break
         # Lines of JSON are not read for it.
@@ -108,7 +109,7 @@ class PromptSource:
         if not rows:
             raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
         if not found:
-            raise DataError(f"nothing to generate: no row of {self.name} can be used")
+            raise DataError(f"nothing to generate: no row of {self.name} can be used; {wrong}")
         return rows
 
     def close(self) -> None:

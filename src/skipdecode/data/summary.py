@@ -1,4 +1,4 @@
-"""What a run did and cost, the speed of its schedule next to that of full depth, and what its user is told of both."""
+"""What a run did and cost, the speed of its schedule next to that of full depth, and what its user is told of it."""
 
 from __future__ import annotations
 
@@ -22,43 +22,39 @@ class SpeedComparison:
 
     Parameters
     ----------
-    ratios : list of float
-        Full-depth seconds / schedule seconds of the decode steps of each batch.
-    tokens : int
-        Tokens that each side's steps fed.
-    full_s, schedule_s : float
-        Seconds of the decode steps.
-    layers, full_layers : int
-        Layers that ran, summed over the fed tokens.
+    ours, full : list of EngineStats
+        Of each batch, under the schedule and at full depth.
     """
 
-    ratios: list[float] = field(default_factory=list)
-    tokens: int = 0
-    full_s: float = 0.0
-    schedule_s: float = 0.0
-    layers: int = 0
-    full_layers: int = 0
-
-    def add(self, ours: EngineStats, full: EngineStats) -> None:
-        """Take in one batch."""
-        self.ratios.append(full.after_prompts / ours.after_prompts)
-        self.tokens += ours.fed_tokens
-        self.full_s += full.after_prompts
-        self.schedule_s += ours.after_prompts
-        self.layers += ours.token_layers
-        self.full_layers += full.token_layers
+    ours: list[EngineStats] = field(default_factory=list)
+    full: list[EngineStats] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any] | None:
         """JSON-ready; None if no batch had a decode step."""
-        if not self.ratios:
+        if not self.ours:
             return None
+        pairs = list(zip(self.full, self.ours, strict=True))
+        fed, layers, full_layers = (
+            sum(getattr(stats, name) for stats in side)
+            for side, name in ((self.ours, "fed_tokens"), (self.ours, "token_layers"), (self.full, "token_layers"))
+        )
         return {
-            "batches": len(self.ratios),
-            "full_decode_tokens_per_s": self.tokens / self.full_s,
-            "decode_tokens_per_s": self.tokens / self.schedule_s,
-            "measured_decode_speedup": statistics.median(self.ratios),
-            "nominal_speedup": self.full_layers / self.layers,
+            "batches": len(pairs),
+            "full_layers_per_token": full_layers / fed,
+            "layers_per_token": layers / fed,
+            "nominal_speedup": full_layers / layers,
+            "full_decode_tokens_per_s": fed / sum(stats.after_prompts for stats in self.full),
+            "decode_tokens_per_s": fed / sum(stats.after_prompts for stats in self.ours),
+            "measured_decode_speedup": statistics.median(f.after_prompts / o.after_prompts for f, o in pairs),
+            "full_request_tokens_per_s": _rate(self.full),
+            "request_tokens_per_s": _rate(self.ours),
+            "measured_request_speedup": statistics.median(f.seconds / o.seconds for f, o in pairs),
         }
+
+
+def _rate(side: list[EngineStats]) -> float:
+    """New tokens a second, prompts included."""
+    return sum(stats.new_tokens for stats in side) / sum(stats.seconds for stats in side)
 
 
 @dataclass
@@ -75,6 +71,8 @@ class RunSummary:
         Rows of the input that are in the output now, and how many of them are error rows.
     rows_resumed : int
         How many of the rows an earlier run had done.
+    ended_at_once : int
+        Rows generated now whose first token ended them: they have no text.
     seconds : float
         From the first row read to the last one generated.
     """
@@ -84,6 +82,7 @@ class RunSummary:
     rows: int = 0
     bad_rows: int = 0
     rows_resumed: int = 0
+    ended_at_once: int = 0
     seconds: float = 0.0
     comparison: SpeedComparison | None = None
 
@@ -139,6 +138,7 @@ class RunSummary:
             "rows": self.rows,
             "bad_rows": self.bad_rows,
             "rows_resumed": self.rows_resumed,
+            "rows_ended_at_once": self.ended_at_once,
             "steps": stats.steps,
             "prompt_tokens": stats.prompt_tokens,
             "new_tokens": stats.new_tokens,
@@ -193,7 +193,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     stats, layers = summary.stats, summary.stats.mean_layers
     lines = [
         f"{summary.rows} rows{resumed}; {stats.new_tokens} new tokens in {summary.seconds:.1f} s, "
-        f"{summary.tokens_per_s:.1f} tokens/s in the model"
+        f"{summary.tokens_per_s:.1f} tokens/s, prompts included"
     ]
     if layers is not None:
         lines.append(
@@ -201,22 +201,15 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
             f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
         )
-    if summary.comparison is not None:
-        lines.append(_comparison_line(summary.comparison))
+    if summary.ended_at_once:
+        good = summary.rows - summary.bad_rows
+        lines.append(
+            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} rows ended at their first token: they "
+            "have no text; is the prompt of the form that the model was tuned on? --prompt-template or --task gives it"
+        )
     if summary.bad_rows:
         lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")
     return lines
-
-
-def _comparison_line(comparison: SpeedComparison) -> str:
-    found = comparison.to_dict()
-    if found is None:
-        return "no comparison: no row took a second token"
-    return (
-        f"decoding, {found['batches']} batches: {found['full_decode_tokens_per_s']:.1f} tokens/s at full depth, "
-        f"{found['decode_tokens_per_s']:.1f} under the schedule: {found['measured_decode_speedup']:.2f}x measured, "
-        f"{found['nominal_speedup']:.2f}x nominal"
-    )
 
 
 def _bytes(count: int) -> str:

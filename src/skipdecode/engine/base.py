@@ -31,25 +31,29 @@ class EngineStats:
 
     Parameters
     ----------
-    steps, prompt_tokens, new_tokens : int
-        Decode steps, tokens of prompts run, tokens put out.
+    steps : int
+        Forwards with rows that decode, those that prompts share among them.
+    prompt_tokens, prefix_hit_tokens, new_tokens : int
+        Tokens of prompts that ran, tokens of prompts that a prefix cache had, tokens put out.
     seconds : float
         Time in `step`, everything included.
     prompt_seconds, decode_seconds, sampling_seconds : float
-        Time in prompts' forwards, decode steps' forwards, and the choice of tokens. On a GPU a step's forward is only
+        Time in forwards of prompts and of rows that decode, and in the choice of tokens. The time of a forward of both
+        is shared out by tokens x layers: what each would cost alone is not known. On a GPU a step's forward is only
         launched, and its time is in that of the choice, which waits for it.
     fed_tokens : int
-        Generated tokens that were fed back: one for each row of each decode step.
+        Generated tokens that were fed back: one for each row of each step.
     token_layers : int
         Sum over fed tokens of the layers that they ran.
     layer_reads : int
-        Sum over decode steps of the layers that ran at all: what was read from memory.
+        Sum over steps of the layers that some fed token ran: what had to be read for them.
     kv_bytes_peak, kv_bytes_full_peak : int
         Most bytes of keys and values held at a time, and what the same rows would have held at full depth.
     """
 
     steps: int = 0
     prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
     prompt_seconds: float = 0.0
@@ -127,7 +131,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
-        """Do the next piece of work; a new token for every row that it brought forward."""
+        """Do the next piece of work, a forward where the engine has it in hand; the tokens that it gave, at once."""
 
     @abstractmethod
     def cancel(self, number: int) -> None:
@@ -146,7 +150,12 @@ class Engine(ABC):
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that are held."""
+        """Bytes of keys and values that rows hold."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that are kept of prompts for rows to come; no part of `kv_bytes`."""
+        return 0
 
     @property
     def has_work(self) -> bool:

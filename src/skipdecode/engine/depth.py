@@ -6,6 +6,8 @@ may only lower a row's budget: a layer that was skipped holds no keys and values
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import neg
 from typing import NamedTuple, Protocol
 
 from skipdecode.errors import ScheduleError
@@ -107,13 +109,12 @@ class DepthOrder:
 
     def counts(self, budgets: list[int]) -> list[int]:
         """For each layer the number of rows that run it; `budgets` must not rise from row to row."""
-        rows = len(budgets)
         if budgets[0] == budgets[-1]:
             counts = [0] * self.num_layers
             for layer in self.layers(budgets[0]):
-                counts[layer] = rows
+                counts[layer] = len(budgets)
             return counts
-        return [sum(budget >= least for budget in budgets) for least in self._least]
+        return [bisect_right(budgets, -least, key=neg) for least in self._least]
 
 
 def _check_prompt(schedule: Schedule) -> None:

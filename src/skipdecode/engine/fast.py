@@ -1,4 +1,4 @@
-"""The decode loop: admit, run prompts, step, sample, retire. Token ids in, a generator of `StepOutput` out."""
+"""The decode loop: admit, one forward, put out its tokens. Token ids in, `StepOutput` out."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ class _Row(Row):
     fed: int = 0  # tokens of prompt and output that have run
 
 
+_Feed = tuple[_Row, tuple[int, ...]]
+"""A row, and its tokens that a forward runs."""
+
+
 class FastEngine(Engine):
     """Decodes requests on the package's own kernels, or on a GPU's graphs; rows of any age share a step.
 
@@ -55,7 +59,11 @@ class FastEngine(Engine):
     kernel : {"auto", "native", "dense"}
         See `open_model`.
     prompt_tokens : int
-        Most prompt tokens of one forward: bounds the buffers, and how long a running row waits.
+        Most prompt tokens of one forward: bounds the buffers, and how long a row waits for its next token.
+    prefix_cache : bool
+        Keep prompts' keys and values, and run no token of a prompt that begins as one before did (see
+        `skipdecode.engine.prefix`): the same tokens come out. Prompts share only what runs the same layers. Only where
+        keys and values are pages: on CPUs, with the C++ kernels.
 
     Raises
     ------
@@ -64,7 +72,7 @@ class FastEngine(Engine):
     ScheduleError
         If the schedule is for another number of layers.
     UsageError
-        If the kernels cannot serve here, or `kv_bytes` cannot be kept to.
+        If the kernels cannot serve here, or there are no pages for `kv_bytes` or `prefix_cache`.
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class FastEngine(Engine):
         kv_bytes: int | None = None,
         kernel: KernelChoice = "auto",
         prompt_tokens: int = 512,
+        prefix_cache: bool = False,
     ) -> None:
         self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
         if self.model.hint:
@@ -89,9 +98,12 @@ class FastEngine(Engine):
         self._order = DepthOrder(self.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
-        if kv_bytes is not None and self.model.kernel == "dense":
+        if kv_bytes is not None and not self.model.has_pages:
             raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
-        self.kv: KV = self.model.new_kv()
+        if prefix_cache and not self.model.has_pages:
+            raise UsageError("prefix_cache shares pages, and this device keeps whole rows: leave it out")
+        self._prefix_cache = prefix_cache
+        self.kv: KV = self.model.new_kv(prefix_cache)
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
         self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
         self._submitted = 0
@@ -127,6 +139,10 @@ class FastEngine(Engine):
     def kv_bytes(self) -> int:
         return self.kv.bytes_held
 
+    @property
+    def cached_bytes(self) -> int:
+        return self.kv.cached_bytes
+
     def takes(self, schedule: Schedule) -> bool:
         """See `Engine`: schedules that drop layers in this engine's order."""
         return self._order.takes(schedule)
@@ -148,16 +164,19 @@ class FastEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Admit what may join, run its prompts (all if nothing else runs, else a part), then decode one token a row."""
+        """Admit what may join, then one forward: a part of the prompts that are due, and one token of every row.
+
+        Where steps are graphs (`FastModel.shares`), prompts have a forward of their own, and rows step after it only if
+        it put out nothing.
+        """
         start = time.perf_counter()
         self._admit()
-        outputs: list[StepOutput] = []
-        while self._starting:
-            outputs += self._run_prompts()
-            if self._running:
-                break
-        if self._running and not (outputs and self._starting):
-            outputs += self._decode()
+        prompts, outputs = self._due(), list[StepOutput]()
+        if prompts and not self.model.shares:
+            outputs = self._run(prompts)
+            prompts = []
+        if prompts or (self._running and not outputs):
+            outputs = self._run(prompts + [(row, (row.output[-1],)) for row in self._running])
         self.stats.seconds += time.perf_counter() - start
         return outputs
 
@@ -185,7 +204,11 @@ class FastEngine(Engine):
         for size in self._scheduler.admit(len(rows), free):
             request, policy = self._requests.pop(size.request)
             used += size.pages
-            self.kv.reserve(self._scheduler.max_rows, size.prompt_tokens + size.new_tokens, used)
+            # What is kept of prompts gives way to rows where there may be no more pages.
+            wanted = used + self.kv.cached_bytes // self.kv.page_bytes
+            pages = wanted if self._kv_pages is None else min(wanted, self._kv_pages)
+            tokens = size.prompt_tokens + size.new_tokens
+            self.kv.reserve(self._scheduler.max_rows, tokens, pages, self._kv_pages)
             row = _Row(
                 number=size.request,
                 request=request,
@@ -196,80 +219,93 @@ class FastEngine(Engine):
             )
             self._starting.append(row)
 
-    # ------------------------------------------------------------------ prompts
+    # ------------------------------------------------------------------ one forward
 
-    def _run_prompts(self) -> list[StepOutput]:
-        """One forward over up to `prompt_tokens` tokens of the prompts that are due."""
-        start = time.perf_counter()
-        parts: list[tuple[_Row, tuple[int, ...]]] = []
+    def _due(self) -> list[_Feed]:
+        """What the next forward runs of prompts: up to `prompt_tokens` tokens, first come, first served."""
+        parts: list[_Feed] = []
         room = self._prompt_tokens
         for row in self._starting:
-            if part := row.request.prompt[row.fed : row.fed + room]:
-                parts.append((row, part))
-                room -= len(part)
-        parts.sort(key=lambda part: -part[0].budget)
-        batch = TokenRows([], [], [], [], [])
-        budgets: list[int] = []
-        done: list[_Row] = []
-        for row, part in parts:
-            self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + len(part))
-            batch.tokens.extend(part)
-            batch.slots.extend([row.slot] * len(part))
-            batch.positions.extend(range(row.fed, row.fed + len(part)))
-            budgets += [row.budget] * len(part)
-            row.fed += len(part)
-            if row.fed == len(row.request.prompt):
-                done.append(row)
-                batch.wanted.append(len(batch.tokens) - 1)
-        batch.counts.extend(self._order.counts(budgets))
-        if self.model.projects and budgets[0] == budgets[-1]:
-            batch = batch.last_tokens_first()
-        logits = self.model.forward(batch._replace(wanted=batch.wanted or [0]), self.kv)
-        self.model.wait()
-        self._note_kv()
-        self.stats.prompt_tokens += len(batch.tokens)
-        self.stats.prompt_seconds += time.perf_counter() - start
-        self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
-        self._running += done
-        return self._emit(done, logits, start) if done else []
+            if not room:
+                break
+            fed = self.kv.match(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
+            self.stats.prefix_hit_tokens += fed - row.fed
+            row.fed = fed
+            if not (self._prefix_cache and any(self._is_ahead(*part, row) for part in parts)):
+                parts.append((row, row.request.prompt[fed : fed + room]))
+                room -= len(parts[-1][1])
+        return parts
 
-    # ------------------------------------------------------------------ steps
-
-    def _decode(self) -> list[StepOutput]:
-        start = time.perf_counter()
-        for row in self._running:
-            self._grant(row)
-        rows = self._running
-        rows.sort(key=lambda row: -row.budget)
-        counts = self._order.counts([row.budget for row in rows])
-        batch = TokenRows(
-            [row.output[-1] for row in rows],
-            [row.slot for row in rows],
-            [row.fed for row in rows],
-            counts,
-            list(range(len(rows))),
+    def _is_ahead(self, other: _Row, part: tuple[int, ...], row: _Row) -> bool:
+        """Whether another row's part is the next page of this one's prompt, which it then waits for and shares."""
+        prompt, end = row.request.prompt, row.fed + self.kv.page_tokens
+        return (
+            row.fed % self.kv.page_tokens == 0
+            and other.fed <= row.fed
+            and end <= other.fed + len(part)
+            and end < len(prompt)
+            and self._order.layers(other.budget) == self._order.layers(row.budget)
+            and other.request.prompt[:end] == prompt[:end]
         )
-        logits = self.model.forward(batch, self.kv)
-        for row in rows:
-            row.fed += 1
-        self._note_kv()
-        self.stats.steps += 1
-        self.stats.fed_tokens += len(rows)
-        self.stats.token_layers += sum(counts)
-        self.stats.layer_reads += sum(map(bool, counts))
-        self.stats.decode_seconds += time.perf_counter() - start
-        return self._emit(list(rows), logits, start)
 
-    def _grant(self, row: _Row) -> None:
-        """Ask for the row's next budget; give back pages of layers that it leaves, find room for those that go on."""
-        position = len(row.output) - 1
-        budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))
-        if budget != row.budget:
-            keep = set(self._order.layers(budget))
-            self.kv.drop(row.slot, [layer for layer in self._order.layers(row.budget) if layer not in keep])
-            row.budget = budget
-        if row.fed % self.kv.page_tokens == 0 or position == 0:
-            self.kv.extend(row.slot, self._order.layers(budget), row.fed + 1)
+    def _run(self, feeds: list[_Feed]) -> list[StepOutput]:
+        """One forward over tokens of prompts and of rows that decode; the next token of each row that has one."""
+        start = time.perf_counter()
+        batch, budgets, due = TokenRows([], [], [], [], []), list[int](), list[_Row]()
+        for row, tokens in feeds:
+            self._make_room(row, len(tokens))
+        feeds.sort(key=lambda feed: -feed[0].budget)
+        for row, tokens in feeds:
+            batch.tokens.extend(tokens)
+            batch.slots.extend([row.slot] * len(tokens))
+            batch.positions.extend(range(row.fed, row.fed + len(tokens)))
+            budgets += [row.budget] * len(tokens)
+            row.fed += len(tokens)
+            if row.fed >= len(row.request.prompt):
+                batch.wanted.append(len(batch.tokens) - 1)
+                due.append(row)
+        batch.counts.extend(self._order.counts(budgets))
+        logits = self.model.forward(batch, self.kv)
+        if len(due) < len(batch.tokens):
+            self.model.wait()
+        for row, _ in feeds:
+            if not row.output:
+                self.kv.keep(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
+        self._count(feeds, time.perf_counter() - start)
+        self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
+        self._running += [row for row in due if not row.output]
+        return self._emit(due, logits, start) if due else []
+
+    def _count(self, feeds: list[_Feed], seconds: float) -> None:
+        """Note what a forward did; its time is shared out by tokens x layers."""
+        stats, rows = self.stats, [row for row, _ in feeds if row.output]
+        prompts = [(len(tokens), row.budget) for row, tokens in feeds if not row.output]
+        layers, prompt_layers = sum(row.budget for row in rows), sum(size * budget for size, budget in prompts)
+        stats.prompt_tokens += sum(size for size, _ in prompts)
+        stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
+        stats.decode_seconds += seconds * layers / (layers + prompt_layers)
+        if rows:
+            stats.steps += 1
+            stats.fed_tokens += len(rows)
+            stats.token_layers += layers
+            stats.layer_reads += max(row.budget for row in rows)
+        held = self.kv.bytes_held
+        pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running) - self.kv.overlap
+        # Where whole rows are kept at full depth, that is what is held.
+        stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
+
+    def _make_room(self, row: _Row, tokens: int) -> None:
+        """Room for tokens to be fed; a row that decodes first gets its budget and gives back layers that it leaves."""
+        if row.output:
+            position = len(row.output) - 1
+            budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))
+            if budget != row.budget:
+                keep = set(self._order.layers(budget))
+                self.kv.drop(row.slot, [layer for layer in self._order.layers(row.budget) if layer not in keep])
+                row.budget = budget
+            if row.fed % self.kv.page_tokens and position:
+                return  # in a page that it has
+        self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + tokens)
 
     def _emit(self, rows: list[_Row], logits: torch.Tensor, start: float) -> list[StepOutput]:
         outputs = put_out(self, rows, logits, start)
@@ -278,12 +314,6 @@ class FastEngine(Engine):
                 self._running.remove(row)
                 self.kv.close(row.slot)
         return outputs
-
-    def _note_kv(self) -> None:
-        held = self.kv.bytes_held
-        pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running)
-        # Where whole rows are kept at full depth, that is what is held.
-        self.stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
 
 
 def _policy(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:

@@ -28,6 +28,7 @@ from skipdecode.engine.kernels.spec import ModelSpec, StackInput
 from skipdecode.engine.kernels.static_cache import StaticCache, token_bucket
 from skipdecode.engine.kv import KV, PagedKV
 from skipdecode.engine.model_spec import read_model
+from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.static_kv import StaticKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UsageError
@@ -40,8 +41,7 @@ __all__ = ["DenseModel", "FastModel", "NativeModel", "TokenRows", "open_model"]
 class TokenRows(NamedTuple):
     """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
 
-    `counts` says how many rows, from the first, run each layer, `wanted` of which rows logits are wanted, and `stored`,
-    for models that project (`FastModel.projects`), how many leave their keys and values in each layer (`counts`).
+    `counts` says how many rows, from the first, run each layer, and `wanted` of which rows, rising, logits are wanted.
     """
 
     tokens: list[int]
@@ -49,19 +49,6 @@ class TokenRows(NamedTuple):
     positions: list[int]
     counts: list[int]
     wanted: list[int]
-    stored: list[int] | None = None
-
-    def last_tokens_first(self) -> TokenRows:
-        """Rows of prompts that all run the same layers, the wanted ones in front.
-
-        Nobody reads what the top layer makes of the others: they leave their keys and values there and do not run it.
-        """
-        last = set(self.wanted)
-        order = self.wanted + [row for row in range(len(self.tokens)) if row not in last]
-        tokens, slots, positions = ([each[row] for row in order] for each in self[:3])
-        counts = list(self.counts)
-        counts[max(layer for layer, count in enumerate(counts) if count)] = len(last)
-        return TokenRows(tokens, slots, positions, counts, list(range(len(last))), self.counts)
 
 
 class FastModel(ABC):
@@ -82,16 +69,16 @@ class FastModel(ABC):
     ----------
     kernel : {"native", "dense"}
         What computes: the C++ kernels or torch operators.
+    has_pages : bool
+        Whether keys and values are pages of a few tokens and layers, not whole rows.
     hint : str
         Why the C++ kernels are not used; "" if they are, or were not wanted.
-    projects : bool
-        Whether a layer can store rows' keys and values without running (`TokenRows.stored`).
     quantization : {"int8", "int4"} or None
         Type of the weights that are read, where these are quantised copies.
     """
 
     kernel: ClassVar[str]
-    projects: ClassVar[bool] = False
+    has_pages: ClassVar[bool] = False
     hint: str = ""
     quantization: Quantization | None = None
 
@@ -106,8 +93,8 @@ class FastModel(ABC):
         self._bind()
 
     @abstractmethod
-    def new_kv(self) -> KV:
-        """An empty KV store of this model's geometry, for its forwards."""
+    def new_kv(self, prefix_cache: bool = False) -> KV:
+        """An empty KV store of this model's geometry, for its forwards; `prefix_cache` needs `has_pages`."""
 
     @abstractmethod
     def forward(self, rows: TokenRows, kv: Any) -> Tensor:
@@ -121,6 +108,11 @@ class FastModel(ABC):
     def captures_graphs(self) -> bool:
         """Whether the first run of a step takes longer than those after it."""
         return False
+
+    @property
+    def shares(self) -> bool:
+        """Whether rows that decode are best run in one forward with prompts: not where they are a graph's work."""
+        return not self.captures_graphs
 
     def suited(self, schedule: Schedule) -> Schedule:
         """The schedule that a job is best run under here: as it is, unless distinct budgets cost something."""
@@ -157,7 +149,8 @@ class NativeModel(FastModel):
     """
 
     kernel = "native"
-    projects = True
+    has_pages = True
+    projects = True  # prompts' tokens but the last, in the top layer; the tests compare without
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
         self.quantization = quantization
@@ -168,23 +161,44 @@ class NativeModel(FastModel):
         super().__init__(model)
         self._logits = torch.empty(0, self.vocab_size)
 
-    def new_kv(self) -> PagedKV:
+    def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         attention = self._spec.layers[0].attention
-        return PagedKV(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
+        kind = PrefixKV if prefix_cache else PagedKV
+        return kind(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
 
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
-        count = len(rows.tokens)
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        self._stack(StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts, rows.stored))
+        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts)
+        if self.projects and len(rows.wanted) < len(rows.tokens):
+            hidden = self._wanted_alone_at_the_top(given, rows.wanted)
+        else:
+            self._stack(given)
+            hidden = hidden if len(rows.wanted) == len(rows.tokens) else hidden[rows.wanted]
         wanted = len(rows.wanted)
-        if wanted != count or rows.wanted[-1] != count - 1:
-            hidden = hidden[rows.wanted]
         if wanted > len(self._logits):
             self._logits = torch.empty(wanted, self.vocab_size)
-        self._head(hidden, self._logits, wanted, False)
+        if wanted:
+            self._head(hidden, self._logits, wanted, False)
         return self._logits[:wanted]
+
+    def _wanted_alone_at_the_top(self, given: StackInput, wanted: list[int]) -> Tensor:
+        """Run the stack; returns the hidden states of the wanted rows.
+
+        Nobody reads what the top layer makes of the others: they leave their keys and values there and do not run it.
+        """
+        top = max(layer for layer, count in enumerate(given.counts) if count)
+        below, runs = list(given.counts), given.counts[top]
+        below[top] = 0
+        self._stack(given._replace(counts=below))
+        first = [row for row in wanted if row < runs]
+        chosen = set(first)
+        order = torch.tensor(first + [row for row in range(runs) if row not in chosen])
+        hidden, slots, positions = (each[order] for each in (given.hidden, given.slots, given.positions))
+        counts, stored = ([number if i == top else 0 for i in range(self.num_layers)] for number in (len(first), runs))
+        self._stack(StackInput(hidden, given.pages, given.table, slots, positions, counts, stored))
+        return torch.cat((hidden[: len(first)], given.hidden[wanted[len(first) :]]))
 
     def _read(self, positions: int) -> ModelSpec:
         spec = super()._read(positions)
@@ -220,7 +234,7 @@ class DenseModel(FastModel):
     def captures_graphs(self) -> bool:
         return self._new_capture is not None
 
-    def new_kv(self) -> StaticKV:
+    def new_kv(self, prefix_cache: bool = False) -> StaticKV:
         """An empty KV store for this model's forwards, in a static cache that no other store uses."""
         free = next((cache for cache, user in self._users.items() if user() is None), None)
         kv = StaticKV(free or self._new_cache())
@@ -261,7 +275,7 @@ class DenseModel(FastModel):
         return self._decoder.prompts(kv.cache, *given, segments, rows.counts, self._ids(rows.wanted)).float()
 
     def _ids(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, device=self.device)
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _bind(self) -> None:
         """Take the weights' addresses; steps captured with others are of no use."""

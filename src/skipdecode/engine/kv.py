@@ -26,9 +26,12 @@ class KV(ABC):
     ----------
     page_tokens : int
         Room is counted in stretches, pages, of this many tokens of one layer of one row.
+    overlap : int
+        Pages of one layer that rows would hold besides, if they shared none.
     """
 
     page_tokens: int
+    overlap: int = 0
 
     @property
     @abstractmethod
@@ -50,8 +53,11 @@ class KV(ABC):
         return -(-tokens // self.page_tokens)
 
     @abstractmethod
-    def reserve(self, slots: int, tokens: int, pages: int) -> None:
-        """Make room for `slots` rows of up to `tokens` tokens and for `pages` pages; keeps what is held."""
+    def reserve(self, slots: int, tokens: int, pages: int, most_pages: int | None = None) -> None:
+        """Make room for `slots` rows of up to `tokens` tokens and for `pages` pages; keeps what is held.
+
+        There may be more pages than asked for, but not more than `most_pages`.
+        """
 
     @abstractmethod
     def fill(self) -> None:
@@ -72,6 +78,23 @@ class KV(ABC):
     @abstractmethod
     def close(self, slot: int) -> None:
         """Give back all of a row."""
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that are kept of prompts whose rows have left; no part of `bytes_held`."""
+        return 0
+
+    def match(self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int) -> int:
+        """Take over what is kept of a prompt that is to run `layers`, from its token `fed` on; returns where it ends.
+
+        At least the last token is left to run.
+        """
+        return fed
+
+    def keep(  # noqa: B027  # most keep nothing
+        self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int
+    ) -> None:
+        """Share what a row holds of its prompt, of which `fed` tokens have run `layers`, with rows to come."""
 
 
 class PagedKV(KV):
@@ -125,7 +148,7 @@ class PagedKV(KV):
     def bytes_held(self) -> int:
         return self.pages_held * self.page_bytes
 
-    def reserve(self, slots: int, tokens: int, pages: int) -> None:
+    def reserve(self, slots: int, tokens: int, pages: int, most_pages: int | None = None) -> None:
         _, old_slots, old_width = self.table.shape
         slots, width = max(slots, old_slots), max(self.pages_for(tokens), old_width)
         if (slots, width) != (old_slots, old_width):
@@ -136,9 +159,10 @@ class PagedKV(KV):
         count = len(self.pages)
         if pages > count:
             # Half as much again at least: rows that come one by one would copy everything each time.
-            pages = max(pages, count + count // 2)
+            more = count + count // 2
+            pages = max(pages, more if most_pages is None else min(more, most_pages))
             grown = huge_pages(torch.empty((pages, *self._shape), dtype=self.pages.dtype, device=self.pages.device))
-            if self.pages_held:
+            if len(self._free) < count:
                 grown[:count] = self.pages
             self.pages = grown
             # Lowest numbers are handed out first, so that pages never needed are never touched.
@@ -157,9 +181,13 @@ class PagedKV(KV):
         for layer in layers:
             mine = held[layer]
             while len(mine) < need:
-                page = self._free.pop()
+                page = self._take()
                 self.table[layer, slot, len(mine)] = page
                 mine.append(page)
+
+    def _take(self) -> int:
+        """A free page."""
+        return self._free.pop()
 
     def drop(self, slot: int, layers: Iterable[int]) -> None:
         held = self._held[slot]

@@ -52,8 +52,12 @@ class EngineSource:
         max_rows: int = 8,
         join_below: float = JOIN_BELOW,
         in_order: bool = False,
+        prefix_cache: bool = False,
     ) -> Engine:
-        """A new engine; `schedule` None is full depth, the rest as in `FastEngine`."""
+        """A new engine; `schedule` None is full depth, the rest as in `FastEngine`.
+
+        There is no prefix cache where it has none: on GPUs, without the C++ kernels, and through transformers.
+        """
         asked = Schedule.full(self.num_layers) if schedule is None else schedule
         if self.fast is None:
             return GatedEngine(self.model, asked, max_rows=max_rows, in_order=in_order)
@@ -66,7 +70,14 @@ class EngineSource:
                 f"{before} different depths are rounded up to {after}, since each is recorded apart on this device: "
                 f"{asked.mean_budget():.2f} layers on average become {suited.mean_budget():.2f}"
             )
-        return FastEngine(self.fast, suited, max_rows=max_rows, join_below=join_below, in_order=in_order)
+        return FastEngine(
+            self.fast,
+            suited,
+            max_rows=max_rows,
+            join_below=join_below,
+            in_order=in_order,
+            prefix_cache=prefix_cache and self.fast.has_pages,
+        )
 
 
 def open_engines(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> EngineSource:

@@ -102,7 +102,7 @@ class StepOutput(NamedTuple):
     seconds : float
         Time of the step's end, from the engine's start.
     step_seconds : float
-        Duration of the step (the prompt's part, for the first token).
+        Duration of the forward that it came from, and of the choice.
     top : tuple of (int, float)
         Likeliest tokens and their log-probabilities, as many as the request's sampling asks for.
     """

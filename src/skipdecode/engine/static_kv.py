@@ -33,7 +33,7 @@ class StaticKV(KV):
         """Bytes of the places in use: whole rows, all layers."""
         return len(self._place) * self.cache.kv.shape[0] * self.cache.capacity * self.token_bytes
 
-    def reserve(self, slots: int, tokens: int, pages: int) -> None:
+    def reserve(self, slots: int, tokens: int, pages: int, most_pages: int | None = None) -> None:
         self.cache.ensure(slots, tokens)
 
     def fill(self) -> None:

@@ -194,15 +194,18 @@ class CostModel:
         return self.step.fixed_seconds + active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
 
     def prompt_seconds(self, tokens: int, layers: int) -> float:
-        """One forward over `tokens` tokens of prompts through `layers` layers.
+        """One forward over `tokens` tokens of prompts through `layers` layers."""
+        return self.at(1).fixed_seconds + layers * self.prompt_layer_seconds(tokens)
+
+    def prompt_layer_seconds(self, tokens: int) -> float:
+        """One layer in a forward over `tokens` tokens of prompts, without the cache read.
 
         Level below the least known number of tokens, on straight lines between those known, in proportion beyond.
         """
         row = self.steps[-1].layer_seconds / self.max_rows
         known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds),)
         last = known[-1]
-        layer = last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
-        return self.at(1).fixed_seconds + layers * layer
+        return last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
 
     def _reads(self, kv_tokens: float) -> float:
         """The cache read of a layer."""
@@ -246,6 +249,17 @@ class CostModel:
         full = Schedule.full(self.num_layers)
         before = self.sequence_seconds(full, prompt_len, new_tokens, use)
         return before / self.sequence_seconds(schedule, prompt_len, new_tokens, use)
+
+    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+        """Wall-clock speed-up of whole requests over full depth: the batch's prompts, in one forward, and its steps."""
+        full = Schedule.full(self.num_layers)
+
+        def seconds(each: Schedule) -> float:
+            layers = self.num_layers if each.prompt == "full" else each.budget(0)
+            prompts = self.prompt_seconds(self.batch * prompt_len, layers)
+            return prompts + self.sequence_seconds(each, prompt_len, new_tokens, use)
+
+        return seconds(full) / seconds(schedule)
 
     def bound(self, budget: int, prompt_len: int, new_tokens: int) -> float:
         """Speed-up when every decode step runs `budget` layers: with the least budget, what no schedule exceeds."""

@@ -148,8 +148,10 @@ class Assessment:
     ----------
     nominal_speedup : float
         Layers of the model / mean layers of a row's token over the decode phase. Not wall-clock.
-    speedup, speedup_lockstep, speedup_continuous : float
-        Wall-clock speed-up of the decode phase over full depth.
+    predicted_decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
+        Wall-clock speed-up of the decode phase over full depth: in `use`, and in each.
+    predicted_request_speedup : float
+        The same of whole requests, prompts included.
     layers_per_step : float
         Layers that a step runs for any of its rows, on average, in `use`.
     step_seconds, step_seconds_full : float
@@ -166,9 +168,10 @@ class Assessment:
 
     use: Use
     nominal_speedup: float
-    speedup: float
-    speedup_lockstep: float
-    speedup_continuous: float
+    predicted_decode_speedup: float
+    decode_speedup_lockstep: float
+    decode_speedup_continuous: float
+    predicted_request_speedup: float
     layers_per_step: float
     step_seconds: float
     step_seconds_full: float
@@ -200,9 +203,10 @@ def assess(
     return Assessment(
         use=use,
         nominal_speedup=cost.num_layers / schedule.mean_budget(new_tokens - 1),
-        speedup=speedup,
-        speedup_lockstep=lockstep,
-        speedup_continuous=continuous,
+        predicted_decode_speedup=speedup,
+        decode_speedup_lockstep=lockstep,
+        decode_speedup_continuous=continuous,
+        predicted_request_speedup=cost.request_speedup(schedule, prompt_len, new_tokens, use),
         layers_per_step=cost.layers_per_step(schedule, new_tokens, use),
         step_seconds=full / speedup,
         step_seconds_full=full,

@@ -57,7 +57,7 @@ def html_report(
         matplotlib or Jinja2 is not installed.
     """
     groups = best_first(groups_of(sources))
-    sections = [*map(quality_section, groups), *pair_sections(pairs)]
+    sections = [*map(quality_section, groups), *pair_sections(pairs, sources)]
     sections += [section for group in groups for section in (*sample_sections(group), *length_sections(group))]
     sections += [section for make in _SECTIONS for section in make(sources)]
     cards = [*map(quality_card, groups), *speed_cards(sources)]

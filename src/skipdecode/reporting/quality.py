@@ -8,7 +8,8 @@ from skipdecode.evaluation.compare import Pair, pairs_cells
 from skipdecode.evaluation.scores import IN_NATS
 from skipdecode.reporting.page import Card, Picture, Section, Table, table
 from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped
-from skipdecode.reporting.results import HEADLINE, Group, Result, percent
+from skipdecode.reporting.results import HEADLINE, Bounded, Group, Result, model_of, percent
+from skipdecode.reporting.sources import Source, of_kind
 
 __all__ = ["METRIC_NAMES", "best_first", "headlines", "pair_sections", "quality_card", "quality_section"]
 
@@ -25,7 +26,8 @@ METRIC_NAMES = {
     "kl": "KL from full depth, nats (lower is better)",
     "top1_agreement": "top-1 agreement with full depth, %",
     "token_agreement": "token agreement with full depth, %",
-    "full_depth_agreement": "outputs equal to full depth's, %",
+    "full_depth_agreement": "outputs that agree with full depth's, %",
+    "exact_match": "outputs that agree with full depth's, %",  # of older runs
 }
 _LEVELS = (0.99, 0.95, 0.9)
 _FEW = 6  # curves that are all named where they end
@@ -171,12 +173,17 @@ def _numbers(group: Group, metrics: Sequence[str]) -> Table:
         {"name": r.name, "model": r.model, "nominal": r.nominal, "layers": r.layers, "with": r.measured}
         | {"request": r.request and r.request.text(unit="x"), "speed": r.speed and r.speed.text(unit="x")}
         | {"least": f"{r.least[1].value:.1%}" if r.least else None}
-        | {m: score.text() for m, score in r.scores.items()}
+        | {m: _with_half(score) for m, score in r.scores.items()}
         | {f"{m} kept": percent(share) for m, share in r.kept.items()}
         for r in group.results
     ]
-    caption = "Kept: the share of full depth's score; in brackets 95% intervals; speed-ups are over full depth"
+    caption = "Kept: the share of full depth's score; brackets and ± are 95% intervals; speed-ups are over full depth"
     return table(caption, rows, columns, pinned=len(head) + 2 if kept else 1)
+
+
+def _with_half(score: Bounded) -> str:
+    low, high = score.bounds or (score.value, score.value)
+    return f"{score.value:.2f} ± {(high - low) / 2:.2f}"
 
 
 def _worth(group: Group) -> Picture | None:
@@ -204,8 +211,13 @@ def _worth(group: Group) -> Picture | None:
     return Picture(Chart(series, "nominal speed-up", "measured speed-up", diagonal="nominal"), caption, label)
 
 
-def pair_sections(pairs: Sequence[Pair]) -> list[Section]:
-    """Runs compared with the first of them."""
+def pair_sections(pairs: Sequence[Pair], sources: Sequence[Source]) -> list[Section]:
+    """Runs compared with the first of `sources`; where they are of several models, each with its own."""
     head, *rows = pairs_cells(pairs)
+    first, *others = [(s.data.name, model_of(s.data)) for s in of_kind(sources, "evaluation")] or [("", "")]
+    if {model for _, model in others} - {first[1]}:
+        head = [*head, "model A", "model B"]
+        models = [", ".join(dict.fromkeys(model for name, model in others if name == pair.b)) for pair in pairs]
+        rows = [[*row, first[1], model] for row, model in zip(rows, models, strict=True)]
     caption = "Run B against run A, metric by metric"
     return [Section("Paired differences", _PAIRED, tables=[Table(caption, head, rows)])] if rows else []

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run
-from skipdecode.evaluation.scores import FIDELITY
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import curve_name
 
-__all__ = ["HEADLINE", "Bounded", "Group", "Result", "groups_of", "percent"]
+__all__ = ["HEADLINE", "Bounded", "Group", "Result", "groups_of", "model_of", "percent"]
 
 HEADLINE = ("bleu", "rougeL", "bertscore_f1")
 
@@ -159,9 +159,9 @@ def _arranged(group: Group) -> list[Result]:
         if checkpoints[r.curve] > 1 and r.model not in r.curve:
             r = replace(r, curve=f"{r.curve}, {r.model}", name=f"{r.curve}, {r.model}{r.name.removeprefix(r.curve)}")
         if r is full:
-            r = replace(r, kept={m: Bounded(1.0) for m in r.scores if m not in FIDELITY})
+            r = replace(r, kept={m: Bounded(1.0) for m in r.scores if m in METRICS})
         elif full is not None and not r.kept:
-            common = [m for m in r.scores if m in full.scores and m not in FIDELITY and full.scores[m].value]
+            common = [m for m in r.scores if m in full.scores and m in METRICS and full.scores[m].value]
             r = replace(r, kept={m: Bounded(r.scores[m].value / full.scores[m].value) for m in common})
         results.append(r)
     return sorted(results, key=lambda r: (not r.full, r.curve, r.nominal or 0.0))
@@ -224,22 +224,28 @@ def _bounded(value: float | None, bounds: Any = None) -> Bounded | None:
 
 def _with(source: Mapping[str, Any]) -> str:
     """Engine, batch, numbers and threads of a measurement."""
-    patterns = ("{engine} engine", "batch {batch_size}", "{dtype}", "{weights} weights", "{threads} threads")
+    patterns = ("{engine} engine", "batch {batch_size}", "{dtype}", "{weights} weights", "{threads}")
     known = {name: value for name, value in source.items() if value not in (None, "model")}
+    if threads := known.get("threads"):
+        known["threads"] = f"{threads} thread{'' if threads == 1 else 's'}"
     return ", ".join(p.format_map(known) for p in patterns if p[p.index("{") + 1 : p.index("}")] in known)
 
 
 # ---------------------------------------------------------------------- runs
 
 
+def model_of(run: Run) -> str:
+    """The name of the checkpoint."""
+    return Path(str(run.data["config"].get("model"))).name
+
+
 def _run_group(run: Run) -> Group:
-    data, config = run.data, run.data["config"]
-    model = Path(str(config.get("model"))).name
+    data, config, model = run.data, run.data["config"], model_of(run)
     return Group(config.get("task", {}).get("name", ""), model, data["n"], model, data["environment"].get("cpu", ""))
 
 
 def _signatures(run: Run) -> tuple[tuple[str, str], ...]:
-    metrics = {name: entry["signature"] for name, entry in run.data["metrics"].items() if name not in FIDELITY}
+    metrics = {name: entry["signature"] for name, entry in run.data["metrics"].items() if name in METRICS}
     return tuple(sorted(metrics.items()))
 
 
@@ -252,7 +258,7 @@ def _of_run(run: Run) -> Result:
     return Result(
         name=run.name,
         curve=curve_name(run.name),
-        model=Path(str(config.get("model"))).name,
+        model=model_of(run),
         full=config.get("method", {}).get("name") == "full",
         decoding=config.get("method"),
         nominal=data.get("nominal_speedup"),

@@ -32,7 +32,7 @@ class KvSize(NamedTuple):
 
 
 class Group:
-    """Choices on one engine, which is made for the first of them and dropped after the last.
+    """Choices on one engine, which is made for the first of them and dropped after the last, unless it keeps prompts.
 
     Parameters
     ----------
@@ -40,6 +40,11 @@ class Group:
         Makes a new engine.
     order : tuple of int or None
         The order in which layers are dropped here; None: any schedule runs here.
+
+    Attributes
+    ----------
+    prefix_hit_tokens : int
+        Tokens of prompts that did not run, since a prefix cache had them.
     """
 
     def __init__(self, make: Callable[[], Engine], order: tuple[int, ...] | None) -> None:
@@ -47,6 +52,7 @@ class Group:
         self._order = order
         self._engine: Engine | None = None
         self._choices: dict[int, Choice] = {}  # by their numbers in the engine
+        self.prefix_hit_tokens = 0
 
     @property
     def rows(self) -> int:
@@ -57,6 +63,11 @@ class Group:
     def kv_bytes(self) -> int:
         """Bytes of keys and values that are held."""
         return 0 if self._engine is None else self._engine.kv_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes that are kept of prompts for those to come."""
+        return 0 if self._engine is None else self._engine.cached_bytes
 
     def takes(self, schedule: Schedule) -> bool:
         """Whether rows under this schedule can run here."""
@@ -79,10 +90,13 @@ class Group:
         self._drop_idle_engine()
 
     def step(self) -> list[tuple[Choice, StepOutput]]:
-        """One token for each choice that is past its prompt. May raise anything: call `reset` then."""
+        """A forward of the engine, and the tokens that it gave. May raise anything: call `reset` then."""
         if self._engine is None:
             return []
+        stats = self._engine.stats
+        before = stats.prefix_hit_tokens
         outputs = [(self._choices[out.request], out) for out in self._engine.step()]
+        self.prefix_hit_tokens += stats.prefix_hit_tokens - before
         for _, out in outputs:
             if out.finish_reason is not None:
                 del self._choices[out.request]
@@ -93,32 +107,38 @@ class Group:
         """Drop all choices and what they hold; returns them."""
         choices = list(self._choices.values())
         self._choices.clear()
-        # It may be broken: what it can still give back, it gives back.
-        with contextlib.suppress(Exception):
-            self._drop_idle_engine()
+        self._drop_engine()
         return choices
 
     def _drop_idle_engine(self) -> None:
-        if not self._choices and self._engine is not None:
-            engine, self._engine = self._engine, None
-            engine.close()
+        if not self._choices and not self.cached_bytes:
+            self._drop_engine()
+
+    def _drop_engine(self) -> None:
+        engine, self._engine = self._engine, None
+        # It may be broken: what it can still give back, it gives back.
+        with contextlib.suppress(Exception):
+            if engine is not None:
+                engine.close()
 
 
-def make_groups(source: EngineSource, schedules: Iterable[Schedule], max_rows: int) -> list[Group]:
-    """As few groups as take all of the schedules, of at most `max_rows` rows each."""
+def make_groups(
+    source: EngineSource, schedules: Iterable[Schedule], max_rows: int, prefix_cache: bool = True
+) -> list[Group]:
+    """As few groups as take all of the schedules, of at most `max_rows` rows each; each keeps prompts of its own."""
     if source.fast is None:
-        return [Group(partial(_new_engine, source, (), max_rows), None)]
+        return [Group(partial(_new_engine, source, (), max_rows, prefix_cache), None)]
     orders: list[tuple[int, ...]] = []
     for dropped in sorted({schedule.dropped for schedule in schedules}, key=len, reverse=True):
         if not any(order[: len(dropped)] == dropped for order in orders):
             orders.append(dropped)
-    return [Group(partial(_new_engine, source, order, max_rows), order) for order in orders]
+    return [Group(partial(_new_engine, source, order, max_rows, prefix_cache), order) for order in orders]
 
 
-def _new_engine(source: EngineSource, order: tuple[int, ...], max_rows: int) -> Engine:
+def _new_engine(source: EngineSource, order: tuple[int, ...], max_rows: int, prefix_cache: bool) -> Engine:
     # Stands for the order: each row brings its own schedule.
     stand_in = Schedule(source.num_layers, order, (source.num_layers,), warmup_layers=0, name="group")
     with warnings.catch_warnings():
         # Said once, when the model was opened.
         warnings.simplefilter("ignore", UserWarning)
-        return source.engine(stand_in, max_rows=max_rows, join_below=1, in_order=True)
+        return source.engine(stand_in, max_rows=max_rows, join_below=1, in_order=True, prefix_cache=prefix_cache)

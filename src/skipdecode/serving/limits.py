@@ -29,6 +29,11 @@ class ServerLimits(Options):
     max_new_tokens: int = option("new tokens of a choice", default=1024, least=1)
     max_seconds: float = option("from a request's arrival to its end", default=300.0, above=0)
     max_body_kib: int = option("size of a request, in KiB", default=1024, least=1)
+    prefix_cache: bool = option(
+        "keep prompts' keys and values, 1 GiB beyond the rows' at most, and run no beginning of a prompt twice (the "
+        "fast engine on CPUs; others run every prompt whole)",
+        default=True,
+    )
     max_unread_tokens: int = 2048
     stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0, above=0)
 

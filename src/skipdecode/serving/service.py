@@ -71,7 +71,8 @@ def open_service(
     num_layers = len(decoder_layers(plain))
     catalog = Catalog(num_layers, carried, others)
     source = open_engines(model, engine, note, weights)
-    groups = make_groups(source, [*catalog.loaded.values(), catalog.budget_schedule()], limits.max_rows)
+    schedules = [*catalog.loaded.values(), catalog.budget_schedule()]
+    groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
     kv_size = _kv_size(source)
     metrics = Metrics(num_layers)
     context = context_length(plain)

@@ -8,10 +8,10 @@ model (140%).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.kinds import read_json
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.store import SOURCE_FILE
@@ -21,7 +21,6 @@ __all__ = ["base_entry", "check_base"]
 _PLACES = 64
 _CAST = 0.004
 _OTHER_MODEL = 0.3
-_KEY, _FILE = "base", "recipe.json"
 
 
 def base_entry(model: Any, path: Path) -> dict[str, Any]:
@@ -41,8 +40,8 @@ def base_entry(model: Any, path: Path) -> dict[str, Any]:
     }
 
 
-def check_base(model: Any, base: str, adapter: Path) -> None:
-    """Compare the base that an adapter goes on with the one that its recipe names; without such a recipe, nothing.
+def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | None) -> None:
+    """Compare the base that an adapter goes on with the one it was tuned on, where its recipe knows that (`known`).
 
     Other bits of the same weights get a note with how far they are apart.
 
@@ -51,9 +50,7 @@ def check_base(model: Any, base: str, adapter: Path) -> None:
     ModelLoadError
         If `model` holds other weights.
     """
-    recipe = read_json(adapter / _FILE) if (adapter / _FILE).is_file() else None
-    known = recipe.get(_KEY) if isinstance(recipe, dict) else None
-    if not isinstance(known, dict):
+    if known is None:
         return
     source = f" ({known['source']})" if known.get("source") else ""
     away = _distance(known.get("weights"), _sample(model))

@@ -110,10 +110,7 @@ def load_model(
         raise MissingExtraError(f"the adapter {name}", "peft")
     place = locate(name if adapter is None else base_name(adapter))
     config = _config(place)
-    schedule = of_config(config, place.where)
-    if adapter is not None:
-        schedule = of_adapter(adapter, config) or schedule
-    recipe = _recipe(place if adapter is None else Place(str(adapter), local_only=True), schedule, config)
+    schedule, recipe = _carried(adapter, place, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
     kind = weights_dtype(name, dtype, target)
     with _told(place.where, "its weights do not load"), without_foreign_bars():
@@ -124,6 +121,7 @@ def load_model(
         raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
     if adapter is not None:
+        check_base(model, base_name(adapter), adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, adapter, target)
         if schedule is not None:
             carry(model, schedule)
@@ -154,11 +152,7 @@ def load_recipe(name: str) -> Recipe | None:
     if adapter is None and name == smollm2.NAME:
         return None
     place = locate(name) if adapter is None else Place(str(adapter), local_only=True)
-    config = _config(place) if adapter is None else load_config(name)
-    schedule = of_config(config, place.where)
-    if adapter is not None:
-        schedule = of_adapter(adapter, config) or schedule
-    return _recipe(place, schedule, config)
+    return _carried(adapter, place, _config(place) if adapter is None else load_config(name))[1]
 
 
 # ---------------------------------------------------------------------- parts
@@ -225,7 +219,6 @@ def choose_device(device: str | None) -> Any:
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
     from peft import PeftModel
 
-    check_base(model, base_name(adapter), adapter)
     with _told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars():
         # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
         return PeftModel.from_pretrained(
@@ -233,9 +226,14 @@ def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
         ).eval()
 
 
-def _recipe(place: Place, schedule: Schedule | None, config: Any) -> Recipe | None:
+def _carried(adapter: Path | None, place: Place, config: Any) -> tuple[Schedule | None, Recipe | None]:
+    """The schedule and the recipe of an adapter, or of the model at `place`; `config` is the model's in both cases."""
     from transformers.utils import cached_file
 
+    schedule = of_config(config, place.where)
+    if adapter is not None:
+        schedule = of_adapter(adapter, config) or schedule
+        place = Place(str(adapter), local_only=True)
     # Where the hub has none, or cannot be reached, this answers None.
     found = cached_file(
         place.where,
@@ -245,7 +243,7 @@ def _recipe(place: Place, schedule: Schedule | None, config: Any) -> Recipe | No
         _raise_exceptions_for_connection_errors=False,
     )
     layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-    return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, layers)
+    return schedule, checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, layers)
 
 
 # ---------------------------------------------------------------------- errors

@@ -39,6 +39,8 @@ class Recipe:
         The task that prompt and response are of, by name or file; a recipe of an older version says this alone.
     tuned_under : tuple of Schedule
         The schedules that the weights were tuned under, the target first.
+    base : dict, optional
+        The weights that the run started from; see `skipdecode.models.loading.base_weights`.
     """
 
     prompt_template: str | None = None
@@ -48,6 +50,14 @@ class Recipe:
     max_prompt_tokens: int | None = None
     task: str | None = None
     tuned_under: tuple[Schedule, ...] = ()
+    base: Mapping[str, Any] | None = None
+
+    def covers(self, schedule: Schedule) -> bool:
+        """Whether the weights were tuned under a schedule, or under one that leaves out all that it leaves out."""
+        return schedule.is_full or any(
+            all(set(tuned.layers(i)) <= set(schedule.layers(i)) for i in range(max(tuned.seq_len, schedule.seq_len)))
+            for tuned in self.tuned_under
+        )
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -78,7 +88,8 @@ def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> 
         return None if carried is None else Recipe(tuned_under=(carried,))
     document = read_recipe(path)
     try:
-        return Recipe(**_prompt(document), tuned_under=_tuned_under(document, carried, num_layers))
+        tuned_under = _tuned_under(document, carried, num_layers)
+        return Recipe(**_prompt(document), tuned_under=tuned_under, base=_of(document, "base", dict))
     except (DataError, ScheduleError) as e:
         raise DataError(f"recipe {path}: {e}; mend it, or take the file away to do without") from None
 

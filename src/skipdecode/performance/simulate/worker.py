@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -32,9 +33,9 @@ class Simulation:
     finished, new_tokens, prompt_tokens, steps : int
         Requests finished, tokens put out, tokens of prompts run, decode steps.
     row_steps, token_layers, layer_reads : int
-        Tokens fed back; layers run on them; layers that decode steps ran for any row.
+        Tokens fed back; layers run on them; layers that decode steps ran for any of them.
     prompt_seconds, decode_seconds : float
-        Busy time of each kind.
+        Busy time of each kind; of a forward of both, shared out by tokens x layers.
     row_seconds : float
         Sum over requests of the time that they held a row.
     first_token, between_tokens, whole : array of float
@@ -172,7 +173,7 @@ class Worker:
         return idle
 
     def step(self, now: float) -> float | None:
-        """As `Engine.step`: admit, run prompts, decode a token a row; returns when it ends, None with nothing to do."""
+        """As `FastEngine.step` on a CPU: admit, then one forward; returns when it ends, None with nothing to do."""
         self.finished = 0
         self._scheduler.submit(self._new)
         self._new = []
@@ -183,18 +184,19 @@ class Worker:
         if not self._starting and not self._running:
             self._idle = True
             return None
-        put_out = False
-        while self._starting:
-            now, any_done = self._run_prompts(now)
-            put_out = put_out or any_done
-            if self._running:
-                break
-        if self._running and not (put_out and self._starting):
-            now = self._decode(now)
+        rows, tokens = list(self._running), self._take_prompts()
+        for row in rows:
+            row.budget = granted(self._policy, RowView(row.number, row.output - 1, row.budget, 0.0))
+        rows.sort(key=attrgetter("budget"), reverse=True)
+        now += self._forward(rows, tokens)
+        self._running += [row for row in self._starting if not row.left]
+        self._starting = [row for row in self._starting if row.left]
+        for row in list(self._running):
+            self._put_out(row, now)
         return now
 
-    def _run_prompts(self, began: float) -> tuple[float, bool]:
-        """One forward over the prompts that are due; returns when it ends, and whether one of them is through."""
+    def _take_prompts(self) -> int:
+        """Take from the prompts that are due what a forward has room for; returns how many tokens."""
         room = self._chunk
         for row in self._starting:
             part = min(row.left, room)
@@ -202,38 +204,34 @@ class Worker:
             room -= part
             if not room:
                 break
-        tokens = self._chunk - room
-        seconds = self._cost.prompt_seconds(tokens, self._policy.prompt_budget())
-        self._result.prompt_tokens += tokens
-        self._result.prompt_seconds += seconds
-        done = [row for row in self._starting if not row.left]
-        self._starting = [row for row in self._starting if row.left]
-        self._running += done
-        for row in done:
-            self._put_out(row, began + seconds)
-        return began + seconds, bool(done)
+        return self._chunk - room
 
-    def _decode(self, began: float) -> float:
-        rows, result, cost = self._running, self._result, self._cost
-        for row in rows:
-            row.budget = granted(self._policy, RowView(row.number, row.output - 1, row.budget, 0.0))
-        rows.sort(key=attrgetter("budget"), reverse=True)
-        seconds = self._steps[len(rows) - 1].fixed_seconds
+    def _forward(self, rows: list[_Row], tokens: int) -> float:
+        """Seconds of a forward over a token of each row, by falling depth, and tokens of prompts."""
+        result, cost = self._result, self._cost
+        budgets = [row.budget for row in rows]
+        prompt_depth = self._policy.prompt_budget() if tokens else 0
+        seconds = self._steps[max(len(rows), 1) - 1].fixed_seconds
         read = 0.0
-        # The layers between two depths run on exactly the rows that are at least that deep.
-        for count, (row, below) in enumerate(zip(rows, [*(row.budget for row in rows[1:]), 0], strict=True)):
-            read += tokens_read(row.arrival.prompt_tokens + row.output, cost.window, cost.window_share)
-            if layers := row.budget - below:
-                step = self._steps[count]
-                seconds += layers * (step.layer_seconds + step.kv_seconds * read)
-        result.steps += 1
-        result.row_steps += len(rows)
-        result.token_layers += sum(row.budget for row in rows)
-        result.layer_reads += rows[0].budget
-        result.decode_seconds += seconds
-        for row in list(rows):
-            self._put_out(row, began + seconds)
-        return began + seconds
+        # The layers between two depths run on exactly the rows that are at least that deep, and on the prompts.
+        for count, (depth, below) in enumerate(pairwise([max([prompt_depth, *budgets[:1]]), *budgets, 0])):
+            if count:
+                row = rows[count - 1]
+                read += tokens_read(row.arrival.prompt_tokens + row.output, cost.window, cost.window_share)
+            if layers := depth - below:
+                step = self._steps[max(count, 1) - 1]
+                layer = cost.prompt_layer_seconds(tokens + count) if tokens else step.layer_seconds
+                seconds += layers * (layer + step.kv_seconds * read)
+        prompt_layers, layers = tokens * prompt_depth, sum(budgets)
+        result.prompt_tokens += tokens
+        result.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
+        result.decode_seconds += seconds * layers / (layers + prompt_layers)
+        if rows:
+            result.steps += 1
+            result.row_steps += len(rows)
+            result.token_layers += layers
+            result.layer_reads += budgets[0]
+        return seconds
 
     def _put_out(self, row: _Row, now: float) -> None:
         """A token of a row."""

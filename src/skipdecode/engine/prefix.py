@@ -1,0 +1,166 @@
+"""Pages of prompts, kept when their rows have left and shared by rows whose prompts begin with the same tokens.
+
+A *block* is one page of each layer that a prompt runs: the keys and values of a full page of its tokens. It is found by
+the layers, all tokens before it (the block in front stands for them) and its own, compared and not only hashed. Rows
+only read a shared page: what they write goes behind the prompt's full pages. Generated tokens are never kept, since a
+layer that they skipped holds nothing of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from skipdecode.engine.kv import PagedKV
+
+__all__ = ["PREFIX_BYTES", "PrefixKV"]
+
+PREFIX_BYTES = 1 << 30
+"""Most bytes that are kept of prompts that no row uses."""
+
+_Key = tuple[Any, tuple[int, ...]]  # the block in front, or of the first block the layers; its tokens
+
+
+class _Block:
+    """A page of each layer with the same tokens, and how many rows use each page."""
+
+    def __init__(self, key: _Key, pages: dict[int, int]) -> None:
+        self.key, self.pages = key, pages
+        self.rows = 0
+        self.users = dict.fromkeys(pages, 0)
+        self.idle = len(pages)  # pages that no row uses
+        self.kept = True  # can be found
+
+    def use(self) -> int:
+        """One row more; returns how many pages were idle."""
+        idle, self.idle = self.idle, 0
+        self.rows += 1
+        for layer in self.users:
+            self.users[layer] += 1
+        return idle
+
+
+class PrefixKV(PagedKV):
+    """Pages with a cache of prompts' full pages; see the module.
+
+    Least recently used blocks give way when pages are needed, or where idle ones take more than `most_bytes`.
+    """
+
+    def __init__(self, *geometry: Any, most_bytes: int = PREFIX_BYTES) -> None:
+        super().__init__(*geometry)
+        self._most_idle = most_bytes // self.page_bytes
+        self._blocks: OrderedDict[_Key, _Block] = OrderedDict()  # least recently used first
+        self._shared: dict[int, list[_Block]] = {}  # by slot: those of its first pages
+        self._idle = 0
+
+    @property
+    def pages_held(self) -> int:
+        """Pages that rows use; one that several share counts once."""
+        return super().pages_held - self._idle
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._idle * self.page_bytes
+
+    def open(self) -> int:
+        slot = super().open()
+        self._shared[slot] = []
+        return slot
+
+    def match(self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int) -> int:
+        mine, size = self._shared[slot], self.page_tokens
+        found = 0
+        while fed == len(mine) * size and fed + size < len(prompt):
+            block = self._blocks.get(_key(mine, layers, prompt, fed, size))
+            if block is None:
+                break
+            self._share(slot, block)
+            fed += size
+            found += 1
+        if found:
+            self._touch(mine)
+        return fed
+
+    def keep(self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int) -> None:
+        mine, held, size = self._shared[slot], self._held[slot], self.page_tokens
+        before = len(mine)
+        for place in range(before, min(fed, len(prompt)) // size):
+            key = _key(mine, layers, prompt, place * size, size)
+            own = {layer: held[layer][place] for layer in layers}
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = _Block(key, own)
+                self._idle += block.idle
+            else:
+                # Another row was first: the same numbers, held once.
+                self._free.extend(own.values())
+            self._share(slot, block)
+        if len(mine) > before:
+            self._touch(mine)
+
+    def drop(self, slot: int, layers: Iterable[int]) -> None:
+        held, mine = self._held[slot], self._shared[slot]
+        for layer in layers:
+            if not held[layer]:
+                continue
+            for block in mine:
+                block.users[layer] -= 1
+                if not block.users[layer]:
+                    self._release(block, layer)
+            self._free.extend(reversed(held[layer][len(mine) :]))
+            held[layer] = []
+        while self._idle > self._most_idle:
+            self._evict()
+
+    def close(self, slot: int) -> None:
+        super().close(slot)
+        for block in self._shared.pop(slot):
+            block.rows -= 1
+            self.overlap -= block.rows > 0
+
+    def forget(self) -> None:
+        """Keep nothing of prompts that no row uses."""
+        while self._idle:
+            self._evict()
+
+    def _take(self) -> int:
+        if not self._free:
+            self._evict()
+        return super()._take()
+
+    def _share(self, slot: int, block: _Block) -> None:
+        """Let a row read a block as its next pages, in place of its own where it has them."""
+        place = len(self._shared[slot])
+        for layer, page in block.pages.items():
+            self._held[slot][layer][place : place + 1] = [page]
+            self.table[layer, slot, place] = page
+        self._idle -= block.use()
+        self.overlap += block.rows > 1
+        self._shared[slot].append(block)
+
+    def _touch(self, blocks: list[_Block]) -> None:
+        """Note a use. The first block comes last: those behind are never found without it, so they go before it."""
+        for block in reversed(blocks):
+            if block.kept:
+                self._blocks.move_to_end(block.key)
+
+    def _release(self, block: _Block, layer: int) -> None:
+        """A page that no row uses any more."""
+        if block.kept:
+            block.idle += 1
+            self._idle += 1
+        else:
+            self._free.append(block.pages[layer])
+
+    def _evict(self) -> None:
+        """Keep a block no longer: the least recently used one of those that have idle pages."""
+        block = next(block for block in self._blocks.values() if block.idle)
+        del self._blocks[block.key]
+        block.kept = False
+        self._idle -= block.idle
+        self._free.extend(page for layer, page in block.pages.items() if not block.users[layer])
+
+
+def _key(before: list[_Block], layers: tuple[int, ...], prompt: tuple[int, ...], start: int, size: int) -> _Key:
+    return (before[-1] if before else layers), prompt[start : start + size]

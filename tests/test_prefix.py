@@ -1,0 +1,311 @@
+"""Prompts that begin alike share pages: the same tokens come out, less is run, and no page is lost or written over."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_reference import kernels_or_skip
+from oracle import active_tokens, oracle_logits
+from serve_tools import SCHEDULES as SERVED
+from serve_tools import offline, running, tiny_service, until
+from skipdecode import Schedule
+from skipdecode.engine import FastEngine, Request, Sampling
+from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.opening import EngineSource
+from skipdecode.engine.prefix import PrefixKV
+from skipdecode.errors import UsageError
+from tiny import LAYERS, tiny_model
+
+NEW = 10
+PAGE = 16
+SYSTEM = tuple(3 + 7 * i % 90 for i in range(40))
+PROMPTS = [
+    (*SYSTEM, 5, 6),
+    (*SYSTEM, 7, 8, 9, 10, 11, 12, 13, 14),  # three whole pages: the last is not looked up, its last token must run
+    SYSTEM[:PAGE],
+    (*SYSTEM, 5, 6, 90, 91, 92, 93, 94, 95, 96),
+    SYSTEM[:33],
+    (9, *SYSTEM),  # the same tokens one place further are others
+    (*SYSTEM, 5, 6),
+]
+DECAY = Schedule.from_speedup(LAYERS, 2, NEW)
+PAPER = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=8)
+SCHEDULES = {
+    "full": Schedule.full(LAYERS),
+    "decay": DECAY,
+    "paper": PAPER,
+    "flat": Schedule.constant(LAYERS, 4),
+    "top-down": Schedule.top_down(LAYERS, [6, 4, 3]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _pages() -> None:
+    kernels_or_skip()
+
+
+def requests_of(prompts: Any = PROMPTS, new: int = NEW) -> list[Request]:
+    """Greedy, sampled and penalised rows in turn."""
+    kinds = (Sampling(), Sampling(temperature=0.9, top_k=30, seed=4), Sampling(presence_penalty=0.5))
+    return [Request(p, new + i % 3, kinds[i % 3]) for i, p in enumerate(prompts)]
+
+
+def rows_of(engine: FastEngine, requests: list[Request]) -> list[list[tuple[int, int]]]:
+    """(token, layers) of each row; log-probabilities in `logprobs` of the engine."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in requests]
+    engine.logprobs = [[] for _ in requests]  # type: ignore[attr-defined]
+    first, *_ = engine.submit(requests)
+    while engine.has_work:
+        for out in engine.step():
+            rows[out.request - first].append((out.token, out.layers))
+            engine.logprobs[out.request - first].append(out.logprob)  # type: ignore[attr-defined]
+    return rows
+
+
+def all_pages_are_free(kv: PrefixKV) -> bool:
+    """Of an engine without rows: once nothing is kept, every page is free, once."""
+    assert kv.bytes_held == 0 == kv.overlap
+    kv.forget()
+    assert kv.cached_bytes == 0
+    return sorted(kv._free) == list(range(len(kv.pages)))
+
+
+@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("options", [{"max_rows": 7}, {"max_rows": 2, "join_below": 1, "in_order": True}])
+def test_rows_are_those_without_a_cache(schedule: Schedule, prompt: Any, options: dict[str, Any]):
+    model, schedule = tiny_model("llama"), replace(schedule, prompt=prompt)
+    requests = requests_of()
+    without = FastEngine(model, schedule, **options)
+    want = rows_of(without, requests)
+    engine = FastEngine(model, schedule, prefix_cache=True, prompt_tokens=50, **options)
+    for _ in range(2):
+        assert rows_of(engine, requests) == want
+        for found, expected in zip(engine.logprobs, without.logprobs, strict=True):  # type: ignore[attr-defined]
+            assert found == pytest.approx(expected, abs=1e-5)
+    tokens = sum(len(r.prompt) for r in requests)
+    assert engine.stats.prompt_tokens + engine.stats.prefix_hit_tokens == 2 * tokens
+    # The second time only what is behind the last page that could be found.
+    rest = sum((len(r.prompt) - 1) % PAGE + 1 for r in requests)
+    assert engine.stats.prompt_tokens < tokens + rest
+    assert all_pages_are_free(engine.kv)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "mistral", "qwen3"])
+@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+def test_a_row_on_kept_pages_is_the_oracles(family: str, prompt: Any):
+    model, schedule = tiny_model(family), replace(PAPER, prompt=prompt)
+    engine = FastEngine(model, schedule, prefix_cache=True)
+    requests = [Request(p, NEW) for p in PROMPTS]
+    engine.decode(requests)
+    before = engine.stats.prefix_hit_tokens
+    rows = engine.decode(requests)
+    assert engine.stats.prefix_hit_tokens - before == sum((len(p) - 1) // PAGE * PAGE for p in PROMPTS)
+    for prompt_ids, row in zip(PROMPTS, rows, strict=True):
+        text = torch.tensor([[*prompt_ids, *row.tokens]])
+        active = active_tokens(schedule, len(prompt_ids), text.shape[1])
+        with torch.no_grad():
+            logits = oracle_logits(model, text, torch.ones_like(text), active)[0, len(prompt_ids) - 1 : -1]
+        picked = logits.log_softmax(-1)[torch.arange(NEW), text[0, len(prompt_ids) :]]
+        torch.testing.assert_close(picked, logits.log_softmax(-1).max(-1).values, rtol=0, atol=1e-4)
+
+
+def test_prompts_share_only_what_ran_the_same_layers():
+    model, deep, shallow = tiny_model("llama"), PAPER, replace(PAPER, prompt="max_exit")
+    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), prefix_cache=True, max_rows=4, join_below=1)
+    hits = []
+    for schedule in (deep, shallow, deep, shallow, DECAY):
+        before = engine.stats.prefix_hit_tokens
+        engine.submit([Request(PROMPTS[0], NEW)], schedule)
+        alone = FastEngine(model, schedule).decode([Request(PROMPTS[0], NEW)])
+        assert [out.token for out in engine.run([])] == alone[0].tokens
+        hits.append(engine.stats.prefix_hit_tokens - before)
+    assert hits == [0, 0, 32, 32, 32]
+
+
+def test_like_prompts_that_come_together_run_their_beginning_once():
+    model, prompts = tiny_model("llama"), [(*SYSTEM, i) for i in range(5, 11)]
+    engine = FastEngine(model, DECAY, prefix_cache=True, max_rows=6)
+    requests = [Request(p, 3) for p in prompts]
+    assert rows_of(engine, requests) == rows_of(FastEngine(model, DECAY, max_rows=6), requests)
+    assert engine.stats.prompt_tokens == 41 + 5 * (41 - 32)
+    assert engine.stats.prefix_hit_tokens == 5 * 32
+
+
+def test_what_is_kept_is_no_rows_and_shared_pages_count_once():
+    model, full = tiny_model("llama"), Schedule.full(LAYERS)
+    engine = FastEngine(model, full, prefix_cache=True, max_rows=2, join_below=1)
+    page = engine.kv.page_bytes
+    engine.submit([Request(PROMPTS[0], 4), Request(PROMPTS[3], 4)])
+    engine.step()
+    engine.step()
+    # 42 and 49 tokens: two pages together, then one and two of their own.
+    assert engine.kv_bytes == (2 + 1 + 2) * LAYERS * page
+    assert engine.cached_bytes == 0
+    list(engine.run([]))
+    assert engine.kv_bytes == 0
+    assert engine.cached_bytes == (2 + 1) * LAYERS * page  # the third page of the longer one is full, too
+    assert engine.stats.kv_bytes_peak == engine.stats.kv_bytes_full_peak > 0
+    # A row that leaves layers leaves them to the cache, and saves as much as without one.
+    runs = [FastEngine(model, DECAY, prefix_cache=cached) for cached in (True, False)]
+    for run in runs:
+        run.decode([Request(PROMPTS[0], NEW)])
+    assert runs[0].stats == replace(
+        runs[1].stats, **{n: getattr(runs[0].stats, n) for n in vars(runs[0].stats) if "seconds" in n}
+    )
+
+
+@pytest.mark.parametrize("schedule", [PAPER, replace(DECAY, prompt="max_exit")], ids=["paper", "decay"])
+def test_under_pressure_what_is_kept_gives_way_and_the_limit_holds(schedule: Schedule):
+    model, rng = tiny_model("llama"), random.Random(3)
+    systems = [tuple(rng.randrange(3, 100) for _ in range(48)) for _ in range(4)]
+    prompts = [(*rng.choice(systems)[: rng.choice((16, 32, 48))], *(rng.randrange(3, 100),) * 5) for _ in range(30)]
+    requests = [Request(p, rng.randint(1, 25)) for p in prompts]
+    want = rows_of(FastEngine(model, schedule), requests)
+    for limit in (1.0, 1.3, 3.0):
+        probe = FastEngine(model, schedule).kv
+        most = int(limit * LAYERS * probe.pages_for(53 + 25) * probe.page_bytes)
+        engine = FastEngine(
+            model, schedule, prefix_cache=True, kv_bytes=most, max_rows=5, join_below=1, prompt_tokens=40
+        )
+        got: list[list[tuple[int, int]]] = [[] for _ in requests]
+        cancelled = set()
+        for out in engine.run(requests):
+            got[out.request].append((out.token, out.layers))
+            assert engine.kv_bytes + engine.cached_bytes <= len(engine.kv.pages) * engine.kv.page_bytes <= most
+            if out.request % 7 == 3 and out.position == 2 and out.finish_reason is None:
+                engine.cancel(out.request)
+                cancelled.add(out.request)
+        assert cancelled
+        assert all(row == full[: len(row)] for row, full in zip(got, want, strict=True))
+        assert all(len(row) == len(full) or i in cancelled for i, (row, full) in enumerate(zip(got, want, strict=True)))
+        assert engine.stats.prefix_hit_tokens > 0
+        assert all_pages_are_free(engine.kv)
+
+
+def test_rows_dropped_in_the_midst_of_their_prompts_lose_no_page():
+    model = tiny_model("llama")
+    options = {"max_rows": 4, "join_below": 1, "in_order": True, "prompt_tokens": 20}
+    engine = FastEngine(model, PAPER, prefix_cache=True, **options)
+    numbers = engine.submit([Request(p, NEW) for p in PROMPTS[:4]])
+    engine.step()
+    engine.cancel(numbers[0])  # 20 of its 42 tokens have run: one page is kept
+    assert engine.cached_bytes == LAYERS * engine.kv.page_bytes
+    for _ in range(4):
+        engine.step()
+    assert engine.stats.prefix_hit_tokens > 0
+    engine.close()
+    assert not engine.has_work
+    assert rows_of(engine, requests_of()) == rows_of(FastEngine(model, PAPER), requests_of())
+    assert all_pages_are_free(engine.kv)
+
+
+def test_least_recently_used_prompts_go_first_and_from_their_ends():
+    kv = PrefixKV(2, 1, 4, torch.float32, torch.device("cpu"), 4, most_bytes=0)
+    kv._most_idle = 2 * 5  # five blocks of two layers
+    kv.reserve(4, 64, 64)
+    prompts = [(1,) * 13, (2,) * 9, (3,) * 5]  # three, two and one full pages of 4
+
+    def run(prompt: tuple[int, ...]) -> int:
+        slot = kv.open()
+        found = kv.match(slot, (0, 1), prompt, 0)
+        kv.extend(slot, (0, 1), len(prompt))
+        kv.keep(slot, (0, 1), prompt, len(prompt))
+        kv.close(slot)
+        return found
+
+    assert [run(p) for p in prompts] == [0, 0, 0]
+    assert kv.cached_bytes == 10 * kv.page_bytes
+    # The first one's last page has gone; its first two are used again, so the second one's go next.
+    assert run(prompts[0][:9]) == 8
+    assert run((4,) * 6) == 0
+    assert run(prompts[0]) == 8
+    assert run(prompts[1]) == 0
+
+
+def test_no_page_is_written_by_two_or_lost_whatever_happens():
+    """Rows come, match, run, keep, leave layers, go; each reads its own tokens from its pages all the time."""
+    rng, layers = random.Random(1), tuple(range(3))
+    kv = PrefixKV(3, 1, 1, torch.float32, torch.device("cpu"), 4, most_bytes=30 * 32)
+    kv.reserve(6, 64, 6 * 3 * 8)
+    rows: dict[int, dict[str, Any]] = {}
+    for step in range(1500):
+        slot = rng.choice(list(rows)) if rows else None
+        row = rows.get(slot) if slot is not None else None
+        if len(rows) < 6 and rng.random() < 0.3:
+            text = tuple(rng.choice((1, 2)) for _ in range(rng.choice((4, 8, 12)))) + (step,) * rng.randint(1, 5)
+            rows[kv.open()] = {"text": text, "prompt": text, "fed": 0, "layers": list(layers)}
+        elif row is None:
+            continue
+        elif rng.random() < 0.1:
+            kv.close(slot)
+            del rows[slot]
+        elif row["fed"] < len(row["prompt"]):
+            row["fed"] = kv.match(slot, layers, row["prompt"], row["fed"])
+            end = min(row["fed"] + rng.randint(1, 9), len(row["prompt"]))
+            kv.extend(slot, layers, end)
+            write(kv, slot, row, end)
+            kv.keep(slot, layers, row["prompt"], row["fed"])
+        elif row["fed"] < 30:
+            if len(row["layers"]) > 1 and rng.random() < 0.2:
+                kv.drop(slot, [row["layers"].pop()])
+            row["text"] += (step,)
+            kv.extend(slot, row["layers"], row["fed"] + 1)
+            write(kv, slot, row, row["fed"] + 1)
+        for other, its in rows.items():
+            for layer in its["layers"]:
+                found = [read(kv, layer, other, i) for i in range(its["fed"])]
+                assert found == [10_000 * layer + token for token in its["text"][: its["fed"]]]
+    for slot in list(rows):
+        kv.close(slot)
+    assert all_pages_are_free(kv)
+
+
+def place(kv: PrefixKV, layer: int, slot: int, position: int) -> torch.Tensor:
+    return kv.pages[int(kv.table[layer, slot, position // 4]), 0, 0, position % 4]
+
+
+def write(kv: PrefixKV, slot: int, row: dict[str, Any], end: int) -> None:
+    for layer in row["layers"]:
+        for position in range(row["fed"], end):
+            place(kv, layer, slot, position)[0] = 10_000 * layer + row["text"][position]
+    row["fed"] = end
+
+
+def read(kv: PrefixKV, layer: int, slot: int, position: int) -> int:
+    return int(place(kv, layer, slot, position)[0])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_server_keeps_prompts_between_requests_unless_told_not_to(cached: bool):
+    service, system = tiny_service(prefix_cache=cached), "You answer in few words. " * 3
+    with running(service) as client:
+        for i, name in enumerate(("nested", "even", "nested")):
+            prompt = f"{system}{i}, what?"
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+            body["skipdecode"] = {"schedule": name}
+            found = client.post("/v1/completions", json=body).json()
+            assert found["choices"][0]["text"] == offline(prompt, 8, SERVED[name])[1]
+        until(lambda: not any(group.rows for group in service.worker._groups))
+        assert "skipdecode_kv_bytes_held 0.0" in client.get("/metrics").text
+    # 75 tokens of system prompt are four whole pages; "even" drops layers in another order.
+    hits = [len(system) // PAGE * PAGE, 0] if cached else [0, 0]
+    groups = [next(g for g in service.worker._groups if g.takes(SERVED[name])) for name in ("nested", "even")]
+    assert [group.prefix_hit_tokens for group in groups] == hits
+    assert [group.cached_bytes > 0 for group in groups] == [cached, cached]
+
+
+def test_where_there_are_no_pages_it_is_refused_or_left_out():
+    model = tiny_model("llama")
+    with pytest.raises(UsageError, match="prefix_cache"):
+        FastEngine(model, PAPER, kernel="dense", prefix_cache=True)
+    for fast in (None, open_model(copy.deepcopy(model), "dense")):
+        engine = EngineSource(model, fast, print).engine(PAPER, prefix_cache=True)
+        engine.decode([Request(PROMPTS[0], 3)] * 2)
+        assert (engine.stats.prefix_hit_tokens, engine.cached_bytes) == (0, 0)

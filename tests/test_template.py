@@ -1,0 +1,116 @@
+"""A tuned checkpoint's template in the verbs: the default of each, and how it is switched off."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.cli import main
+from skipdecode.data.output import open_writer
+from textgen_tools import read_rows, save_tiny_model, write_rows
+
+ROWS = [{"mr": "name[X]"}, {"prompt": "name[Y]"}, {"text": "name[Z]\n"}]
+RENDERED = ["name[X]\n", "name[Y]\n", "name[Z]\n"]
+
+
+def tuned(folder: Path, template: str = "{mr}\n", **options: Any) -> str:
+    """A tiny checkpoint whose recipe says that it was tuned on this template."""
+    name = save_tiny_model(folder)
+    options = {"prompt_template": template, "response_field": "ref", "chat": False} | options
+    (folder / "recipe.json").write_text(json.dumps({"kind": "recipe", "format": 1, "options": options}))
+    return name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tuned(tmp_path_factory.mktemp("tuned"))
+
+
+def prompts(capsysbinary: Any, *arguments: str, code: int = 0) -> list[str]:
+    """The prompts that `generate` tokenised; of a row that it refused, its error."""
+    assert main(["generate", *arguments, "--max-new-tokens", "2", "--include-prompt"]) == code
+    rows = [json.loads(line) for line in capsysbinary.readouterr().out.splitlines()]
+    return [row["prompt"] if "prompt" in row else row["error"] for row in rows]
+
+
+def test_generate_puts_rows_texts_standard_input_and_arguments_into_the_template(
+    capsysbinary: Any, tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", ROWS)
+    (tmp_path / "in.txt").write_text("name[X]\nname[Y]\nname[Z]\n")
+    assert prompts(capsysbinary, model, "--input", rows) == RENDERED
+    assert prompts(capsysbinary, model, "--input", str(tmp_path / "in.txt")) == RENDERED
+    assert prompts(capsysbinary, model, "name[X]", "name[Y]", "name[Z]") == RENDERED
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"name[X]\nname[Y]\nname[Z]\n")))
+    assert prompts(capsysbinary, model) == RENDERED
+
+
+def test_generate_says_which_template_and_how_to_do_without(capsys: Any, model: str) -> None:
+    assert main(["generate", model, "name[X]", "--max-new-tokens", "2"]) == 0
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "template" in line]
+    assert "'{mr}\\n'" in told
+    assert "--no-template" in told
+    assert main(["generate", model, "name[X]", "--max-new-tokens", "2", "--no-template"]) == 0
+    assert "template" not in capsys.readouterr().err
+
+
+def test_what_generate_is_told_comes_before_the_checkpoint(capsysbinary: Any, tmp_path: Path, model: str) -> None:
+    assert prompts(capsysbinary, model, "name[X]", "--no-template") == ["name[X]"]
+    assert prompts(capsysbinary, model, "name[X]", "--prompt-template", "<{mr}>\\n") == ["<name[X]>\n"]
+    assert prompts(capsysbinary, model, "long", "--task", "tldr") == ["long\n\nTL;DR:\n"]
+    assert prompts(capsysbinary, model, "hi", "--chat") == ["<user>hi<assistant>"]
+    rows = write_rows(tmp_path / "in.jsonl", [{"mr": "no", "plan": "name[P]"}])
+    assert prompts(capsysbinary, model, "--input", rows, "--field", "plan") == ["name[P]\n"]
+
+
+def test_chats_stay_chats_and_a_template_of_chats_goes_through_both(capsysbinary: Any, tmp_path: Path) -> None:
+    model = tuned(tmp_path / "chat", "Say {word}.", chat=True)
+    rows = [{"word": "this"}, {"messages": [{"role": "user", "content": "hi"}]}]
+    found = prompts(capsysbinary, model, "--input", write_rows(tmp_path / "in.jsonl", rows))
+    assert found == ["<user>Say this.<assistant>", "<user>hi<assistant>"]
+
+
+def test_a_template_of_several_fields_wants_them_all(capsysbinary: Any, tmp_path: Path) -> None:
+    model = tuned(tmp_path / "two", "{colour} {thing}:")
+    rows = write_rows(tmp_path / "in.jsonl", [{"colour": "red", "thing": "car"}, {"prompt": "car"}, {"colour": "red"}])
+    good, text, half = prompts(capsysbinary, model, "--input", rows, code=1)
+    assert good == "red car:"
+    assert "'colour', 'thing'" in text
+    assert "--no-template" in text
+    assert "'thing'" in half
+    assert main(["generate", model, "red car"]) == 2
+    assert b"'colour', 'thing'" in capsysbinary.readouterr().err
+
+
+def test_a_run_is_resumed_with_its_template_only(capsys: Any, tmp_path: Path, model: str) -> None:
+    out = tmp_path / "out.jsonl"
+    rows = write_rows(tmp_path / "in.jsonl", ROWS)
+    command = ["generate", model, "--input", rows, "--output", str(out), "--max-new-tokens", "2"]
+    assert main([*command, "--summary", str(tmp_path / "summary.json")]) == 0
+    settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
+    open_writer(str(out), settings).close()  # what an interrupted run leaves
+    assert main([*command, "--overwrite", "--no-template"]) != 0
+    assert "template" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert len(read_rows(out)) == 3
+
+
+def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    command = ["generate", model, "a", "b", "ccc", "--max-new-tokens", "1", "--output", str(tmp_path / "out.jsonl")]
+    assert main(command) == 0
+    assert "first token" not in capsys.readouterr().err
+    config = json.loads((tmp_path / "model/generation_config.json").read_text())
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(259))}))
+    figures = tmp_path / "figures.json"
+    assert main([*command, "--overwrite", "--summary", str(figures)]) == 0
+    assert [row["finish_reason"] for row in read_rows(tmp_path / "out.jsonl")] == ["eos"] * 3
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "first token" in line]
+    assert "3 of 3 rows" in told
+    assert "--prompt-template" in told
+    assert json.loads(figures.read_text())["summary"]["rows_ended_at_once"] == 3
