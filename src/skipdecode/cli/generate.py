@@ -1,8 +1,8 @@
 """Text for every prompt, in batches, with fewer layers per token: prompts in, text on a terminal or JSONL out.
 
 Prompts are arguments, or lines of a text file, or rows of a JSONL or CSV file. A tuned checkpoint knows the template of
-the prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one field
-(--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field
+the prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one
+field (--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field
 "id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input.
 A row that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
 
@@ -27,6 +27,7 @@ from skipdecode.cli.options import (
     check_schedule_options,
     choose_schedule,
     stop_text,
+    with_breaks,
 )
 from skipdecode.common.options import option
 from skipdecode.common.progress import note, progress_bar
