@@ -100,22 +100,47 @@ def find_cost(
         flag = "--measure" if measure else "--remeasure"
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
-        target = choose_device(device)
-        key = _key(name, (dtype, engine, weights, batch, prompt_len), target)
-        path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
-        if not remeasure and (kept := _kept(path, key, name, target)) is not None:
-            return kept
-        model = load_model(name, dtype=dtype, device=device, require_tokenizer=False).model
-        fast = open_fast(model, engine, note, weights)
-        cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
-        found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
-        about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}
-        with contextlib.suppress(OutputError):  # as for what is measured
-            write_whole(path, json.dumps(about, indent=1))
-        return found
+        return _measured_or_kept(
+            name,
+            choose_device(device),
+            batch=batch,
+            prompt_len=prompt_len,
+            dtype=dtype,
+            engine=engine,
+            weights=weights,
+            remeasure=remeasure,
+            progress=progress,
+        )
     if weights != "model":
         raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
+
+
+def _measured_or_kept(
+    name: str,
+    device: torch.device,
+    *,
+    batch: int,
+    prompt_len: int,
+    dtype: str,
+    engine: str,
+    weights: str,
+    remeasure: bool,
+    progress: bool,
+) -> CostSource:
+    """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
+    key = _key(name, (dtype, engine, weights, batch, prompt_len), device)
+    path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    if not remeasure and (kept := _kept(path, key, name, device)) is not None:
+        return kept
+    model = load_model(name, dtype=dtype, device=str(device), require_tokenizer=False).model
+    fast = open_fast(model, engine, note, weights)
+    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
+    found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
+    about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}
+    with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a load, no more.
+        write_whole(path, json.dumps(about, indent=1))
+    return found
 
 
 def _key(name: str, asked: tuple[str | int, ...], device: torch.device) -> list[Any]:
