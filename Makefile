@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-vllm browser lint clean
+.PHONY: demo test test-slow test-vllm docs browser lint clean
 
 demo: .venv/ready
 	$(BIN)/skipdecode demo
@@ -28,6 +28,11 @@ test-vllm:
 	if [ $$status = 75 ]; then echo "test-vllm: SKIPPED, for the reason above"; \
 	elif [ $$status != 0 ]; then exit $$status; \
 	else $(VLLM_ENV)/bin/python -m pytest -c tests/vllm_plugin/pytest.ini tests/vllm_plugin --durations=5; fi
+
+# The documentation as a site that fetches nothing. Its pages work from their folder; the search needs a server.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with its search: $(BIN)/python -m http.server -d build/site"
 
 lint: .venv/ready
 	$(BIN)/ruff check .

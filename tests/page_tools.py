@@ -25,7 +25,7 @@ window.answers = [];
 const original = window.fetch;
 window.fetch = async (url, options) => {
   const answer = await original(url, options);
-  if (answer.ok && options.method === "POST") {
+  if (answer.ok && options?.method === "POST") {
     const text = answer.clone().text().catch(() => "");
     window.answers.push(text.then((text) => [new URL(url).pathname, options.body, text]));
   }

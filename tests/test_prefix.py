@@ -13,7 +13,7 @@ import torch
 from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
 from serve_tools import SCHEDULES as SERVED
-from serve_tools import offline, running, tiny_service, until
+from serve_tools import metric, offline, running, tiny_service, until
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.fast_model import open_model
@@ -297,7 +297,8 @@ def test_the_server_keeps_prompts_between_requests_unless_told_not_to(cached: bo
     # 75 tokens of system prompt are four whole pages; "even" drops layers in another order.
     hits = [len(system) // PAGE * PAGE, 0] if cached else [0, 0]
     groups = [next(g for g in service.worker._groups if g.takes(SERVED[name])) for name in ("nested", "even")]
-    assert [group.prefix_hit_tokens for group in groups] == hits
+    told = [metric(service, "prefix_hit_tokens_total", schedule=name) for name in ("nested", "even")]
+    assert told == hits
     assert [group.cached_bytes > 0 for group in groups] == [cached, cached]
 
 

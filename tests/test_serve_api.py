@@ -222,9 +222,41 @@ def test_usage_in_streams(client):
     chunks = events(client, COMPLETIONS, body)
     assert [c["usage"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    counts = {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
+    assert chunks[-1]["usage"] == counts | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert chunks[-1]["skipdecode"]["completion_tokens"] == 3
     assert "usage" not in events(client, COMPLETIONS, greedy(prompt="x", max_tokens=3))[-1]
+
+
+def test_tokens_that_the_prefix_cache_had_are_told():
+    beginning = "You are a helpful assistant. " * 3  # 87 tokens, 5 pages of 16
+
+    def asked(prompt, schedule="nested", **fields):
+        body = greedy(prompt=prompt, max_tokens=4, skipdecode={"schedule": schedule}, **fields)
+        answer = post(client, COMPLETIONS, body)
+        details = answer["usage"]["prompt_tokens_details"]
+        return details["cached_tokens"], [choice["text"] for choice in answer["choices"]]
+
+    def counted(name):
+        return [metric(service, name, schedule=label) for label in ("full", "nested", "even")]
+
+    service = tiny_service()
+    with running(service) as client:
+        first, again = asked(beginning + "a"), asked(beginning + "a")
+        assert (first[0], again[0]) == (0, 80)
+        assert first[1] == again[1] == [offline(beginning + "a", 4, NESTED)[1]]
+        assert asked(beginning + "b", n=3)[0] == 80  # the prompt counts once
+        assert asked(beginning + "b", "full")[0] == 80  # prompts run every layer under both
+        assert asked([beginning, "c" * 40])[0] == 80
+        assert asked(beginning, "even")[0] == 0  # another drop order: another engine
+        assert counted("prefix_hit_tokens_total") == [80, 240, 0]
+        until(lambda: is_idle(service))
+        assert metric(service, "prefix_cache_bytes") > 0
+    service = tiny_service(prefix_cache=False)
+    with running(service) as client:
+        assert [asked(beginning)[0] for _ in range(2)] == [0, 0]
+        until(lambda: is_idle(service))
+        assert metric(service, "prefix_cache_bytes") == 0
 
 
 def test_models(client):

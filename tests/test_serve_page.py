@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from transformers import AutoModelForCausalLM
 
 import skipdecode
 from page_tools import DESKTOP, PHONE, answers, drawn_layers, opened, serious, serving, traced
@@ -155,6 +156,39 @@ def test_axe_finds_nothing_serious(browser: Browser, address: str, size: tuple[i
         assert serious(page) == []
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_interface_is_described(browser: Browser, address: str, size: tuple[int, int], scheme: str):
+    with opened(browser, address, size, color_scheme=scheme) as page:
+        page.get_by_text("How to read this page").click()
+        page.get_by_role("link", name="What the server answers to").click()
+        described = page.request.get(f"{address}/openapi.json").json()
+        expect(page.get_by_role("heading", name="/v1/completions")).to_be_visible()
+        assert page.locator("#contents a").count() == sum(map(len, described["paths"].values()))
+        body = page.locator("[id='object-CompletionRequest']")
+        names = body.locator("td code").all_inner_texts()
+        assert names == list(described["components"]["schemas"]["CompletionRequest"]["properties"])
+        expect(body.get_by_role("row").filter(has_text="min_p")).to_contain_text("number, from 0 to 1")
+        page.locator("[id='post/v1/completions']").get_by_role("link", name="CompletionRequest").click()
+        expect(body.get_by_role("heading")).to_be_in_viewport()
+        assert page.evaluate("document.documentElement.scrollWidth") == size[0]
+        assert serious(page) == []
+
+
+def test_two_empty_answers_are_not_called_equal(browser: Browser, tmp_path: Path):
+    directory = save_tiny_model(tmp_path, context=512)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.lm_head.weight.data.zero_()  # the likeliest token is then the first of all, whose text is empty
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(directory)
+    with serving(directory, "--nominal-speedup", "2") as (address, _), opened(browser, address) as page:
+        run_to_the_end(page)
+        for column in ("full", "reduced"):
+            expect(page.locator(f"#{column}")).to_contain_text("the model ended its answer at once")
+        expect(page.locator("#same")).to_have_text("–")
+        expect(page.locator("#differences")).not_to_contain_text("the same")
+
+
 def test_by_keyboard_alone(browser: Browser, address: str):
     with opened(browser, address) as page:
         slider = page.get_by_role("slider", name="Schedule")
@@ -242,7 +276,7 @@ def test_server_without_room_and_server_that_goes(browser: Browser, model: list[
 def test_real_model_and_the_pictures_of_the_docs(browser: Browser, tmp_path: Path):
     """The bundled adapter: good text at 2x, and faster than full depth. SKIPDECODE_PICTURES names a folder to keep."""
     pictures = Path(os.environ.get("SKIPDECODE_PICTURES", tmp_path))
-    arguments = ["--name", "smollm2-135m-e2e", "--nominal-speedup", "1.5", "3", "--seq-len", "41", "--threads", "2"]
+    arguments = ["--name", "smollm2-135m-e2e", "--threads", "2"]
     with serving(str(ADAPTER), *arguments) as (address, _):
         for size, scheme in ((DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")):
             phone = size == PHONE

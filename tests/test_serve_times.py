@@ -92,3 +92,38 @@ def test_the_times_of_a_whole_answer_add_up_to_the_client_s():
         assert found["first_token_s"] + found["decode_s"] == about(took)
         assert found["first_token_s"] < 3 * STEP
         assert found["tokens_per_s"] == pytest.approx(2 * (NEW - 1) / found["decode_s"], rel=0.01)
+
+
+def slow_forwards(service, seconds):
+    """Each forward of the model takes so long."""
+    for group in service.worker._groups:
+        group._make = slower(group._make, seconds)
+
+
+def slower(make, seconds):
+    def made():
+        engine = make()
+        forward = type(engine.model).forward
+
+        def waited(*given):
+            time.sleep(seconds)
+            return forward(engine.model, *given)
+
+        engine.model.forward = waited
+        return engine
+
+    return made
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_the_first_token_leaves_when_it_is_there(path):
+    service, took = tiny_service(), []
+    slow_forwards(service, 0.1)
+    with running(service) as client:
+        for new in (1, 2, 32):
+            prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hello"}
+            body = {"temperature": 0, "max_tokens": new, "logit_bias": {"67": 100}, **prompt}  # a token that is text
+            began, times, found = timed_stream(client, path, body)
+            assert found["first_token_s"] == about(times[0] - began)
+            took.append(found["first_token_s"])
+    assert max(took) < 0.15  # one forward, of however many

@@ -1,8 +1,5 @@
 """Text in, text out, in Python: a model on its fastest engine, with a schedule for each call.
 
->>> llm = LLM("e2e-smollm2-135m")                                                          # doctest: +SKIP
->>> llm.generate(["name[The Eagle], food[French]"], max_new_tokens=40)[0].text             # doctest: +SKIP
-
 What a prompt is made of, and where a text ends, `skipdecode.data` decides, as for the command line and the server.
 """
 
@@ -131,8 +128,6 @@ class LLM:
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self._engines: list[Engine] = []
 
-    # ------------------------------------------------------------------ schedules
-
     @property
     def schedules(self) -> dict[str, Schedule]:
         """Schedules that have a name here: full depth, and those that the weights were tuned under."""
@@ -172,8 +167,6 @@ class LLM:
         schedule = Schedule.load(asked) if isinstance(asked, str) else asked
         schedule.check_fits(self.num_layers)
         return schedule
-
-    # ------------------------------------------------------------------ generation
 
     def generate(
         self,
@@ -251,8 +244,6 @@ class LLM:
             records.append(replace(form.field.record(prompt), index=index))
         context = context_length(self.loaded.model)
         return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
-
-    # ------------------------------------------------------------------ parts
 
     def _prepared(
         self,

@@ -1,9 +1,13 @@
 """Talk to a model in the terminal; answers stream, and the schedule can be switched between turns.
 
-In the session: /2x (any nominal speed-up), /full, /schedule NAME (a name or file; alone: what there is), /system TEXT
-(alone: none), /reset (forget all turns), /help, /quit. Ctrl-C stops an answer and keeps what came of it; Ctrl-D ends.
-On a terminal a line after each answer says its speed, its mean layers a token and the seconds to its first token.
+/2x, /3x, …      the next turns run under this nominal speed-up
+/full            the next turns run at full depth
+/schedule NAME   a schedule by name or file; alone: what there is
+/system TEXT     the system message from here on; alone: none
+/reset           forget all turns
+/help, /quit     these lines; end (also Ctrl-D). Ctrl-C stops an answer and keeps what came of it
 
+On a terminal a line after each answer says its speed, its mean layers a token and the seconds to its first token.
 Standard input that is no terminal is read line by line, each a turn or a command; answers are printed as plain text.
 """
 
@@ -38,14 +42,6 @@ if TYPE_CHECKING:
     from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
-
-_HELP = """\
-/2x, /3x, …      the next turns run under this nominal speed-up
-/full            the next turns run at full depth
-/schedule NAME   a schedule by name or file; alone: what there is
-/system TEXT     the system message from here on; alone: none
-/reset           forget all turns
-/quit            end (also Ctrl-D); Ctrl-C stops an answer"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +130,7 @@ class _Session:
     def command(self, name: str, value: str = "") -> None:
         """Obey what stands after a slash; raises UsageError for what is not known."""
         if name == "help":
-            print(_HELP)
+            print((__doc__ or "").split("\n\n")[1])
         elif name == "reset":
             self._turns.clear()
         elif name == "system":
@@ -156,13 +152,9 @@ class _Session:
 
     def answer(self, text: str) -> None:
         """Take a turn of the user's and print the model's; raises DataError if there is no room for it."""
-        self._turns.append({"role": "user", "content": text})
-        try:
-            messages = self._fitted()
-        except DataError:
-            self._turns.pop()
-            raise
         start, first = time.perf_counter(), None
+        turns = self._fitted([*self._turns, {"role": "user", "content": text}])
+        messages = turns if self._system is None else [{"role": "system", "content": self._system}, *turns]
         options: dict[str, Any] = self._config.sampling_fields()
         stream = self._llm.stream(messages, self._config.max_new_tokens, schedule=self._schedule, **options)
         with self._interruptible():
@@ -172,49 +164,43 @@ class _Session:
                 if self._stopped:
                     stream.close()
         print()
-        self._turns.append({"role": "assistant", "content": stream.text})
-        if sys.stdout.isatty() and stream.stats is not None:
-            self._tell(stream.stats, first)
+        self._turns = [*turns, {"role": "assistant", "content": stream.text}]
+        if sys.stdout.isatty() and (stats := stream.stats) is not None:
+            layers = stats.mean_layers or len(self._schedule.prompt_layers())
+            line = f"{stats.decode_tokens_per_s or 0:.1f} tokens/s, {layers:.1f} of {stats.num_layers} layers"
+            line += "" if first is None else f", first token after {first:.2f} s"
+            print(line if os.environ.get("NO_COLOR") else f"\x1b[2m{line}\x1b[0m", flush=True)
 
-    def _fitted(self) -> list[Message]:
-        """The chat so far, less the oldest turns where the context has no room for it and an answer."""
-        dropped = 0
+    def _fitted(self, turns: list[Message]) -> list[Message]:
+        """The turns, less the oldest ones where the context has no room for them and an answer."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         needed = 1 if self._context is None else min(self._config.max_new_tokens, self._context // 2)
+        kept = turns
         while True:
-            (prompt,) = self._llm.encode([[*system, *self._turns]], template=False)
-            if (prompt.room is None or prompt.room >= needed or len(self._turns) == 1) and prompt.error is None:
+            (prompt,) = self._llm.encode([[*system, *kept]], template=False)
+            if prompt.error is None and (prompt.room is None or prompt.room >= needed or len(kept) == 1):
                 break
-            if len(self._turns) == 1:
+            if len(kept) == 1:
                 raise DataError(prompt.error or "")
-            del self._turns[:2]
-            dropped += 1
-        if dropped:
-            turns = "turn is" if dropped == 1 else f"{dropped} turns are"
-            note(f"the context of {self._context} tokens is full: the oldest {turns} forgotten")
-        return [*system, *self._turns]
+            kept = kept[2:]
+        if dropped := (len(turns) - len(kept)) // 2:
+            forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
+            note(f"the context of {self._context} tokens is full: the oldest {forgotten} forgotten")
+        return kept
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
         """Within it the first Ctrl-C of a terminal's user asks for the end of the answer, at the next piece."""
         self._stopped = False
-        if not sys.stdin.isatty():
-            yield
-            return
 
         def stop(*_: object) -> None:
             self._stopped = True
             signal.signal(signal.SIGINT, before)
 
-        before = signal.signal(signal.SIGINT, stop)
+        before = signal.getsignal(signal.SIGINT)
+        if sys.stdin.isatty():
+            signal.signal(signal.SIGINT, stop)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def _tell(self, stats: Any, first: float | None) -> None:
-        layers = stats.mean_layers or len(self._schedule.prompt_layers())
-        line = f"{stats.decode_tokens_per_s or 0:.1f} tokens/s, {layers:.1f} of {stats.num_layers} layers"
-        if first is not None:
-            line += f", first token after {first:.2f} s"
-        print(line if os.environ.get("NO_COLOR") else f"\x1b[2m{line}\x1b[0m", flush=True)

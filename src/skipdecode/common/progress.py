@@ -113,7 +113,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def without_foreign_bars() -> Iterator[None]:
-    """Without the bars that transformers shows while it loads weights; those of downloads stay, on a terminal."""
+    """Without the bars that transformers shows while it loads weights; those of downloads stay, on a terminal.
+
+    Nor what other packages tell each other's makers (FutureWarning).
+    """
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as theirs
 
@@ -122,7 +125,9 @@ def without_foreign_bars() -> Iterator[None]:
     if downloads:
         enable_progress_bars()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         if shown:
             theirs.enable_progress_bar()

@@ -192,8 +192,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
     resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
     stats, layers = summary.stats, summary.stats.mean_layers
     lines = [
-        f"{summary.rows} rows{resumed}; {stats.new_tokens} new tokens in {summary.seconds:.1f} s, "
-        f"{summary.tokens_per_s:.1f} tokens/s, prompts included"
+        f"{summary.rows} row{'' if summary.rows == 1 else 's'}{resumed}; {stats.new_tokens} new tokens in "
+        f"{summary.seconds:.1f} s, {summary.tokens_per_s:.1f} tokens/s, prompts included"
     ]
     if layers is not None:
         lines.append(

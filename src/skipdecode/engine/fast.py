@@ -230,6 +230,7 @@ class FastEngine(Engine):
                 break
             fed = self.kv.match(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
             self.stats.prefix_hit_tokens += fed - row.fed
+            row.cached += fed - row.fed
             row.fed = fed
             if not (self._prefix_cache and any(self._is_ahead(*part, row) for part in parts)):
                 parts.append((row, row.request.prompt[fed : fed + room]))

@@ -105,6 +105,8 @@ class StepOutput(NamedTuple):
         Duration of the forward that it came from, and of the choice.
     top : tuple of (int, float)
         Likeliest tokens and their log-probabilities, as many as the request's sampling asks for.
+    cached : int
+        Tokens of the request's prompt that a prefix cache had.
     """
 
     request: int
@@ -116,6 +118,7 @@ class StepOutput(NamedTuple):
     seconds: float
     step_seconds: float
     top: tuple[tuple[int, float], ...] = ()
+    cached: int = 0
 
 
 def finish_reason(request: Request, output: list[int]) -> FinishReason | None:

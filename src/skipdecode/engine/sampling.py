@@ -127,6 +127,7 @@ class Row:
     budget: int
     output: list[int] = field(default_factory=list)
     logprob: float = 0.0
+    cached: int = 0  # tokens of the prompt that a prefix cache had
 
     def __post_init__(self) -> None:
         self.sampler = RowSampler(self.request.sampling, self.request.prompt)
@@ -147,5 +148,6 @@ def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor, start: float) -
         row.logprob = logprob
         reason = finish_reason(row.request, row.output)
         times = now - engine.began, now - start
-        outputs.append(StepOutput(row.number, len(row.output) - 1, token, logprob, row.budget, reason, *times, top))
+        position = len(row.output) - 1
+        outputs.append(StepOutput(row.number, position, token, logprob, row.budget, reason, *times, top, row.cached))
     return outputs

@@ -40,11 +40,6 @@ class Group:
         Makes a new engine.
     order : tuple of int or None
         The order in which layers are dropped here; None: any schedule runs here.
-
-    Attributes
-    ----------
-    prefix_hit_tokens : int
-        Tokens of prompts that did not run, since a prefix cache had them.
     """
 
     def __init__(self, make: Callable[[], Engine], order: tuple[int, ...] | None) -> None:
@@ -52,7 +47,6 @@ class Group:
         self._order = order
         self._engine: Engine | None = None
         self._choices: dict[int, Choice] = {}  # by their numbers in the engine
-        self.prefix_hit_tokens = 0
 
     @property
     def rows(self) -> int:
@@ -93,10 +87,7 @@ class Group:
         """A forward of the engine, and the tokens that it gave. May raise anything: call `reset` then."""
         if self._engine is None:
             return []
-        stats = self._engine.stats
-        before = stats.prefix_hit_tokens
         outputs = [(self._choices[out.request], out) for out in self._engine.step()]
-        self.prefix_hit_tokens += stats.prefix_hit_tokens - before
         for _, out in outputs:
             if out.finish_reason is not None:
                 del self._choices[out.request]

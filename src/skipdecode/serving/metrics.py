@@ -30,6 +30,7 @@ class Metrics:
         self.queue_length = gauge("queue_length", "Choices that wait")
         self.running_rows = gauge("running_rows", "Choices in the batch")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts", ("schedule",))
+        self.prefix_hit_tokens = counter("prefix_hit_tokens", "Those that the prefix cache had", ("schedule",))
         self.generated_tokens = counter("generated_tokens", "New tokens", ("schedule",))
         self.layers_run = counter("layers_run", "Layers run for new tokens", ("schedule",))
         self.layers_full = counter("layers_full", "Layers that full depth would run for them", ("schedule",))
@@ -45,6 +46,7 @@ class Metrics:
         self.step_depth = histogram("step_depth", "Mean layers of a step's rows", buckets=depths)
         self.kv_bytes_held = gauge("kv_bytes_held", "Keys and values now")
         self.kv_bytes_saved = gauge("kv_bytes_saved", "What full depth would hold beyond that")
+        self.prefix_cache_bytes = gauge("prefix_cache_bytes", "Keys and values kept of prompts that no row uses")
         self.step_failures = counter("step_failures", "Steps that raised")
 
 

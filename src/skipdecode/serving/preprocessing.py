@@ -84,7 +84,8 @@ class Preprocessor:
             prompt = prompts[index // copies]
             new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
             engine_request = Request(tuple(prompt), new_tokens, sampling, self._end_tokens)
-            state.choices.append(Choice(state, index, engine_request, Detokenizer(self._decoding, request.stops)))
+            detokenizer = Detokenizer(self._decoding, request.stops)
+            state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer))
         return state
 
     def tokens(self, prompt: Prompt, special: bool | None = None) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from skipdecode.engine.requests import Sampling
 from skipdecode.serving.errors import ApiError
 
 __all__ = [
@@ -104,6 +105,11 @@ class _Strict(BaseModel):
         return kept
 
 
+def _help(name: str) -> str:
+    """What the engine says of a setting."""
+    return str(Sampling.__dataclass_fields__[name].metadata["help"])
+
+
 class Extension(_Strict):
     """Which layers run, and whether the client wants to know."""
 
@@ -133,16 +139,18 @@ class _GenerationFields(_Strict):
 
     neutral = _NEUTRAL
     model: str | None = Field(None, description="the served name, or left out")
-    n: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="only the likeliest k tokens; 0 and -1: all")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = Field(None, description="choices for each prompt; default 1")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description=_help("top_p"))
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description=_help("top_k") + ", and so is -1")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description=_help("min_p"))
     # Far beyond what is of use, and so that no logit overflows.
-    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
+        None, description=_help("repetition_penalty")
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description=_help("frequency_penalty"))
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description=_help("presence_penalty"))
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     logit_bias: dict[BiasKey, Bias] | None = Field(None, max_length=1000)

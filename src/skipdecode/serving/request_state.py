@@ -72,6 +72,7 @@ class Choice:
 
     state: RequestState
     index: int  # in the response
+    copy: int  # of its prompt: 0 to n - 1
     request: Request
     detokenizer: Detokenizer
     tokens: int = 0  # new ones so far
@@ -97,6 +98,7 @@ class RequestState:
     max_unread: int  # tokens that may wait for the reader
     choices: list[Choice] = field(default_factory=list)
     first_token: float | None = None  # when the worker had it
+    cached_tokens: int = 0  # of the prompts, each counted once, that a prefix cache had
     budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
     outcome: str = "cancelled"
     closed: bool = False  # nobody reads any more

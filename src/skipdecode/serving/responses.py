@@ -30,10 +30,15 @@ __all__ = [
 # ---------------------------------------------------------------------- fields
 
 
+class _PromptDetails(ExactModel):
+    cached_tokens: int
+
+
 class _Usage(ExactModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: _PromptDetails
 
 
 class _TracedToken(ExactModel):
@@ -189,7 +194,7 @@ class ResponseBuilder(ABC):
         updates = sorted(_merged(events))
         choices = [self._content(update.text, whole=True) | self._fields(update) for update in updates]
         head = self._head | {"object": self.object}
-        return _json(self.response(**head, choices=choices, usage=_usage(summary), skipdecode=summary))
+        return _json(self.response(**head, choices=choices, usage=self._usage(summary), skipdecode=summary))
 
     def opening(self) -> bytes:
         """What a stream sends before any token."""
@@ -214,10 +219,19 @@ class ResponseBuilder(ABC):
     def _chunk(self, choices: list[_ChunkChoice], summary: Summary | None) -> bytes:
         fields: dict[str, Any] = self._head | {"object": self.chunk_object, "choices": choices}
         if self._include_usage:
-            fields["usage"] = None if summary is None else _usage(summary)
+            fields["usage"] = None if summary is None else self._usage(summary)
         if summary is not None:
             fields["skipdecode"] = summary
         return server_sent_event(_Chunk(**fields))
+
+    def _usage(self, summary: Summary) -> _Usage:
+        prompt, completion = summary.prompt_tokens, summary.completion_tokens
+        return _Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=_PromptDetails(cached_tokens=self._state.cached_tokens),
+        )
 
     def _fields(self, update: Update) -> dict[str, Any]:
         """What choices of every shape have."""
@@ -306,8 +320,3 @@ def _merged(events: list[Event]) -> list[Update]:
             pieces = event.pieces if before is None else before.pieces + event.pieces
             merged[event.choice] = Update(event.choice, pieces, event.finish_reason)
     return list(merged.values())
-
-
-def _usage(summary: Summary) -> _Usage:
-    prompt, completion = summary.prompt_tokens, summary.completion_tokens
-    return _Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

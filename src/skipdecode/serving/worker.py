@@ -223,6 +223,9 @@ class ModelWorker:
         if state.first_token is None:
             state.first_token = now
             self._metrics.prompt_tokens.labels(state.schedule.label).inc(state.prompt_tokens)
+        if not output.position and choice.copy == 0:
+            state.cached_tokens += output.cached
+            self._metrics.prefix_hit_tokens.labels(state.schedule.label).inc(output.cached)
         fed = len(choice.request.prompt) + output.position
         choice.tokens += 1
         choice.layers_run += output.layers
@@ -292,6 +295,7 @@ class ModelWorker:
         full = sum(choice.kv_bytes_full for choice in self._running)
         self._metrics.running_rows.set(sum(group.rows for group in self._groups))
         self._metrics.kv_bytes_held.set(held)
+        self._metrics.prefix_cache_bytes.set(sum(group.cached_bytes for group in self._groups))
         self._metrics.kv_bytes_saved.set(max(0, full - sum(choice.kv_bytes for choice in self._running)))
 
 

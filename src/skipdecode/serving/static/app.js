@@ -66,7 +66,9 @@ function showPlans() {
   hideSummary();
   if (!schedule) {
     at("schedule-name").textContent = "none";
-    at("schedule-plan").textContent = "This server has full depth only: start it with --schedule to compare.";
+    at("schedule-plan").textContent =
+      "This server has full depth only: its model was tuned under no schedule. “skipdecode plan” finds one, “skipdecode tune” " +
+      "makes the model hold under it, and --schedule FILE offers it here.";
     return;
   }
   reduced.reset(schedule, schedule.name, columns);

@@ -27,7 +27,7 @@ export class Column {
     this.root.id = id;
     this.title.id = `${id}-title`;
     this.root.setAttribute("aria-labelledby", this.title.id);
-    this.empty.textContent = emptyText;
+    this.emptyText = emptyText;
     this.strip = new Strip(this.svg, (index) => this.look(index));
     this.scrub.addEventListener("input", () => this.look(Math.min(this.scrub.valueAsNumber, this.tokens.length - 1)));
     this.scrub.addEventListener("focus", () => this.look(Math.min(this.scrub.valueAsNumber, this.tokens.length - 1)));
@@ -45,6 +45,7 @@ export class Column {
     this.title.textContent = title;
     this.planText.textContent = describePlan(schedule);
     this.tokensBox.replaceChildren();
+    this.empty.textContent = this.emptyText;
     this.empty.hidden = false;
     this.problem.hidden = true;
     this.axisTop.textContent = schedule.num_layers - 1;
@@ -106,7 +107,9 @@ export class Column {
   end(state, message = "") {
     this.problem.textContent = message;
     this.problem.hidden = !message;
-    this.empty.hidden = this.tokens.length > 0 || state === "failed";
+    const ended = state === "done" && !this.text.trim();
+    this.empty.textContent = ended ? "No text: the model ended its answer at once." : this.emptyText;
+    this.empty.hidden = (this.tokens.length > 0 && !ended) || state === "failed";
     if (!this.tokens.length) this.began = null; // nothing came: no time to show
     this.setState(state);
     this.show();

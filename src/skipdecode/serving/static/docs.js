@@ -26,7 +26,7 @@ function typeOf(schema) {
   const parts = schema.anyOf ?? schema.oneOf;
   if (parts) {
     const kinds = parts.filter((part) => part.type !== "null");
-    return kinds.flatMap((part, i) => (i ? [" or ", ...typeOf(part)] : typeOf(part)));
+    return kinds.flatMap((part, i) => (i ? ["; or ", ...typeOf(part)] : typeOf(part)));
   }
   if ("const" in schema) return [JSON.stringify(schema.const)];
   if (schema.enum) return [schema.enum.map((value) => JSON.stringify(value)).join(", ")];
@@ -42,6 +42,7 @@ function bounds(least, most, unit) {
 }
 
 function range(schema) {
+  if (schema.minimum < Number.MIN_SAFE_INTEGER) return " of 64 bits";
   const low = schema.minimum !== undefined ? `from ${schema.minimum}` : schema.exclusiveMinimum !== undefined ? `above ${schema.exclusiveMinimum}` : "";
   const high = schema.maximum !== undefined ? `to ${schema.maximum}` : schema.exclusiveMaximum !== undefined ? `below ${schema.exclusiveMaximum}` : "";
   return low || high ? `, ${[low, high].filter(Boolean).join(" ")}` : "";
@@ -49,14 +50,11 @@ function range(schema) {
 
 function fields(schema, label) {
   const made = at("table").content.firstElementChild.cloneNode(true);
-  made.tabIndex = 0;
-  made.setAttribute("role", "region");
   made.setAttribute("aria-label", `Fields of ${label}`);
   const rows = Object.entries(schema.properties ?? {}).map(([name, field]) => {
-    const needed = schema.required?.includes(name);
-    const given = field.default === undefined || field.default === null ? "" : JSON.stringify(field.default);
-    const kind = element("td", ...typeOf(field));
-    return element("tr", element("td", element("code", name)), kind, element("td", needed ? "needed" : given), element("td", field.description ?? ""));
+    const what = element("td", ...typeOf(field));
+    if (field.description) what.append(element("small", field.description));
+    return element("tr", element("td", element("code", name)), what);
   });
   made.querySelector("tbody").replaceChildren(...rows);
   return made;
@@ -74,20 +72,32 @@ function operation(path, method, described) {
   const list = element("dl");
   const asked = described.requestBody?.content["application/json"].schema;
   if (asked) list.append(element("dt", "body"), element("dd", ...typeOf(asked)));
-  for (const [status, answer] of Object.entries(described.responses)) {
+  const fails = ([status]) => status >= 400;
+  const answers = Object.entries(described.responses);
+  for (const [status, answer] of [...answers.filter((entry) => !fails(entry)), ...answers.filter(fails).slice(0, 1)]) {
     const kinds = Object.entries(answer.content ?? {}).map(([kind, { schema }], i) => {
       const object = kind === "application/json" ? typeOf(schema) : [kind];
       return i ? [" or ", ...object] : object;
     });
-    list.append(element("dt", status), element("dd", ...kinds.flat()));
+    const label = status < 400 ? status : answers.filter(fails).map(([one]) => one).join(" ");
+    list.append(element("dt", label), element("dd", ...kinds.flat()));
   }
   made.append(list);
   return made;
 }
 
+async function fetchDescription() {
+  try {
+    return await (await fetch(new URL("openapi.json", document.baseURI))).json();
+  } catch {
+    at("trouble").hidden = false;
+    at("trouble").textContent = "No answer from the server. Is it still running?";
+    return { paths: {}, components: { schemas: {} } };
+  }
+}
+
 async function show() {
-  const answer = await fetch(new URL("openapi.json", document.baseURI));
-  const { paths, components } = await answer.json();
+  const { paths, components } = await fetchDescription();
   for (const [path, methods] of Object.entries(paths)) {
     for (const [method, described] of Object.entries(methods)) {
       at("contents").append(element("li", link(`${method}${path}`, path)));
@@ -102,7 +112,4 @@ async function show() {
   if (location.hash) document.getElementById(decodeURIComponent(location.hash.slice(1)))?.scrollIntoView();
 }
 
-show().catch(() => {
-  at("trouble").hidden = false;
-  at("trouble").textContent = "No answer from the server. Is it still running?";
-});
+show();

@@ -19,14 +19,14 @@ export function showSummary(full, reduced, remark) {
   at("layers-note").textContent = `${format.number(figures.layers_run)} of ${format.number(figures.layers_full)} at full depth`;
   at("kv").textContent = format.percent(kvFull ? figures.kv_bytes_saved / kvFull : 0);
   at("kv-note").textContent = `holds ${format.bytes(figures.kv_bytes)} of ${format.bytes(kvFull)}`;
-  at("same").textContent = format.percent(words.total ? words.same / words.total : 1);
+  at("same").textContent = words.total ? format.percent(words.same / words.total) : "–";
   at("same-note").textContent = `${words.same} of ${words.total} words`;
 
   at("tiles").hidden = false;
   full.mark(words.left);
   reduced.mark(words.right);
-  showDifferences(words.hunks, reduced.title.textContent);
-  return `${speed} ${words.same} of ${words.total} words are the same.`;
+  showDifferences(words, reduced.title.textContent);
+  return words.total ? `${speed} ${words.same} of ${words.total} words are the same.` : `${speed} Neither answer has a word.`;
 }
 
 /** The measured speed-up, with a remark on how it was measured. A text of one token has none. */
@@ -48,9 +48,10 @@ function drawBullet(measured, nominal) {
   bullet.style.setProperty("--nominal", nominal / most);
 }
 
-function showDifferences(hunks, name) {
+function showDifferences({ hunks, total }, name) {
   at("differences").hidden = false;
   at("differences-none").hidden = hunks.length > 0;
+  at("differences-none").textContent = total ? "Nowhere: both texts are the same, word for word." : "Neither text has a word to compare.";
   at("differences-table").hidden = hunks.length === 0;
   at("differences-name").textContent = name;
   const rows = hunks.map((hunk) => {
