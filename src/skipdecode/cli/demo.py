@@ -266,8 +266,9 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
     for i, prompt in enumerate(part["prompts"]):
         lines += ["", *textwrap.wrap(prompt["prompt"], width, initial_indent="> ", subsequent_indent="  "), ""]
         lines += side_by_side([run["name"] for run in shown], [run["texts"][i] for run in shown], width)
+    rows = "1 row" if len(part["prompts"]) == 1 else f"{len(part['prompts'])} rows"
     columns = {
-        f"{len(part['prompts'])} rows, {part['engine']} engine": "{name}",
+        f"{rows}, {part['engine']} engine": "{name}",
         "layers": "{layers_per_token:.1f}",
         "nominal": "{nominal_speedup:.2f}x",
         "decode": "{measured_decode_speedup:.2f}x",
