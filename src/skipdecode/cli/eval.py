@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import EngineOptions, ModelOptions, check_files, check_room, layers_of
+from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
@@ -145,12 +145,8 @@ def _evaluate(config: Config) -> int:
     for one in each:
         check_method_options(one)
     check_files(config.report)
-    layers = layers_of(config.model)
-    for one in each:
-        choose_method(one, layers, carried=None, default_seq_len=64)
     task = load_task(config.task, METRICS.check)
     task = replace(task, chat=task.chat or config.chat)
-    check_room(config.model, config.max_new_tokens or task.max_new_tokens)
     options = config.part(MetricOptions)
     # What nobody asked for by name may be left out.
     asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model

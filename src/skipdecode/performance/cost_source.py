@@ -100,17 +100,8 @@ def find_cost(
         flag = "--measure" if measure else "--remeasure"
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
-        return _measured_or_kept(
-            name,
-            choose_device(device),
-            batch=batch,
-            prompt_len=prompt_len,
-            dtype=dtype,
-            engine=engine,
-            weights=weights,
-            remeasure=remeasure,
-            progress=progress,
-        )
+        asked = (dtype, engine, weights, batch, prompt_len)
+        return _measured_or_kept(name, choose_device(device), asked, remeasure=remeasure, progress=progress)
     if weights != "model":
         raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
@@ -119,17 +110,14 @@ def find_cost(
 def _measured_or_kept(
     name: str,
     device: torch.device,
+    asked: tuple[str, str, str, int, int],
     *,
-    batch: int,
-    prompt_len: int,
-    dtype: str,
-    engine: str,
-    weights: str,
     remeasure: bool,
     progress: bool,
 ) -> CostSource:
     """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
-    key = _key(name, (dtype, engine, weights, batch, prompt_len), device)
+    dtype, engine, weights, batch, prompt_len = asked
+    key = _key(name, asked, device)
     path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
     if not remeasure and (kept := _kept(path, key, name, device)) is not None:
         return kept
