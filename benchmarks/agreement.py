@@ -36,7 +36,7 @@ from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.opening import end_tokens
-from skipdecode.evaluation.generate import batches
+from skipdecode.evaluation.speed import batches
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 

@@ -123,6 +123,8 @@ class Steps:
             return
         head = ["skipdecode", "eval", self.checkpoint(name), "--task", self.plan.task]
         data = ["--data", self.data / "test.jsonl", "--dtype", "bfloat16", "--no-teacher-forced"]
+        if self.plan.timed and not {"full", "calm"} & set(methods):
+            data.append("--no-full-depth")  # The yardstick is another checkpoint's, and speed is measured apart.
         about = ["--bertscore-model", "minilm", "--name", self.checkpoint(name).name]
         chosen = ["--out", out, "--methods", *map(self.place, methods)]
         self.call(*head, *data, *self.plan.evaluation, *about, *chosen)

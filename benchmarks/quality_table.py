@@ -7,10 +7,9 @@ A run is a directory with a run.json, or one that holds such directories (`skipd
 the model tuned for and run at full depth: `--full`, or the one run of full depth. "retained" is a run's score over the
 yardstick's, with the interval of a paired bootstrap over the records.
 
-The measured speed-up is that of the eval run itself: full depth and the method took turns on each batch. Where runs are
-of several checkpoints, whose texts differ in length, that is not the same work: measure the schedules once more for
-equal lengths (`schedule_speed.py`), and give that file as `--speed`. A run without a schedule keeps its own speed. Each
-row says which it was.
+The measured speed-up is that of the eval run itself, from a few batches of it. Where runs are of several evaluations,
+measure the schedules once more, all in turn (`schedule_speed.py`), and give that file as `--speed`. A run without a
+schedule keeps its own speed. Each row says which it was.
 """
 
 from __future__ import annotations
@@ -50,29 +49,24 @@ def yardstick(runs: Sequence[Run], named: str | None) -> Run:
     """The run that all others are compared with."""
     if named is not None:
         full = load_run(named)
-        if not at_full_depth(full):
+        if not full.full_depth:
             raise DataError(
                 f"{named} is a run of {full.data['config']['method']['name']}: --full must be at full depth"
             )
         return full
-    candidates = [run for run in runs if at_full_depth(run)]
+    candidates = [run for run in runs if run.full_depth]
     if len(candidates) != 1:
         raise DataError(f"{len(candidates)} of the runs are at full depth: say with --full which is the yardstick")
     return candidates[0]
 
 
-def at_full_depth(run: Run) -> bool:
-    """Whether every layer ran."""
-    return bool(run.data["config"]["method"]["name"] == "full")
-
-
 def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Speed-up and where it is from."""
-    if speed is None or not (at_full_depth(run) or "schedule" in run.data["config"]["method"]):
+    if speed is None or not (run.full_depth or "schedule" in run.data["config"]["method"]):
         return own_speed(run)
     about = {k: v for k, v in speed.items() if k not in ("kind", "format", "rows", "full_depth", "environment")}
     source = {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
-    if at_full_depth(run):
+    if run.full_depth:
         same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
         return {**same, "measured_speedup_interval": None, "speed_from": source}
     wanted = work_of(run.data["config"]["method"]["schedule"])
@@ -89,20 +83,21 @@ def work_of(schedule: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_speed(run: Run) -> dict[str, Any]:
     """Speed-up within the evaluation."""
-    config, interval = run.data["config"], run.data.get("measured_speedup_interval")
+    config, speed = run.data["config"], run.data["speed"]
+    found = {name: value for name, value in run.data.items() if name.startswith("measured_speedup")}
+    found |= {n: value and [value["low"], value["high"]] for n, value in found.items() if n.endswith("_interval")}
     return {
-        "measured_speedup": run.measured_speedup,
-        "measured_speedup_interval": None if interval is None else [interval["low"], interval["high"]],
-        "measured_speedup_with_prompt": run.data.get("measured_speedup_with_prompt"),
+        **dict.fromkeys(("measured_speedup", "measured_speedup_interval", "measured_speedup_with_prompt")),
+        **found,
         "speed_from": {
-            "what": "decoding, full depth and the method in turn on the same batches",
+            "what": speed["what"] if speed else "free-running outputs of a version that did not make lengths equal",
             "run": "the evaluation itself",
             "engine": run.data.get("engine", "transformers"),
             "batch_size": config["settings"]["batch_size"],
             "dtype": config["dtype"],
             "weights": config.get("weights", "model"),
             "device": config["device"],
-            "records": run.data["n"],
+            "records": speed["records"] if speed else run.data["n"],
             "date": run.data["environment"]["date"],
             "threads": run.data["environment"]["threads"],
         },
@@ -142,7 +137,7 @@ def row(
         **label,
         "nominal_speedup": data["nominal_speedup"],
         **speed_columns(run, speed),
-        "mean_layers": data["speed"]["layers_per_token"],
+        "mean_layers": run.layers_per_token,
         "n": data["n"],
         **scores(run),
         "retained": retained(run, full, resamples),

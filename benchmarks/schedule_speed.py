@@ -5,9 +5,9 @@
 The schedules are those of finished runs of `skipdecode eval`; prompts and outputs are as long as the records' prompts
 and references were there, and end tokens end nothing. Schedules of the same depths do the same work, whatever their
 order of layers, so they are timed once. All of them and full depth take turns on each batch, several times over; the
-median of a batch counts. Evaluations cannot tell this where their checkpoints differ: a model whose texts do not end
-keeps its batches full, which is cheaper a token. Nothing else should run meanwhile. A file that has all depths already
-is left alone.
+median of a batch counts (`skipdecode.evaluation.speed`, which evaluations use too, on fewer records). This is for
+tables of several evaluations: one machine, one session, all depths in turn. Nothing else should run meanwhile. A file
+that has all depths already is left alone.
 """
 
 from __future__ import annotations
@@ -16,70 +16,31 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from quality_table import load_runs, work_of
-from tqdm import tqdm
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading, read_result
-from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.opening import open_fast
+from skipdecode.common.progress import progress_bar
+from skipdecode.engine.opening import open_engines
 from skipdecode.errors import SkipDecodeError
-from skipdecode.evaluation.generate import Outputs, Side, Timing, batches
-from skipdecode.evaluation.methods.base import Generation
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.results import Run
+from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.speed import ROUNDS, WHAT, Timing, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
 
-ROUNDS = 3
 
-
-class Record(NamedTuple):
-    """Lengths of a prompt and of its output, in tokens."""
-
-    prompt: int
-    output: int
-
-
-def records_of(place: Path, limit: int) -> list[Record]:
-    """The first records of a run."""
+def records_of(place: Path, limit: int) -> tuple[list[list[int]], list[int]]:
+    """Of the first records of a run: prompts of their lengths, whatever they say, and the lengths of their outputs."""
     with (place.parent / "outputs.jsonl").open(encoding="utf-8") as lines:
         rows = [json.loads(line) for _, line in zip(range(limit), lines, strict=False)]
-    return [Record(row["prompt_tokens"], row["reference_tokens"]) for row in rows]
-
-
-def decode(fast: FastModel, schedule: Schedule, records: Sequence[Record]) -> Generation:
-    """A batch, each row to its length; the same token ids in every call."""
-    engine = FastEngine(fast, schedule, max_rows=len(records), in_order=True)
-    requests = [Request(tuple(3 + (7 * i + j) % 50 for j in range(r.prompt)), r.output) for i, r in enumerate(records)]
-    tokens = [row.tokens for row in engine.decode(requests)]
-    stats = engine.stats
-    return Generation(
-        tokens, stats.prompt_seconds, stats.after_prompts, stats.token_layers, stats.fed_tokens, stats.steps
-    )
-
-
-def measure(fast: FastModel, schedules: Sequence[Schedule], records: Sequence[Record], size: int) -> list[Side]:
-    """Times of each schedule over all records."""
-    groups = [[records[i] for i in indices] for indices in batches([r.prompt for r in records], size)]
-    found: dict[tuple[int, int], list[Generation]] = {}
-    for schedule in schedules:
-        decode(fast, schedule, [Record(r.prompt, 4) for r in groups[0]])
-    turns = [(batch, turn) for _ in range(ROUNDS) for batch in range(len(groups)) for turn in range(len(schedules))]
-    for batch, turn in tqdm(turns, unit="batch"):
-        chosen = (batch + turn) % len(schedules)
-        found.setdefault((chosen, batch), []).append(decode(fast, schedules[chosen], groups[batch]))
-    timings = [Timing(rows_leave=True) for _ in schedules]
-    for (chosen, _), rounds in sorted(found.items(), key=lambda item: item[0]):
-        prompt, seconds = (median(getattr(g, name) for g in rounds) for name in ("prompt_seconds", "decode_seconds"))
-        timings[chosen].add(replace(rounds[0], prompt_seconds=prompt, decode_seconds=seconds))
-    return [Side([], timing) for timing in timings]
+    prompts = [[3 + (7 * i + j) % 50 for j in range(row["prompt_tokens"])] for i, row in enumerate(rows)]
+    return prompts, [row["reference_tokens"] for row in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,15 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # All anew, for only what took turns can be compared.
         works = [*done, *missing]
         loaded = load_model(options.model, dtype=options.dtype)
-        fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
+        source = open_engines(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
     except SkipDecodeError as e:
         print(f"schedule_speed: {e}", file=sys.stderr)
         return 1
-    schedules = [Schedule.full(fast.num_layers), *(fast.suited(any_order(work)) for work in works)]
-    records = records_of(runs[0].path, options.limit)
-    full, *sides = measure(fast, schedules, records, options.batch_size)
-    about = {"records": len(records), "batch_size": options.batch_size, "dtype": options.dtype, "engine": fast.name}
-    write_whole(options.out, json.dumps(document(full, sides, works, about), indent=1) + "\n")
+    methods = [Full(source), *(Scheduled(any_order(work), source) for work in works)]
+    prompts, lengths = records_of(runs[0].path, options.limit)
+    size = options.batch_size
+    with progress_bar(ROUNDS * len(prompts), "record") as bar:
+        timings = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=size, progress=bar.update)
+    about = {"records": len(prompts), "batch_size": size, "dtype": options.dtype, "engine": source.name}
+    write_whole(options.out, json.dumps(document(timings, works, about), indent=1) + "\n")
     return 0
 
 
@@ -130,30 +93,22 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [row["work"] for row in read_result(out, "schedule-speed")["rows"]]
 
 
-def document(
-    full: Side, sides: Sequence[Side], works: Sequence[dict[str, Any]], about: dict[str, Any]
-) -> dict[str, Any]:
-    """What is written."""
+def document(timings: Sequence[Timing], works: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+    """What is written; full depth's times come first."""
+    full, *others = timings
     rows = []
-    for side, work in zip(sides, works, strict=True):
-        outputs = Outputs(side, full)
-        gain = outputs.speedup(seed=0, resamples=1000)
-        rows.append(
-            {
-                "work": work,
-                "measured_speedup": gain.estimate,
-                "measured_speedup_interval": [gain.low, gain.high],
-                "measured_speedup_with_prompt": outputs.speedup_with_prompt(),
-                "speed": side.timing.to_dict(),
-            }
-        )
+    for timing, work in zip(others, works, strict=True):
+        found = speed_entries(timing, full, EvaluationSettings(), {})
+        bounds = {name: value and [value["low"], value["high"]] for name, value in found.items() if "_interval" in name}
+        rows.append({"work": work, **found, **bounds})
+        del rows[-1]["full_depth_speed"]
     return {
         **heading("schedule-speed"),
         "environment": environment(),
-        "what": "decoding to the lengths of the references, all depths in turn on the same batches, medians of rounds",
+        "what": WHAT,
         "rounds": ROUNDS,
         **about,
-        "full_depth": full.timing.to_dict(),
+        "full_depth": full.to_dict(),
         "rows": rows,
     }
 

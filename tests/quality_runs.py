@@ -52,13 +52,14 @@ def says(base: type[Full] | type[Scheduled], words: int, *arguments: Any) -> Met
 
     class Says(base):  # type: ignore[misc, valid-type]
         def generate(
-            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int], rows: int = 0
+            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: Any, eos: set[int], rows: int = 0
         ) -> Generation:
             tokenizer = byte_tokenizer()
             numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]
             texts = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
             layers = LAYERS if self.schedule is None else self.schedule.budget(0)
-            fed = sum(len(row) - 1 for row in texts)
+            lengths = [len(row) for row in texts] if isinstance(max_new_tokens, int) else max_new_tokens
+            fed = sum(length - 1 for length in lengths)
             return Generation(texts, 0.1, SECONDS_A_LAYER * layers * fed, layers * fed, fed, fed)
 
     return Says(*arguments)

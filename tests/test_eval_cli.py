@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from eval_tools import ROWS, arguments, prepare
 from html_page import read_page
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.evaluation.metrics import check_metrics
 from skipdecode.evaluation.results import load_run
+from skipdecode.evaluation.settings import MetricOptions
 from textgen_tools import save_tiny_model, write_rows
 
 
@@ -27,15 +31,97 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_run_prints_a_table_and_leaves_files(place: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(arguments(place, "--out", str(place / "again"), "--nominal-speedup", "2", "--limit", "3")) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].startswith("| run")
-    assert re.match(r"\|-+\|", table[1])
-    assert table[2].startswith("| skipdecode-2x | 3 ")
-    run = load_run(place / "again")
-    assert run.data["config"]["data"] == "data.jsonl"
-    assert (place / "again" / "outputs.jsonl").exists()
+def test_a_run_is_shown_next_to_full_depth_and_leaves_files(place: Path, capsys: pytest.CaptureFixture[str]):
+    out = place / "again"
+    assert main(arguments(place, "--out", str(out), "--nominal-speedup", "2", "--limit", "3")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    title = next(i for i, line in enumerate(lines) if line.startswith("Scores"))
+    assert [re.split(r" *\| *", line)[1] for line in lines[title + 3 : title + 5]] == ["full", "skipdecode-2x"]
+    assert max(len(line) for line in lines if line.startswith("|")) <= 100
+    assert lines[-3].startswith(f"full: {out / 'full' / 'run.json'}, outputs.jsonl")
+    assert lines[-2].startswith(f"skipdecode-2x: {out / 'run.json'}, outputs.jsonl")
+    assert lines[-1] == f"report: {out / 'report.html'}"
+    runs = [load_run(out / "full"), load_run(out)]
+    assert [run.data["n"] for run in runs] == [3, 3]
+    assert runs[1].data["config"]["data"] == "data.jsonl"
+    assert [row["full_output"] for row in runs[1].outputs] == [row["output"] for row in runs[0].outputs]
+    page = read_page((out / "report.html").read_text(encoding="utf-8"))
+    assert all(f"{run.score('loss'):.2f} ± " in page.text for run in runs)
+
+
+def test_full_depth_may_be_left_out(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    call = arguments(place, "--out", str(tmp_path), "--nominal-speedup", "2", "--limit", "2", "--no-full-depth")
+    assert main(call) == 0
+    assert "| full " not in capsys.readouterr().out
+    assert not (tmp_path / "full").exists()
+    assert load_run(tmp_path).data["speed"] is None
+
+
+def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    more = ["--out", str(tmp_path), "--seq-len", "6", "--limit", "4", "--methods"]
+    assert main(arguments(place, *more, "skipdecode:2")) == 0
+    stamp = (tmp_path / "full" / "run.json").stat().st_mtime_ns
+    capsys.readouterr()
+    assert main(arguments(place, *more, "even:1.5")) == 0
+    printed = capsys.readouterr()
+    assert "full depth is taken from" in printed.err
+    assert "| full " in printed.out
+    full, even = load_run(tmp_path / "full"), load_run(tmp_path / "even-1.5x")
+    assert full.path.stat().st_mtime_ns == stamp
+    assert [row["full_tokens"] for row in even.outputs] == [row["tokens"] for row in full.outputs]
+    assert set(even.data["kept"]) == {"bleu", "rougeL"}
+    assert even.measured_speedup > 0
+    # Of other settings it is no yardstick, and it is not replaced unasked.
+    other = arguments(place, "--max-new-tokens", "5", *more, "d3:2")
+    assert main(other) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*other, "--overwrite"]) == 0
+    assert load_run(tmp_path / "full").data["config"]["settings"]["max_new_tokens"] == 5
+
+
+def test_metrics_that_need_a_download_are_left_out_at_once(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    task = (place / "mine.yaml").read_text().replace("[bleu, rougeL]", "[bleu, bertscore_f1]")
+    (tmp_path / "mine.yaml").write_text(task)
+    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "2", "--no-teacher-forced")
+    call[call.index("--task") + 1] = str(tmp_path / "mine.yaml")
+    start = time.perf_counter()
+    check_metrics(["bertscore_f1"], MetricOptions(), lambda line: None)
+    assert time.perf_counter() - start < 1
+    assert main(call) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "bertscore_f1" in line]
+    assert len(told) == 1
+    assert "--bertscore-model DIRECTORY" in told[0]
+    assert set(load_run(tmp_path / "run").data["metrics"]) == {"bleu"}
+    # What was asked for by name is not left out, and no model is loaded first.
+    for asked in (["--metrics", "bleu", "bertscore_f1"], ["--bertscore-model", "nobody/nothing"]):
+        call[1] = str(tmp_path / "no-model")
+        assert main([*call, "--overwrite", *asked]) == 1
+        assert "--bertscore-model DIRECTORY" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max-new-tokens", "100"], "leaves no room for a prompt"),
+        (["--method", "self_speculation", "--exit-layer", "8"], "exit_layer=8 is not accepted"),
+        (["--schedule", "{place}/nine.json"], "layers"),
+        (["--methods", "skipdecode:2", "skipdecode:2"], "names skipdecode-2x twice"),
+        (["--methods", "skipdecode:2", "calm", "--engine", "fast"], "--engine fast does not run calm"),
+    ],
+)
+def test_values_are_checked_before_weights_are_loaded(
+    place: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(place / "model", tmp_path / "model")
+    for weights in (tmp_path / "model").glob("*.safetensors"):
+        weights.write_bytes(b"no weights")
+    (tmp_path / "nine.json").write_text(Schedule.constant(9, 4).to_json())
+    call = arguments(place, "--out", str(tmp_path / "run"), *(word.format(place=tmp_path) for word in more))
+    call[1] = str(tmp_path / "model")
+    assert main(call) != 0
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path):
@@ -67,10 +153,12 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     call = arguments(place, "--out", str(tmp_path / "out"), "--name", "base", "--seq-len", "6")
     call += ["--no-teacher-forced", "--methods", *words]
     assert main(call) == 0
-    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    lines = capsys.readouterr().out.splitlines()
+    title = next(i for i, line in enumerate(lines) if line.startswith("Scores"))
+    names = [line.split("|")[1].strip() for line in lines[title + 3 : title + 7]]
     assert names == ["base full", "base skipdecode-2x", "base even-1.5x", "base mine / 2x"]
     folders = ["full", "skipdecode-2x", "even-1.5x", "mine-2x"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(folders)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([*folders, "report.html"])
     runs = {name: load_run(tmp_path / "out" / name) for name in folders}
     alone = {"full": load_run(place / "full"), "skipdecode-2x": load_run(place / "skip")}
     for name, run in alone.items():
@@ -78,7 +166,8 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     assert "kl" in load_run(place / "skip").data["metrics"]
     assert "kl" not in runs["skipdecode-2x"].data["metrics"]
     speeds = [runs[name].data["full_depth_speed"] for name in folders[1:]]
-    assert speeds[0] == speeds[1] == speeds[2] == runs["full"].data["speed"]
+    full = runs["full"].data["speed"]
+    assert speeds[0] == speeds[1] == speeds[2] == {name: full[name] for name in speeds[0]}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +205,7 @@ def test_a_drop_order_is_for_the_methods_that_take_one(place: Path, tmp_path: Pa
         assert list(schedules[name].drop_order) == order
         assert schedules[name].nominal_speedup == pytest.approx(2, rel=0.1)
     assert list(schedules["unified-2x"].drop_order) != order
-    assert runs["static-pruning-2x"].data["speed"]["layers_per_token"] == 4
+    assert runs["static-pruning-2x"].layers_per_token == 4
 
 
 def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixture[str]):
@@ -124,7 +213,7 @@ def test_compare_prints_paired_intervals(place: Path, capsys: pytest.CaptureFixt
         main(["eval", "--compare", str(place / "full"), str(place / "skip" / "run.json"), "--metrics", "rougeL"]) == 0
     )
     printed = capsys.readouterr().out
-    assert re.search(r"rougeL +\| full +\| skipdecode-2x \| .*\[[-+]\d", printed)
+    assert re.search(r"Against A, full .*\n.*\n.*\n\| rougeL +\| skipdecode-2x \| .*\[[-+]\d", printed)
     assert main(["eval", "--json", "--compare", str(place / "full"), str(place / "full")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [pair["metric"] for pair in document["pairs"]] == ["bleu", "rougeL", "loss"]

@@ -99,7 +99,9 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
             assert fast.data["speed"][key] == slow.data["speed"][key]
         assert fast.data["speed"]["tokens_per_s"] > 0 < fast.data["speed"]["seconds"]
     assert found["auto"]["skipdecode-2x"].measured_speedup > 0
-    assert "| fast " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "engine fast" in printed
+    assert "engine transformers" in printed
 
 
 def test_each_method_is_measured_against_full_depth_on_its_own_engine(place: Path, tmp_path: Path):

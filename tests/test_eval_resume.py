@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -46,21 +47,26 @@ def test_several_methods_go_on_after_an_interruption_while_scoring(
         assert main(arguments(place, "--out", str(out), *more)) == 130
     finished = {name: (out / "full" / name).stat().st_mtime_ns for name in ("run.json", "outputs.jsonl")}
     assert not (out / "skipdecode-2x" / "run.json").exists()
-    kept = [row for row in read_rows(out / "unfinished.jsonl")[1:] if row[0].startswith("batch")]
+    lines = read_rows(out / "unfinished.jsonl")[1:]
+    kept, turns = ([row for row in lines if row[0].startswith(what)] for what in ("batch", "speed"))
     # Another run may not replace what is finished, nor take over or throw away what is not.
     assert main(arguments(place, "--out", str(out), "--max-new-tokens", "5", *more)) == 2
-    assert "full holds a run already: give --overwrite" in capsys.readouterr().err
+    assert "give --overwrite" in capsys.readouterr().err
+    assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
     # The same command goes on.
     assert main(arguments(place, "--out", str(out), *more)) == 0
-    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]] == names
-    assert sorted(p.name for p in out.iterdir()) == sorted(names)
+    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()[-4:-1]] == names
+    assert sorted(p.name for p in out.iterdir()) == sorted([*names, "report.html"])
     assert finished == {name: (out / "full" / name).stat().st_mtime_ns for name in finished}
     for number, name in enumerate(names):
         run, whole = load_run(out / name), load_run(unbroken / name)
         assert run.outputs == whole.outputs
         assert run.data["metrics"] == whole.data["metrics"]
         # The times are those of the first call: nothing was generated again.
-        assert run.data["speed"]["decode_seconds"] == sum(sides[number]["decode_seconds"] for _, sides in kept)
+        assert run.data["free_running"]["decode_seconds"] == sum(s[number]["decode_seconds"] for _, s in kept)
+        # Of one round after the other, two batches each, the medians.
+        rounds = [[side[number]["decode_seconds"] for _, side in turns[batch::2]] for batch in range(2)]
+        assert run.data["speed"]["decode_seconds"] == pytest.approx(sum(map(median, rounds)))
     assert main(arguments(place, "--out", str(out), *more)) == 2
     assert "holds a run already" in capsys.readouterr().err
 

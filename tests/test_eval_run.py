@@ -20,7 +20,6 @@ from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
-from skipdecode.evaluation.generate import batches
 from skipdecode.evaluation.methods.base import Method, Untouched
 from skipdecode.evaluation.methods.drafting import SelfSpeculation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
@@ -29,6 +28,7 @@ from skipdecode.evaluation.results import Run, buckets_of, check_directory, load
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
+from skipdecode.evaluation.speed import batches
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from tiny import LAYERS, tiny_model
 
@@ -105,7 +105,7 @@ def test_full_depth_is_faithful_to_itself(model: Any):
 
 def test_free_running_fidelity_by_hand():
     tables = free_running([[1, 2, 3], [1, 2], [5]], [[1, 2, 3], [1, 9, 3, 4], []])
-    assert ratio_score("exact_match", tables["exact_match"].sum(axis=0)) == pytest.approx(100 / 3)
+    assert ratio_score("full_depth_agreement", tables["full_depth_agreement"].sum(axis=0)) == pytest.approx(100 / 3)
     # 3 of 3, 1 of 4, 0 of 1 tokens.
     assert ratio_score("token_agreement", tables["token_agreement"].sum(axis=0)) == pytest.approx(100 * 4 / 8)
 
@@ -124,13 +124,13 @@ def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
         <= data["measured_speedup"]
         <= data["measured_speedup_interval"]["high"]
     )
-    fidelity = {"exact_match", "token_agreement", "top1_agreement", "kl"}
+    fidelity = {"full_depth_agreement", "token_agreement", "top1_agreement", "kl"}
     assert set(data["metrics"]) == {"bleu", "rougeL", "loss"} | fidelity
     assert Schedule.from_dict(data["config"]["method"]["schedule"]) == SCHEDULE
     assert data["config"]["settings"]["max_new_tokens"] == TASK.max_new_tokens
     assert data["config"]["data_sha256"] == RECORDS.digest()
     assert data["config"]["skipped_records"] == [[9, "no reference text"]]
-    assert 3 <= data["speed"]["layers_per_token"] <= 6
+    assert 3 <= data["free_running"]["layers_per_token"] <= 6
     assert data["full_depth_speed"]["layers_per_token"] == LAYERS
     assert data["environment"]["packages"]["torch"] == torch.__version__
     for row, record in zip(run.outputs, RECORDS.items, strict=True):
@@ -165,7 +165,7 @@ class Killed(Full):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.calls > 2:  # The first call is the warm-up.
+        if self.calls > 1:
             raise KeyboardInterrupt
         return super().generate(*args, **kwargs)
 
@@ -180,8 +180,8 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
         file.write('["batch 1", [{"tokens"')  # A line cut off by the kill.
     counted = Counted()
     run = evaluated(model, tmp_path / "run", counted)
-    # The warm-up and two of three batches.
-    assert counted.calls == 3
+    # Two of three batches.
+    assert counted.calls == 2
     assert run.outputs == unbroken.outputs
     assert not partial.exists()
 
@@ -201,7 +201,7 @@ def test_what_another_run_left_is_not_taken_over(model: Any, tmp_path: Path):
         evaluated(model, tmp_path, Killed())
     counted = Counted()
     evaluated(model, tmp_path, counted, max_new_tokens=5)
-    assert counted.calls == 4
+    assert counted.calls == 3
 
 
 def test_full_depth_is_the_yardstick(model: Any, tmp_path: Path):
@@ -213,7 +213,7 @@ def test_full_depth_is_the_yardstick(model: Any, tmp_path: Path):
 
 def test_a_lossless_method_matches_full_depth_exactly(model: Any, tmp_path: Path):
     run = evaluated(model, tmp_path, SelfSpeculation(3))
-    assert run.score("exact_match") == run.score("token_agreement") == 100
+    assert run.score("full_depth_agreement") == run.score("token_agreement") == 100
     assert run.data["config"]["settings"]["batch_size"] == 1
     assert run.data["nominal_speedup"] is None
 

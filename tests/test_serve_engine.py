@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
+from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.opening import EngineSource
 from skipdecode.errors import ScheduleError
+from skipdecode.serving.groups import make_groups
 from tiny import LAYERS, tiny_model
 
 NEW = 12
@@ -38,6 +42,19 @@ def test_schedules_of_one_drop_order_share_a_batch():
         alone = list(FastEngine(model, schedule).run([Request(prompt, NEW)]))
         assert [(o.token, o.layers) for o in row] == [(o.token, o.layers) for o in alone]
     assert engine.kv.bytes_held == 0
+
+
+def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
+    kernels_or_skip()
+    model = tiny_model("llama", max_position_embeddings=1024)
+    source = EngineSource(model, open_model(model), print)
+    (group,) = make_groups(source, [SCHEDULES[1]], 4)
+    engine = group._make()
+    first, long = engine.submit([Request(PROMPTS[0], 20), Request(tuple(3 + i % 90 for i in range(600)), 1)])
+    order = [out.request for out in engine.run([])]
+    # 124 tokens of the long prompt beside the short one, then 128 at a time, each with a token of the first row.
+    assert order.index(long) == 4
+    assert order[:4] == [first] * 4
 
 
 def test_another_drop_order_needs_another_engine():

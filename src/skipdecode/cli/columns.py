@@ -7,16 +7,17 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["figures", "side_by_side", "speedups", "table"]
+__all__ = ["SPEEDUPS", "figures", "side_by_side", "speedups", "table"]
 
 _LEAST_WIDTH = 22
 _GAP = 2
-_NO_GLYPH = "\N{WHITE SQUARE}"
-_COUNTS = {
+SPEEDUPS = {
     "nominal": "layers that a new token runs, fewer by this factor",
     "decode": "time of the steps after the prompt",
     "request": "time of prompt and steps together",
 }
+"""What each of the three speed-ups counts."""
+_NO_GLYPH = "\N{WHITE SQUARE}"
 
 
 def side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
@@ -69,8 +70,8 @@ def figures(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, ab
 
 def speedups(header: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
     """A table of the three speed-ups with what each counts; `cells` by "nominal", "decode" and "request"."""
-    last = max(map(len, _COUNTS.values()))
-    rows = [[name, *cells[name], counts.ljust(last)] for name, counts in _COUNTS.items()]
+    last = max(map(len, SPEEDUPS.values()))
+    rows = [[name, *cells[name], counts.ljust(last)] for name, counts in SPEEDUPS.items()]
     return table(["speed-up", *header, "what it counts".ljust(last)], rows)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.columns import figures, side_by_side
+from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
 from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.environment import environment
 from skipdecode.common.options import option
@@ -57,11 +57,6 @@ _TUNED = (
     "This checkpoint was tuned under its own schedule; under the other ones its text breaks. Layers, speed and memory "
     "are the same for any weights."
 )
-_SPEEDS = (
-    "nominal: layers that a new token runs, fewer by this factor; decode: time of the steps after the prompts; "
-    "request: time of prompts and steps together. The last two are measured, full depth / schedule, fastest of "
-    "{rounds}."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +84,9 @@ def run(config: Config) -> int:
         width = min(shutil.get_terminal_size((100, 24)).columns, 160)
         for part, setting in zip(parts, settings, strict=True):
             print("\n".join(_lines(part, setting, width)))
-        rounds = "1 round" if config.rounds == 1 else f"{config.rounds} rounds"
-        print("\n".join(["", *textwrap.wrap(_SPEEDS.format(rounds=rounds), width), "", *_next_steps(config)]))
+        speeds = "; ".join(f"{name}: {counts}" for name, counts in SPEEDUPS.items())
+        speeds += f". Times are measured, full depth / schedule, the fastest of --rounds {config.rounds}."
+        print("\n".join(["", *textwrap.wrap(speeds, width), "", *_next_steps(config)]))
     return 0
 
 
@@ -241,13 +237,12 @@ def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
 def _figures(rounds: Sequence[EngineStats], full: Sequence[EngineStats]) -> dict[str, float]:
     """What the rounds of one schedule gave, next to those of full depth."""
     one = rounds[0]
-    layers = one.layer_reads / one.steps
     # Whatever else the machine does can only slow a run down.
     decode, full_decode = (min(stats.after_prompts for stats in each) for each in (rounds, full))
     request, full_request = (min(stats.seconds for stats in each) for each in (rounds, full))
     return {
-        "layers_per_token": layers,
-        "nominal_speedup": full[0].layer_reads / full[0].steps / layers,
+        "layers_per_token": one.token_layers / one.fed_tokens,
+        "nominal_speedup": full[0].token_layers / one.token_layers,
         "measured_decode_speedup": full_decode / decode,
         "measured_request_speedup": full_request / request,
         "decode_s": decode,
@@ -270,8 +265,9 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
     for i, prompt in enumerate(part["prompts"]):
         lines += ["", *textwrap.wrap(prompt["prompt"], width, initial_indent="> ", subsequent_indent="  "), ""]
         lines += side_by_side([run["name"] for run in shown], [run["texts"][i] for run in shown], width)
+    rows = "1 row" if len(part["prompts"]) == 1 else f"{len(part['prompts'])} rows"
     columns = {
-        f"{len(part['prompts'])} rows, {part['engine']} engine": "{name}",
+        f"{rows}, {part['engine']} engine": "{name}",
         "layers": "{layers_per_token:.1f}",
         "nominal": "{nominal_speedup:.2f}x",
         "decode": "{measured_decode_speedup:.2f}x",

@@ -1,14 +1,16 @@
 """Quality, fidelity and measured speed of a method on a task; runs compared with paired intervals; an HTML report.
 
   skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
-  skipdecode eval MODEL --task e2e --data test.jsonl --methods full skipdecode:2 even:2 mine.json --out runs
-  skipdecode eval --compare runs/1x runs/2x --report report.html
+  skipdecode eval MODEL --task e2e --data test.jsonl --methods skipdecode:2 even:2 mine.json --out runs
+  skipdecode eval --compare runs/full runs/2x --report report.html
 
-The first form generates an output for every record, next to the same model at full depth on the same batches in turn,
-scores it, and writes OUT/run.json and OUT/outputs.jsonl; if it is interrupted, the same command goes on.
-The second does so for several methods, which take turns and share full depth; each gets a directory of its own in OUT.
+The first form generates an output for every record, under the method and at full depth, and scores both: what is kept
+of full depth comes first. Speed is measured on a few batches whose outputs get the same lengths under both. It writes
+OUT/run.json and OUT/outputs.jsonl, both for full depth in OUT/full, and OUT/report.html; if it is interrupted, the same
+command goes on.
+The second does so for several methods, which share full depth; each gets a directory of its own in OUT.
 Full depth and schedules run on the fast engine where it covers the model (--engine); calm, self_speculation and
-prompt_lookup run through transformers, next to full depth there.
+prompt_lookup run through transformers, and are timed next to full depth there.
 The third form reads such runs and compares all of them to the first.
 """
 
@@ -18,6 +20,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import EngineOptions, ModelOptions
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.metrics import Metric
     from skipdecode.evaluation.results import Run
     from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
 
@@ -52,16 +56,17 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
         "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
     )
     methods: tuple[str, ...] = option(
-        "several in one run: methods by name (full, calm), schedules with their nominal speed-up (skipdecode:2), "
+        "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2), "
         "schedule files (*.json)",
         default=(),
     )
-    out: str | None = option("directory for run.json and outputs.jsonl", default=None)
+    out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None)
     overwrite: bool = option("replace a run that is in --out already", default=False)
     name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
-        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's); with --compare also "
-        "exact_match, token_agreement, top1_agreement, kl, loss",
+        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's, but for those whose "
+        "model is not here and cannot be fetched); with --compare also full_depth_agreement, token_agreement, "
+        "top1_agreement, kl, loss",
         default=(),
     )
     bad_records: str = option(
@@ -73,7 +78,9 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
     limit: int | None = option("only the first N records", default=None, least=1)
     chat: bool = option("put prompts into the model's chat template", default=False)
     compare: tuple[str, ...] = option("runs (run.json or its directory) to compare with the first of them", default=())
-    report: str | None = option("file for an HTML report of this run, or of the runs of --compare", default=None)
+    report: str | None = option(
+        "file for an HTML report (default: report.html in --out; with --compare, none)", default=None
+    )
     json: bool = option("print one JSON document instead of tables", default=False)
 
 
@@ -98,26 +105,30 @@ def _compare(config: Config) -> int:
 
     runs = [load_run(path) for path in config.compare]
     pairs = compare_runs(runs, config.metrics, resamples=config.resamples, seed=config.seed)
-    _show(config, runs, pairs)
+    _show(config, runs, pairs, config.report)
     return 0
 
 
-def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
+def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: str | Path | None) -> None:
     from skipdecode.common.files import write_whole
-    from skipdecode.evaluation.compare import pairs_table, runs_table
+    from skipdecode.evaluation.compare import pairs_table, runs_tables
 
-    if config.report is not None:
+    if report is not None:
         from skipdecode.reporting.contents import html_report
         from skipdecode.reporting.sources import Source
 
         sources = [Source(run.name, "evaluation", run) for run in runs]
-        write_whole(config.report, html_report(sources, pairs, title="skipdecode eval"))
+        write_whole(report, html_report(sources, pairs, title="skipdecode eval"))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return
-    print(runs_table(runs))
+    print(runs_tables(runs))
     if pairs:
         print(f"\n{pairs_table(pairs)}")
+    written = [] if config.compare else [f"{run.name}: {run.path}, {run.data['outputs']} beside it" for run in runs]
+    written += [] if report is None else [f"report: {report}"]
+    if written:
+        print("", *written, sep="\n")
 
 
 # ---------------------------------------------------------------------- a new run
@@ -126,7 +137,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair]) -> None:
 def _evaluate(config: Config) -> int:
     from skipdecode.data.source import load_records
     from skipdecode.data.tasks import load_task
-    from skipdecode.evaluation.metrics import METRICS, make_metrics
+    from skipdecode.evaluation.metrics import METRICS, check_metrics, make_metrics
     from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.evaluation.run import note_left_out
 
@@ -135,16 +146,37 @@ def _evaluate(config: Config) -> int:
         check_method_options(one)
     task = load_task(config.task, METRICS.check)
     task = replace(task, chat=task.chat or config.chat)
+    options = config.part(MetricOptions)
+    # What nobody asked for by name may be left out.
+    asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model
+    names = check_metrics(config.metrics or task.metrics, options, None if asked else note)
     directory = Path(config.out or "")
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
     check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
-    for metric in config.metrics:
-        METRICS.check(metric)
+    _check_shape(config, each, task, directory)
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
     note_left_out(records.skipped)
-    metrics = make_metrics(config.metrics or task.metrics, config.part(MetricOptions))
-    _show(config, _runs(config, each, task, records, metrics, directory), ())
+    runs = _runs(config, each, task, records, make_metrics(names, options), directory)
+    _show(config, runs, (), config.report or directory / "report.html")
     return 0
+
+
+def _check_shape(config: Config, each: Sequence[Config], task: Task, directory: Path) -> None:
+    """Refuse, before weights are loaded, what does not fit the model's config or cannot be written."""
+    from skipdecode.data.prompts import context_length, prompt_room
+    from skipdecode.evaluation.methods.scheduled import off_engine
+    from skipdecode.evaluation.results import check_directory, is_unfinished
+    from skipdecode.models.loading.hub import load_config
+
+    shape = load_config(config.model)
+    prompt_room(context_length(SimpleNamespace(config=shape)), config.max_new_tokens or task.max_new_tokens)
+    num_layers = shape.get_text_config(decoder=True).num_hidden_layers
+    methods = _chosen(config, each, task, num_layers, None, directory)
+    for place, (method, _) in methods.items():
+        method.check_shape(shape.model_type, num_layers)
+        if not method.full_depth or len(methods) == 1:
+            check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
+    off_engine([method for method, _ in methods.values()], config.engine)
 
 
 def _runs(
@@ -166,9 +198,16 @@ def _runs(
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = _recipe(loaded)
     _check_template(recipe, task)
-    methods = _chosen(config, each, task, loaded, directory)
-    bound, full = on_engine(list(methods.values()), loaded.model, config.engine, note, config.weights)
+    chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
+    for method, origin in chosen.values():
+        note(f"{method.name}: {origin}")
+    given = [method for method, _ in chosen.values()]
+    bound, full = on_engine(given, loaded.model, config.engine, note, config.weights)
     note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
+    methods = dict(zip(chosen, bound, strict=True))
+    if config.full_depth and not any(method.full_depth for method in bound):
+        # On the first method's engine; what others need beside it runs there too and is not shown.
+        methods = {directory / "full": next(f for f in full if f.engine == bound[0].engine), **methods}
     subject = Subject(
         loaded.model,
         loaded.tokenizer,
@@ -188,7 +227,7 @@ def _runs(
     }
     return evaluate(
         subject,
-        dict(zip(methods, bound, strict=True)),
+        methods,
         task,
         records,
         metrics,
@@ -202,21 +241,17 @@ def _runs(
 
 
 def _chosen(
-    config: Config, each: Sequence[Config], task: Task, loaded: LoadedModel, directory: Path
-) -> dict[Path, Method]:
-    """The methods by the directory of their results, which can take them."""
-    from skipdecode.evaluation.results import check_directory, is_unfinished
-
+    config: Config, each: Sequence[Config], task: Task, num_layers: int, carried: Schedule | None, directory: Path
+) -> dict[Path, tuple[Method, str]]:
+    """The methods, and where each is from in words, by the directory of their results."""
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
-    methods: dict[Path, Method] = {}
+    methods: dict[Path, tuple[Method, str]] = {}
     for one in each:
-        method, origin = choose_method(one, loaded.num_layers, carried=loaded.schedule, default_seq_len=seq_len)
-        note(f"{method.name}: {origin}")
+        method, origin = choose_method(one, num_layers, carried=carried, default_seq_len=seq_len)
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
-        methods[place] = method
+        methods[place] = method, origin
     return methods
 
 

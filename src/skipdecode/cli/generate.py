@@ -305,7 +305,8 @@ def _tell_comparison(found: dict[str, Any] | None) -> None:
     if found is None:
         note("no comparison: no row took a second token")
         return
-    note(f"{found['batches']} batches once more, in turn with full depth, all rows of a batch to the same length:")
+    many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
+    note(f"{many} once more, in turn with full depth, all rows of a batch to the same length:")
     cells = {
         "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
         "decode": (

@@ -252,7 +252,7 @@ def _details(plan: _Plan) -> dict[str, str]:
     most = f"at most {figures.bound:.2f}x, with {figures.least_budget} layers, the fewest"
     kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
     return {
-        "decode": f"{most}; {figures.bound_at_half:.2f}x with {figures.half_budget}"
+        "limits": f"decode {most}; {figures.bound_at_half:.2f}x with {figures.half_budget}"
         + (f"; {other}" if plan.config.batch > 1 else ""),
         "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
         f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",

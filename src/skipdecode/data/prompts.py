@@ -23,6 +23,7 @@ __all__ = [
     "context_length",
     "encode_prompts",
     "load_examples",
+    "prompt_room",
     "response_ids",
 ]
 
@@ -171,6 +172,17 @@ def context_length(model: Any) -> int | None:
     """Tokens that the model's positions reach; None if its config sets no limit."""
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
+    """Tokens that a prompt may have; None without a limit. Raises UsageError if there is no room for one."""
+    room = None if context is None else context - max_new_tokens
+    if room is not None and room < 1:
+        raise UsageError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: the model's context is {context} tokens; "
+            "give fewer"
+        )
+    return room
 
 
 def response_ids(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:

@@ -21,7 +21,10 @@ from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["FastEngine"]
+__all__ = ["PROMPT_TOKENS", "FastEngine"]
+
+PROMPT_TOKENS = 512
+"""Of one forward, for jobs."""
 
 
 class FastEngine(Engine):
@@ -71,7 +74,7 @@ class FastEngine(Engine):
         in_order: bool = False,
         kv_bytes: int | None = None,
         kernel: KernelChoice = "auto",
-        prompt_tokens: int = 512,
+        prompt_tokens: int = PROMPT_TOKENS,
         prefix_cache: bool = False,
     ) -> None:
         self.model = model if isinstance(model, FastModel) else open_model(model, kernel)

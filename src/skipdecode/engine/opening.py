@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
-from skipdecode.engine.fast import FastEngine
+from skipdecode.engine.fast import PROMPT_TOKENS, FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.scheduler import JOIN_BELOW
@@ -53,10 +53,12 @@ class EngineSource:
         join_below: float = JOIN_BELOW,
         in_order: bool = False,
         prefix_cache: bool = False,
+        prompt_tokens: int = PROMPT_TOKENS,
     ) -> Engine:
         """A new engine; `schedule` None is full depth, the rest as in `FastEngine`.
 
         There is no prefix cache where it has none: on GPUs, without the C++ kernels, and through transformers.
+        `prompt_tokens` counts where prompts share forwards with rows that decode.
         """
         asked = Schedule.full(self.num_layers) if schedule is None else schedule
         if self.fast is None:
@@ -77,6 +79,7 @@ class EngineSource:
             join_below=join_below,
             in_order=in_order,
             prefix_cache=prefix_cache and self.fast.has_pages,
+            prompt_tokens=prompt_tokens if self.fast.shares else PROMPT_TOKENS,
         )
 
 

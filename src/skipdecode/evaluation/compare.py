@@ -1,17 +1,26 @@
-"""Finished runs side by side: their figures, and paired intervals of each against the first, as Markdown tables."""
+"""Finished runs side by side: their figures, and paired intervals of each against the first, as tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from skipdecode.errors import DataError
 from skipdecode.evaluation.bootstrap import Interval, Paired, compare
+from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run
-from skipdecode.evaluation.scores import scorer_of
+from skipdecode.evaluation.scores import FIDELITY, IN_NATS, scorer_of
 
-__all__ = ["Pair", "compare_runs", "pairs_cells", "pairs_table", "runs_table"]
+__all__ = ["WIDTH", "Pair", "compare_runs", "pairs_cells", "pairs_table", "runs_tables"]
+
+WIDTH = 100
+"""Columns that a printed table has at most."""
+_NAME = 40
+_AGREEMENT = [name for name in FIDELITY if name != "loss"]
+_LOSS = "; loss: nats a token, less is better"
 
 
 @dataclass(frozen=True)
@@ -72,23 +81,47 @@ def _check_signatures(first: Run, other: Run, metric: str) -> None:
         raise DataError(f"{metric} of {first.path} and {other.path} was scored differently: {one} and {two}")
 
 
-def runs_table(runs: Sequence[Run]) -> str:
-    """A row a run: speed, depth, every score with half the width of its interval."""
+def runs_tables(runs: Sequence[Run]) -> str:
+    """What is kept of full depth, scores, speed, agreement with full depth: tables of a row a run, `WIDTH` wide."""
     names = list(dict.fromkeys(name for run in runs for name in run.data["metrics"]))
-    head = ["run", "n", "nominal speed-up", "measured speed-up", "layers/token", "engine", "tokens/s", "seconds"]
-    rows = [[*head, *names]]
-    for run in runs:
-        data, speed = run.data, run.data.get("speed") or {}
-        speedups = (_number(data.get("nominal_speedup")), _number(run.measured_speedup))
-        cells = [run.name, str(data["n"]), *speedups, _number(speed.get("layers_per_token"))]
-        cells += [str(data.get("engine", "-")), _number(speed.get("tokens_per_s")), _number(speed.get("seconds"))]
-        rows.append([*cells, *(_score(run, name) for name in names)])
-    return _markdown(rows)
+    scores = [n for n in names if n not in _AGREEMENT]
+    task = runs[0].data["config"].get("task", {}).get("name")
+    on = f"{runs[0].data['n']} records" + (f" of task {task}" if task else "")
+    engines = dict.fromkeys(str(run.data.get("engine")) for run in runs)
+    how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
+    speed = "Speed-up over full depth [95% interval]" + (
+        "; of older runs, of outputs whose lengths differ"
+        if how is None
+        else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
+        f"{how['rounds']} rounds, engine {' and '.join(engines)}; request: with prompt"
+    )
+    tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
+        (f"Kept of full depth's score, % [95% interval]; {on}", {n: partial(_kept, n) for n in scores if n in METRICS}),
+        (f"Scores ± half of their 95% interval{_LOSS * ('loss' in scores)}", {n: partial(_scored, n) for n in scores}),
+        (speed, _SPEED),
+        (
+            "Agreement with full depth's outputs, % (kl: nats)",
+            {n: partial(_scored, n) for n in names if n in _AGREEMENT},
+        ),
+    ]
+    return "\n\n".join(text for title, columns in tables if (text := _table(title, runs, columns)))
+
+
+def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> str:
+    """A title, and below it the rows and columns that say something; empty if none does."""
+    rows = [[_short(run.name), *(cell(run) for cell in columns.values())] for run in runs]
+    rows = [row for row in rows if set(row[1:]) - {"-"}]
+    shown = [i for i in range(1, len(columns) + 1) if {row[i] for row in rows} - {"-"}]
+    if not shown:
+        return ""
+    table = [[row[i] for i in (0, *shown)] for row in (["run", *columns], *rows)]
+    return "\n".join([*textwrap.wrap(title, WIDTH), *_markdown(table)])
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
-    """`pairs_cells` in Markdown."""
-    return _markdown(pairs_cells(pairs))
+    """`pairs_cells` in Markdown, below the name of the run that all are compared with."""
+    head, *rows = [[_short(cell) for cell in row[:1] + row[2:]] for row in pairs_cells(pairs)]
+    return "\n".join([f"Against A, {pairs[0].a} [paired 95% interval]", *_markdown([head, *rows])])
 
 
 def pairs_cells(pairs: Sequence[Pair]) -> list[list[str]]:
@@ -102,26 +135,63 @@ def pairs_cells(pairs: Sequence[Pair]) -> list[list[str]]:
 
 
 def _bounds(interval: Interval | None, sign: str = "") -> str:
-    if interval is None:
+    return "-" if interval is None else _between(interval.estimate, vars(interval), f"{sign}.2f")
+
+
+def _between(value: float, bounds: Mapping[str, float] | None, form: str = ".2f", unit: str = "", by: int = 1) -> str:
+    around = "" if bounds is None else f" [{by * bounds['low']:{form}}, {by * bounds['high']:{form}}]"
+    return f"{by * value:{form}}{unit}{around}"
+
+
+def _kept(name: str, run: Run) -> str:
+    share = run.data["kept"].get(name)
+    return "-" if share is None else _between(share["estimate"], share, ".1f", by=100)
+
+
+def _scored(name: str, run: Run) -> str:
+    if (entry := run.data["metrics"].get(name)) is None:
         return "-"
-    return f"{interval.estimate:{sign}.2f} [{interval.low:{sign}.2f}, {interval.high:{sign}.2f}]"
+    half, digits = (entry["interval"]["high"] - entry["interval"]["low"]) / 2, 2 if name in IN_NATS else 1
+    return f"{entry['score']:.{digits}f} ± {half:.{digits}f}"
 
 
-def _score(run: Run, name: str) -> str:
-    entry = run.data["metrics"].get(name)
-    if entry is None:
-        return "-"
-    half = (entry["interval"]["high"] - entry["interval"]["low"]) / 2
-    return f"{entry['score']:.2f} ± {half:.2f}"
+def _gain(name: str, run: Run) -> str:
+    value = run.data.get(name)
+    return "-" if value is None else _between(value, run.data.get(f"{name}_interval"), unit="x")
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _tokens_per_s(run: Run) -> str:
+    speed = run.data.get("speed")
+    return "-" if not speed else f"{speed['new_tokens'] / speed['seconds']:.0f}"
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
+_SPEED: Mapping[str, Callable[[Run], str]] = {
+    "request": partial(_gain, "measured_speedup_with_prompt"),
+    "decoding": partial(_gain, "measured_speedup"),
+    "nominal": partial(_gain, "nominal_speedup"),
+    "tokens/s": _tokens_per_s,
+    "layers/token": lambda run: "-" if run.layers_per_token is None else f"{run.layers_per_token:.2f}",
+}
+
+
+def _short(name: str) -> str:
+    """The speed-up stands at a name's end."""
+    return name if len(name) <= _NAME else f"{name[:9]}…{name[10 - _NAME :]}"
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of one table or of several, each with the first column, so that none is wider than `WIDTH`."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join(lines)
+    widths = [max(map(len, column)) + 3 for column in zip(*cells, strict=True)]
+    # As few parts as fit, of about as many columns each.
+    columns = len(widths) - 1
+    for count in range(1, columns + 1):
+        parts = [[0, *range(1 + columns * i // count, 1 + columns * (i + 1) // count)] for i in range(count)]
+        if all(1 + sum(widths[i] for i in part) <= WIDTH for part in parts):
+            break
+    lines: list[str] = []
+    for part in parts:
+        head, *shown = ["".join(f"| {row[i].ljust(widths[i] - 2)}" for i in part) + "|" for row in cells]
+        rule = "".join("|" + "-" * (widths[i] - 1) for i in part) + "|"
+        lines += [*([""] if lines else []), head, rule, *shown]
+    return lines

@@ -7,16 +7,16 @@ a bootstrap resamples rows of a table and never scores text again. Scores run fr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from skipdecode.common.registry import Registry
-from skipdecode.errors import DataError
+from skipdecode.errors import DataError, ModelLoadError
 from skipdecode.evaluation.bootstrap import Table, ratio_of_sums
 from skipdecode.evaluation.settings import MetricOptions
 
-__all__ = ["METRICS", "MeanMetric", "Metric", "make_metrics"]
+__all__ = ["METRICS", "MeanMetric", "Metric", "check_metrics", "make_metrics"]
 
 METRICS = Registry(
     "metric",
@@ -44,6 +44,10 @@ class Metric(ABC):
 
     name: str
     signature: str
+
+    @classmethod  # noqa: B027  # most need nothing
+    def check(cls, options: MetricOptions) -> None:
+        """Refuse, within a second and before anything is loaded, what cannot be had here; raises ModelLoadError."""
 
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         """Statistics of each record.
@@ -97,6 +101,29 @@ class MeanMetric(Metric):
     def score(cls, total: Table) -> float:
         """The mean; see `Metric.score`."""
         return ratio_of_sums(total)
+
+
+def check_metrics(
+    names: Sequence[str], options: MetricOptions, left_out: Callable[[str], None] | None = None
+) -> list[str]:
+    """The names, each once, of metrics that can be had here, told before anything is loaded.
+
+    `left_out` is told one line for each that needs a model which is not here and cannot be fetched; without it that is
+    a ModelLoadError. Raises UsageError for a name that is not known.
+    """
+    for name in names:
+        METRICS.check(name)
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            METRICS.get(name).check(options)
+        except ModelLoadError as e:
+            if left_out is None:
+                raise
+            left_out(f"{name} is left out: {e}")
+            continue
+        found.append(name)
+    return found
 
 
 def make_metrics(names: Sequence[str], options: MetricOptions | None = None) -> list[Metric]:

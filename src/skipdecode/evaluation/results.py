@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,7 @@ from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.bootstrap import Table
+from skipdecode.evaluation.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from skipdecode.evaluation.generate import Outputs
@@ -41,18 +42,23 @@ __all__ = [
     "keep_unfinished",
     "load_run",
     "run_document",
+    "same_run",
     "save_run",
 ]
 
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"
+_OLD_NAMES = {"exact_match": "full_depth_agreement"}
 _NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, read back: its ``run.json`` and the document in it."""
+    """A finished run, read back: its ``run.json`` and the document in it.
+
+    What an earlier version wrote is read in today's names; its measured speed-ups are those of free-running outputs.
+    """
 
     path: Path
     data: Mapping[str, Any]
@@ -64,9 +70,20 @@ class Run:
 
     @property
     def measured_speedup(self) -> float | None:
-        """Wall-clock speed-up over full depth in the same run; None if it was not measured."""
+        """Of decoding, in time, over full depth in the same run; None if it was not measured."""
         value = self.data.get("measured_speedup")
         return None if value is None else float(value)
+
+    @property
+    def layers_per_token(self) -> float | None:
+        """Layers that a token of its own outputs ran, on average; None if none was fed back."""
+        value = (self.data["free_running"] or {}).get("layers_per_token")
+        return None if value is None else float(value)
+
+    @property
+    def full_depth(self) -> bool:
+        """Whether every layer ran for every token: the yardstick of others."""
+        return bool(self.data["config"].get("method", {}).get("name") == "full")
 
     def score(self, metric: str) -> float | None:
         """A score, or None if the run does not have it."""
@@ -91,7 +108,7 @@ class Run:
     def table(self, metric: str) -> Table:
         """Statistics of each record, shape (records, k)."""
         try:
-            return np.asarray([row["statistics"][metric] for row in self.outputs], dtype=np.float64)
+            return np.asarray([_renamed(row["statistics"])[metric] for row in self.outputs], dtype=np.float64)
         except KeyError:
             raise DataError(
                 f"{self.path} has no statistics of {metric}: run it again with --metrics {metric}"
@@ -112,17 +129,38 @@ def load_run(path: str | Path) -> Run:
     missing = [name for name in _NEEDED if name not in data]
     if missing:
         raise DataError(f"{file} is not a run of `skipdecode eval`: it lacks {missing[0]!r}")
+    if "free_running" not in data:
+        data |= {"free_running": data.get("speed"), "speed": None, "full_depth_speed": None, "kept": {}}
+        for scored in (data, *(bucket for axis in data["buckets"].values() for bucket in axis)):
+            scored["metrics"] = _renamed(scored["metrics"])
     return Run(file, data)
 
 
-def check_directory(directory: Path, *, overwrite: bool) -> None:
-    """Refuse, before any heavy work, a directory that cannot take a run or holds one already."""
+def _renamed(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures by name, in the names of today."""
+    return {_OLD_NAMES.get(name, name): value for name, value in figures.items()}
+
+
+def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: Sequence[Metric]) -> Run | None:
+    """The finished run in the directory, if it was made as this one would be and has these metrics."""
+    if not (directory / RUN_FILE).exists():
+        return None
+    run = load_run(directory)
+    there = {name: entry["signature"] for name, entry in run.data["metrics"].items()}
+    # A signature may be complete only when something is scored.
+    scored = all(m.name in there and there[m.name].startswith(m.signature) for m in metrics)
+    same = run.data["config"] == json.loads(json.dumps(config)) and run.data.get("engine") == engine
+    return run if same and scored else None
+
+
+def check_directory(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
+    """Refuse, before any heavy work, a directory that cannot take a run or holds one (`what`) already."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise OutputError(f"cannot make the directory {directory}: {e.strerror}") from None
     if (directory / RUN_FILE).exists() and not overwrite:
-        raise OutputError(f"{directory} holds a run already: give --overwrite to replace it, or another --out")
+        raise OutputError(f"{directory} holds {what} already: give --overwrite to replace it, or another --out")
     if not os.access(directory, os.W_OK):
         raise OutputError(f"cannot write into {directory}: permission denied")
 
@@ -166,49 +204,38 @@ def run_document(
     scored: Scored,
     outputs: Outputs,
     settings: EvaluationSettings,
+    full: Run | None,
 ) -> dict[str, Any]:
-    """The document of a method's results, JSON-ready.
+    """The document of a method's results, JSON-ready; `skipdecode.evaluation.speed` has what it says of speed.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        What ``outputs.jsonl`` says of each record.
-    about : mapping
-        The run's ``config``.
-    scored, outputs
-        The same method's scores, and its outputs next to full depth's.
+    `rows` are what ``outputs.jsonl`` says of each record, `about` is the run's ``config``, `outputs` stand next to full
+    depth's; `full`, if there is one, is full depth on the same records.
     """
     lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
     count = min(len(rows), settings.samples)
+    draws = {"resamples": settings.resamples, "seed": settings.seed}
+    yardstick = {} if full is None else {name: full.table(name) for name in full.data["metrics"] if name in METRICS}
+    nominal = None if method.schedule is None else method.schedule.nominal_speedup
     return {
         **heading("evaluation"),
         "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
         "n": len(rows),
-        **_speed(method, outputs, settings),
-        "metrics": scored.summary(resamples=settings.resamples, seed=settings.seed),
+        "nominal_speedup": 1.0 if method.full_depth else nominal,
+        **dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0 if method.full_depth else None),
+        **dict.fromkeys(("speed", "full_depth_speed")),
+        "engine": method.engine,
+        "kept": scored.kept(yardstick, **draws),
+        "metrics": scored.summary(**draws),
         "buckets": {
             axis: [_bucket(b, scored, outputs) for b in buckets_of(values)] for axis, values in lengths.items()
         },
         # Evenly over the data, the same for every run on it.
         "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
+        # Times of outputs that end where the method ends them: no measure of its speed.
+        "free_running": outputs.timing.to_dict(),
         "outputs": OUTPUTS_FILE,
         "config": about,
         "environment": environment(),
-    }
-
-
-def _speed(method: Method, outputs: Outputs, settings: EvaluationSettings) -> dict[str, Any]:
-    yardstick = method.full_depth
-    measured = outputs.speedup(seed=settings.seed, resamples=settings.resamples)
-    nominal = 1.0 if yardstick else None if method.schedule is None else method.schedule.nominal_speedup
-    return {
-        "nominal_speedup": nominal,
-        "measured_speedup": 1.0 if yardstick else None if measured is None else measured.estimate,
-        "measured_speedup_interval": None if measured is None else asdict(measured),
-        "measured_speedup_with_prompt": 1.0 if yardstick else outputs.speedup_with_prompt(),
-        "engine": method.engine,
-        "speed": outputs.timing.to_dict(),
-        "full_depth_speed": outputs.full_timing.to_dict() if outputs.full_timing.rows else None,
     }
 
 

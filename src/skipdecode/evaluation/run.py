@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,13 +14,12 @@ import numpy as np
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.prompts import encode_prompts, prompt_room, response_ids
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.errors import UsageError
 from skipdecode.evaluation.bootstrap import Table
-from skipdecode.evaluation.generate import Outputs, batches, generate_all
+from skipdecode.evaluation.generate import Outputs, generate_all
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
@@ -30,10 +30,12 @@ from skipdecode.evaluation.results import (
     keep_unfinished,
     load_run,
     run_document,
+    same_run,
     save_run,
 )
 from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
+from skipdecode.evaluation.speed import batches, measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
@@ -55,51 +57,50 @@ def evaluate(
     skip_bad: bool = False,
     progress: bool = False,
 ) -> list[Run]:
-    """Generate, score and save; the runs in the order of `methods`.
+    """Generate, time, score and save; the runs in the order of `methods`.
 
-    A run that was interrupted goes on with the batches and the methods that are left. Several methods take turns on
-    each batch and share full depth beside them.
+    A run that was interrupted goes on with what is left. Full depth that an earlier call left, from the same settings,
+    is not generated again for other methods; its speed is measured anew, for only what took turns can be compared.
 
     Parameters
     ----------
     methods : mapping of Path to Method
         What is evaluated, by the directory that gets its ``run.json`` and ``outputs.jsonl``.
-    out : Path
-        The directory that keeps finished batches until all methods are saved.
-    config : mapping
-        What the caller wants kept (model name, data file, a name for tables).
-    overwrite : bool
-        Replace runs that are in the directories already.
-    skip_bad : bool
-        Leave out records whose prompt is too long for the model, and say which, instead of refusing them.
-    progress : bool
-        Show bars.
+    out, config : Path, mapping
+        Where finished batches are kept until all methods are saved; what the caller wants kept in results.
+    overwrite, skip_bad : bool
+        Replace runs that are there; leave out records whose prompt is too long, and say which.
 
-    Raises
-    ------
-    SkipDecodeError
-        A method that does not fit the model, prompts too long for it, results that cannot be written.
+    Raises SkipDecodeError for a method that does not fit, prompts that are too long, results that cannot be written.
     """
     settings = _settled(subject, list(methods.values()), task, settings)
     records, prompts = _encoded(subject, task, records, settings, skip_bad)
     about = _about(config, task, records, settings)
     work = _Work(subject, task, records.items, prompts, settings, progress)
-    runs = []
-    with closing(_begun(out, about, methods, prompts, overwrite)) as kept:
-        found = work.generate(list(methods.values()), kept)
+    anew = overwrite or is_unfinished(out, _whole(about, methods, prompts))
+    taken = {} if anew else _taken_over(methods, about, metrics)
+    runs: dict[Path, Run] = {}
+    with closing(_begun(out, about, methods, taken, prompts, overwrite)) as kept:
+        given = work.generate(methods, taken, kept)
+        sides = [*methods.values(), *work.beside(methods.values())]
+        speeds = measured_speeds(subject.model, sides, prompts, work.reference_tokens, settings, kept, progress)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
-        for (directory, method), outputs in zip(methods.items(), found, strict=True):
-            if kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
-                runs.append(load_run(directory))
-                continue
-            scored = work.score(method, metrics, outputs)
-            rows = work.rows(outputs, scored)
-            data = run_document(rows, {**about, "method": method.settings()}, method, scored, outputs, settings)
-            runs.append(save_run(directory, data, rows))
-            kept.put(f"saved {directory}", scored_with)
+        # The yardstick first.
+        for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
+            speed = speeds.get(method, {})
+            if directory in taken:
+                run = taken[directory]
+            elif kept.get(f"saved {directory}") == scored_with and (directory / RUN_FILE).exists():
+                run = load_run(directory)
+            else:
+                full = None if method.full_depth else next((run for run in runs.values() if run.full_depth), None)
+                data, rows = work.document(method, given[method], metrics, about, full)
+                run = save_run(directory, {**data, **speed}, rows)
+                kept.put(f"saved {directory}", scored_with)
+            runs[directory] = Run(run.path, {**run.data, **speed})
         kept.remove()
-    return runs
+    return [runs[directory] for directory in methods]
 
 
 # ---------------------------------------------------------------------- steps
@@ -123,12 +124,7 @@ def _encoded(
     subject: Subject, task: Task, records: Records, settings: EvaluationSettings, skip_bad: bool
 ) -> tuple[Records, list[list[int]]]:
     """The records whose prompts fit, and the prompts' tokens."""
-    room = None if subject.context is None else subject.context - (settings.max_new_tokens or 0)
-    if room is not None and room < 1:
-        raise UsageError(
-            f"--max-new-tokens {settings.max_new_tokens} leaves no room for a prompt: the model's context is "
-            f"{subject.context} tokens; give fewer"
-        )
+    room = prompt_room(subject.context, settings.max_new_tokens or 0)
     fitting, prompts = encode_prompts(task.template(), records, subject.tokenizer, room=room, skip_bad=skip_bad)
     note_left_out(fitting.skipped[len(records.skipped) :])
     return fitting, prompts
@@ -153,17 +149,39 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Ev
     }
 
 
+def _taken_over(methods: Mapping[Path, Method], about: Mapping[str, Any], metrics: Sequence[Metric]) -> dict[Path, Run]:
+    """Full depth by its directory, if other methods are to be run beside what an earlier call left of it."""
+    found = {}
+    for directory, method in methods.items() if not all(m.full_depth for m in methods.values()) else ():
+        config = {**about, "method": method.settings()}
+        if method.full_depth and (run := same_run(directory, config, method.engine, metrics)) is not None:
+            note(f"full depth is taken from {directory}, where an earlier call left it")
+            found[directory] = run
+    return found
+
+
 def _begun(
-    out: Path, about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]], overwrite: bool
+    out: Path,
+    about: Mapping[str, Any],
+    methods: Mapping[Path, Method],
+    taken: Mapping[Path, Run],
+    prompts: list[list[int]],
+    overwrite: bool,
 ) -> KeptValues:
     """What is kept of this very run, begun here or earlier; raises OutputError if a finished run would be replaced."""
-    sides = [[method.settings(), method.engine] for method in methods.values()]
-    about = {**about, "methods": sides, "prompts": prompts}
+    left = {directory: method for directory, method in methods.items() if directory not in taken}
+    about = _whole(about, left, prompts)
     goes_on = is_unfinished(out, about)
-    for directory in methods:
+    for directory, method in left.items():
+        what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
         # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
-        check_directory(directory, overwrite=overwrite or goes_on)
+        check_directory(directory, overwrite=overwrite or goes_on, what=what)
     return keep_unfinished(out, about)
+
+
+def _whole(about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]]) -> dict[str, Any]:
+    """All that outputs depend on."""
+    return {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts}
 
 
 @dataclass(frozen=True)
@@ -177,13 +195,12 @@ class _Work:
     settings: EvaluationSettings
     progress: bool
 
-    def generate(self, methods: Sequence[Method], kept: KeptValues) -> list[Outputs]:
-        """The outputs of each method, next to the one full depth that ran beside all on the same engine."""
-        sides = list(methods)
-        if self.settings.full_depth:
-            there = {side.engine for side in sides if side.full_depth}
-            used = {side.engine for side in sides}
-            sides += [full for full in self.subject.full if full.engine in used - there]
+    def generate(
+        self, methods: Mapping[Path, Method], taken: Mapping[Path, Run], kept: KeptValues
+    ) -> dict[Method, Outputs]:
+        """The outputs of each method that is not `taken`, next to those of full depth on the same engine."""
+        sides = [method for directory, method in methods.items() if directory not in taken]
+        sides += self.beside(methods.values())
         with self._bar("generate") as bar:
             found = generate_all(
                 self.subject.model,
@@ -195,12 +212,24 @@ class _Work:
                 eos=self.subject.eos,
                 progress=bar.update,
             )
-        full = {side.engine: given for side, given in zip(sides, found, strict=True) if side.full_depth}
+        full = {methods[directory].engine: [row["tokens"] for row in run.outputs] for directory, run in taken.items()}
+        full |= {side.engine: given.tokens for side, given in zip(sides, found, strict=True) if side.full_depth}
         # Full depth is not compared with itself.
-        return [
-            Outputs(given, None if method.full_depth else full.get(method.engine))
-            for method, given in zip(methods, found, strict=False)
-        ]
+        return {
+            side: given if side.full_depth else replace(given, full=full.get(side.engine, []))
+            for side, given in zip(sides, found, strict=True)
+        }
+
+    def beside(self, methods: Collection[Method]) -> list[Method]:
+        """Full depth on each engine that methods use and that has none among them."""
+        wanted = {m.engine for m in methods} - {m.engine for m in methods if m.full_depth}
+        return [full for full in self.subject.full if full.engine in wanted and self.settings.full_depth]
+
+    @cached_property
+    def reference_tokens(self) -> list[int]:
+        """Mean length of each record's references."""
+        tokenizer = self.subject.tokenizer
+        return [round(mean(map(len, response_ids(record.references, tokenizer)))) for record in self.records]
 
     def score(self, method: Method, metrics: Sequence[Metric], outputs: Outputs) -> Scored:
         """All that the method's outputs are scored with."""
@@ -218,6 +247,15 @@ class _Work:
             tables |= self._teacher_forced(method, outputs)
         return Scored(tables, signatures)
 
+    def document(
+        self, method: Method, outputs: Outputs, metrics: Sequence[Metric], about: Mapping[str, Any], full: Run | None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A method's result and its rows, scored."""
+        scored = self.score(method, metrics, outputs)
+        rows = self.rows(outputs, scored)
+        about = {**about, "method": method.settings()}
+        return run_document(rows, about, method, scored, outputs, self.settings, full), rows
+
     def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
         """What ``outputs.jsonl`` says of each record."""
         texts, full_texts = self._texts(outputs.tokens), self._texts(outputs.full)
@@ -230,7 +268,7 @@ class _Work:
                 "output": texts[i],
                 "tokens": outputs.tokens[i],
                 "prompt_tokens": len(self.prompts[i]),
-                "reference_tokens": round(mean(map(len, response_ids(record.references, self.subject.tokenizer)))),
+                "reference_tokens": self.reference_tokens[i],
             }
             if full_texts:
                 row |= {"full_output": full_texts[i], "full_tokens": outputs.full[i]}

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from skipdecode.common.registry import check_name
-from skipdecode.evaluation.bootstrap import Table, interval, ratio_of_sums
+from skipdecode.evaluation.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.evaluation.metrics import METRICS
 
 __all__ = ["FIDELITY", "IN_NATS", "Scored", "free_running", "ratio_score", "scorer_of", "table_of"]
 
 FIDELITY = {
-    "exact_match": "outputs equal to full depth's, %",
+    "full_depth_agreement": "outputs equal to full depth's, %",
     "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",
     "top1_agreement": "tokens of the full-depth output that the method would choose too, given those before, %",
     "kl": "KL divergence from full depth's next-token distribution, nats a token of its output",
@@ -39,12 +39,12 @@ def ratio_score(name: str, total: Table) -> float:
 
 
 def free_running(outputs: Sequence[Sequence[int]], full: Sequence[Sequence[int]]) -> dict[str, Table]:
-    """Tables (records, 2) of exact_match and token_agreement, from the tokens of a method and of full depth."""
+    """Tables (records, 2) of full_depth_agreement and token_agreement, from tokens of a method and of full depth."""
     exact, tokens = [], []
     for ours, theirs in zip(outputs, full, strict=True):
         exact.append((list(ours) == list(theirs), 1))
         tokens.append((sum(a == b for a, b in zip(ours, theirs, strict=False)), max(len(ours), len(theirs))))
-    return {"exact_match": table_of(exact), "token_agreement": table_of(tokens)}
+    return {"full_depth_agreement": table_of(exact), "token_agreement": table_of(tokens)}
 
 
 def table_of(rows: Any) -> Table:
@@ -95,4 +95,12 @@ class Scored:
         for name, table in self.tables.items():
             bounds = interval(table, scorer_of(name), resamples=resamples, seed=seed)
             found[name] = {"score": bounds.estimate, "interval": asdict(bounds), "signature": signatures[name]}
+        return found
+
+    def kept(self, full: Mapping[str, Table], *, resamples: int, seed: int) -> dict[str, Any]:
+        """Share of full depth's score in each metric of `full`, paired; None where full depth scores 0. JSON-ready."""
+        found: dict[str, Any] = {}
+        for name, table in full.items():
+            share = compare(table, self.tables[name], scorer_of(name), resamples=resamples, seed=seed).ratio
+            found[name] = None if share is None else asdict(share)
         return found

@@ -20,7 +20,11 @@ class EvaluationSettings(Options):
 
     batch_size: int = option("rows decoded together, also at full depth", default=16, least=1)
     max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None, least=1)
-    full_depth: bool = option("run full depth too, for fidelity and measured speed-up", default=True)
+    full_depth: bool = option(
+        "run, score and show full depth too: what is kept of its scores, agreement with it, and speed are against it; "
+        "results of it in --out from the same settings are taken over",
+        default=True,
+    )
     teacher_forced: bool = option(
         "also the loss on references, and top-1 agreement and KL along full depth's outputs; takes about as long as "
         "generating them",

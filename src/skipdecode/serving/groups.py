@@ -19,6 +19,9 @@ from skipdecode.serving.request_state import Choice
 
 __all__ = ["Group", "KvSize", "make_groups"]
 
+_PROMPT_TOKENS = 128
+"""Of one forward: a row's next token waits for it. The kernels are as fast with 512, within 2% (docs/LOG.md)."""
+
 
 class KvSize(NamedTuple):
     """How keys and values are stored: in pages of so many tokens, each of so many bytes in one layer."""
@@ -132,4 +135,11 @@ def _new_engine(source: EngineSource, order: tuple[int, ...], max_rows: int, pre
     with warnings.catch_warnings():
         # Said once, when the model was opened.
         warnings.simplefilter("ignore", UserWarning)
-        return source.engine(stand_in, max_rows=max_rows, join_below=1, in_order=True, prefix_cache=prefix_cache)
+        return source.engine(
+            stand_in,
+            max_rows=max_rows,
+            join_below=1,
+            in_order=True,
+            prefix_cache=prefix_cache,
+            prompt_tokens=_PROMPT_TOKENS,
+        )

@@ -16,7 +16,7 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.generate import GenerateEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
-from skipdecode.models.families import find_family, unwrap
+from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.schedule import Schedule
 
 __all__ = ["GenerateMethod", "Generation", "Method", "Untouched"]
@@ -62,23 +62,17 @@ class Method(ABC):
         The schedule, where the method is one.
     max_batch : int or None
         Most rows of a batch; None for any number.
-    lossless : bool
-        Whether the output is full depth's by construction.
     full_depth : bool
         Whether it is full depth itself, the yardstick.
     engine : str
         What runs the model (`Engine.name`).
-    rows_leave : bool
-        Whether rows that have ended leave the batch. If not, they are decoded on to the end of the longest.
     """
 
     name: str
     schedule: Schedule | None = None
     max_batch: int | None = None
-    lossless: bool = False
     full_depth: bool = False
     engine: str = GenerateEngine.name
-    rows_leave: bool = False
 
     @abstractmethod
     def make_engine(self, model: Any, max_rows: int) -> Engine:
@@ -88,32 +82,28 @@ class Method(ABC):
         """
 
     def generate(
-        self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, eos: set[int], rows: int = 0
+        self,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        eos: set[int],
+        rows: int = 0,
     ) -> Generation:
         """Greedy continuations.
 
-        Parameters
-        ----------
-        model : transformers causal LM
-            In eval mode, nothing attached; left as it was.
-        prompts : sequence of sequence of int
-            Token ids, none empty.
-        eos : set of int
-            Tokens that end a row.
-        rows : int
-            Rows decoded together; 0 for all.
-
-        Raises
-        ------
-        UsageError
-            The method does not decode so many rows together.
+        `model` is in eval mode with nothing attached, and left as it was; `prompts` are token ids, none empty;
+        `max_new_tokens` is of every row or of each; tokens of `eos` end a row; `rows` are decoded together, 0 for all.
+        Raises UsageError if the method does not decode so many rows together.
         """
         together = rows or len(prompts)
         if self.max_batch is not None and together > self.max_batch:
             raise UsageError(f"{self.name} decodes {self.max_batch} row at a time: give --batch-size {self.max_batch}")
         engine = self.make_engine(model, together)
         ends = frozenset(eos)
-        decoded = engine.decode([Request(tuple(prompt), max_new_tokens, stop_ids=ends) for prompt in prompts])
+        most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        pairs = zip(prompts, most, strict=True)
+        decoded = engine.decode([Request(tuple(prompt), new, stop_ids=ends) for prompt, new in pairs])
         stats = engine.stats
         return Generation(
             [row.tokens for row in decoded],
@@ -131,6 +121,10 @@ class Method(ABC):
     def check(self, model: Any) -> None:
         """Refuse a model that the method does not fit; raises a `SkipDecodeError` that says why."""
         find_family(unwrap(model))
+        self.check_shape(unwrap(model).config.model_type, len(decoder_layers(unwrap(model))))
+
+    def check_shape(self, model_type: str, num_layers: int) -> None:  # noqa: B027  # most fit all
+        """The part of `check` that needs no weights."""
 
 
 class GenerateMethod(Method):
@@ -153,5 +147,4 @@ class Untouched(GenerateMethod):
     """`generate` as it is: the yardstick of the methods that live inside it."""
 
     name = "full"
-    lossless = True
     full_depth = True

@@ -60,15 +60,12 @@ class Calm(GenerateMethod):
             "min_exit_layer": self.min_exit_layer,
         }
 
-    def check(self, model: Any) -> None:
+    def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises UnsupportedModelError for families whose keys it cannot compute alone, UsageError for a wrong exit."""
-        super().check(model)
-        kind = unwrap(model).config.model_type
-        if kind not in _FAMILIES:
-            raise UnsupportedModelError(f"CALM is not supported for {kind}: it is for {', '.join(_FAMILIES)}")
-        layers = len(decoder_layers(unwrap(model)))
-        if not 1 <= self.min_exit_layer <= layers:
-            raise UsageError(f"min_exit_layer={self.min_exit_layer} is not accepted: give 1 to {layers}")
+        if model_type not in _FAMILIES:
+            raise UnsupportedModelError(f"CALM is not supported for {model_type}: it is for {', '.join(_FAMILIES)}")
+        if not 1 <= self.min_exit_layer <= num_layers:
+            raise UsageError(f"min_exit_layer={self.min_exit_layer} is not accepted: give 1 to {num_layers}")
 
     @contextmanager
     def around(self, model: Any, eos: frozenset[int]) -> Iterator[_Exits]:

@@ -8,7 +8,6 @@ from typing import Any
 from skipdecode.engine.generate import LayerCount
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.methods.base import GenerateMethod
-from skipdecode.models.families import decoder_layers, unwrap
 
 __all__ = ["PromptLookup", "SelfSpeculation"]
 
@@ -17,7 +16,6 @@ class _Drafting(GenerateMethod):
     """One row at a time. Drafts run layers that the output does not show, so they are counted."""
 
     max_batch = 1
-    lossless = True
 
     def around(self, model: Any, eos: frozenset[int]) -> AbstractContextManager[Any]:
         return LayerCount(model)
@@ -59,10 +57,9 @@ class SelfSpeculation(_Drafting):
     def settings(self) -> dict[str, Any]:
         return {"name": self.name, "exit_layer": self.exit_layer}
 
-    def check(self, model: Any) -> None:
+    def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises UsageError if the drafting layers are none, or all."""
-        layers = len(decoder_layers(unwrap(model)))
-        if not 1 <= self.exit_layer < layers:
+        if not 1 <= self.exit_layer < num_layers:
             raise UsageError(
-                f"exit_layer={self.exit_layer} is not accepted for {layers} layers: give 1 to {layers - 1}"
+                f"exit_layer={self.exit_layer} is not accepted for {num_layers} layers: give 1 to {num_layers - 1}"
             )

@@ -16,7 +16,7 @@ from skipdecode.evaluation.methods.base import Method, Untouched
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["Full", "Scheduled", "on_engine"]
+__all__ = ["Full", "Scheduled", "off_engine", "on_engine"]
 
 
 class Scheduled(Method):
@@ -30,13 +30,10 @@ class Scheduled(Method):
         Engines of the model that is decoded.
     """
 
-    rows_leave = True
-
     def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
         self._asked, self._source = schedule, source
         self.schedule = schedule if source is None or schedule is None else source.suited(schedule)
         self.name = "full" if schedule is None else schedule.name
-        self.lossless = schedule is None or schedule.is_full
         self.engine = GatedEngine.name if source is None else source.name
 
     def on(self, source: EngineSource) -> Scheduled:
@@ -53,11 +50,10 @@ class Scheduled(Method):
         """The name, and the schedule itself."""
         return super().settings() | ({} if self._asked is None else {"schedule": self._asked.to_dict()})
 
-    def check(self, model: Any) -> None:
+    def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""
-        super().check(model)
         if self._asked is not None:
-            self._asked.check_fits(len(decoder_layers(unwrap(model))))
+            self._asked.check_fits(num_layers)
 
 
 class Full(Scheduled):
@@ -77,28 +73,13 @@ def on_engine(
 ) -> tuple[list[Method], tuple[Method, ...]]:
     """Methods on the engine that is asked for, where it can run them, and full depth on each engine that is used.
 
-    Parameters
-    ----------
-    methods : sequence of Method
-        As made: schedules through transformers.
-    model : PreTrainedModel or PeftModel
-    engine : {"auto", "fast", "transformers"}
-        See `skipdecode.engine.opening.open_fast`.
-    note : callable
-        Told one line where the choice needs a word.
-    weights : {"model", "int8", "int4"}
-        See `open_fast`.
-
-    Raises
-    ------
-    SkipDecodeError
-        A method does not fit the model, or `engine` is "fast" and cannot run the model or a method.
+    `methods` are as made, schedules through transformers; `note` is told one line where the choice needs a word;
+    `engine` and `weights` are as in `skipdecode.engine.opening.open_fast`. Raises a SkipDecodeError for a method that
+    does not fit the model, or if `engine` is "fast" and cannot run the model or a method.
     """
     for method in methods:
         method.check(model)
-    others = [m.name for m in methods if not isinstance(m, Scheduled)]
-    if others and engine == "fast":
-        raise UsageError(f"--engine fast does not run {', '.join(others)}: give --engine auto")
+    others = off_engine(methods, engine)
     if len(others) == len(methods):
         return list(methods), (Untouched(),)
     source = open_engines(model, engine, note, weights)
@@ -106,3 +87,11 @@ def on_engine(
         note(f"{', '.join(others)}: no schedule, so it runs through transformers, next to full depth there")
     bound = [m.on(source) if isinstance(m, Scheduled) else m for m in methods]
     return bound, (Full(source), Untouched())
+
+
+def off_engine(methods: Sequence[Method], engine: str) -> list[str]:
+    """Names of methods that run through transformers, being no schedule; UsageError if `engine` is "fast"."""
+    others = [m.name for m in methods if not isinstance(m, Scheduled)]
+    if others and engine == "fast":
+        raise UsageError(f"--engine fast does not run {', '.join(others)}: give --engine auto")
+    return others

@@ -7,7 +7,7 @@ first tells "not there" from "not reachable".
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["HubAnswer", "ask_hub"]
 
@@ -26,13 +26,18 @@ class HubAnswer:
     revision: str | None = None
 
 
-def ask_hub(repo_id: str) -> HubAnswer:
-    """Whether the hub has this model: one request, answered within seconds; none when offline mode is on."""
+def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
+    """Whether the hub has this model: one request, answered within seconds; none when offline mode is on.
+
+    `connect_seconds` is how long it waits for a connection, and for its encryption.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     try:
-        info = HfApi().model_info(repo_id, timeout=TIMEOUT_SECONDS)
+        # To connect, to read, to write, to get a free connection: what the client's HTTP library takes.
+        timeout: Any = (connect_seconds or TIMEOUT_SECONDS, *[TIMEOUT_SECONDS] * 3)
+        info = HfApi().model_info(repo_id, timeout=timeout)
     except HFValidationError:
         return HubAnswer("absent", "it has not the form of a hub id")
     except GatedRepoError:

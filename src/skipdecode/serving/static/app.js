@@ -75,7 +75,9 @@ function showPlans() {
   const nominal = `nominal ${format.times(schedule.nominal_speedup)}`;
   at("schedule-name").textContent = `${schedule.name}, ${nominal}`;
   at("schedule").setAttribute("aria-valuetext", `${schedule.name}, nominal speed-up ${schedule.nominal_speedup.toFixed(2)}`);
-  at("schedule-plan").textContent = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average.`;
+  const untuned = schedule.tuned === false ? " The model was not tuned under it: its text may fall apart." : "";
+  const plan = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average.`;
+  at("schedule-plan").textContent = plan + untuned;
 }
 
 // ------------------------------------------------------------------ a run

@@ -1,0 +1,111 @@
+"""What `skipdecode eval` says: shares of full depth, speed for the same work, tables that fit; older runs are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quality_runs import quality_runs
+from skipdecode import Schedule
+from skipdecode.evaluation.compare import compare_runs, pairs_table, runs_tables
+from skipdecode.evaluation.methods.base import Untouched
+from skipdecode.evaluation.methods.calm import Calm
+from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.results import Run, load_run
+from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
+from tiny import LAYERS, tiny_model
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    pytest.importorskip("bert_score")
+    return quality_runs(tmp_path_factory.mktemp("answer") / "runs")
+
+
+def test_what_is_kept_comes_first_with_its_interval(runs: dict[str, Run]):
+    kept = runs["flat-4x"].data["kept"]
+    assert set(kept) == {"bleu", "rougeL", "bertscore_f1"}
+    for name, share in kept.items():
+        assert share["estimate"] == pytest.approx(runs["flat-4x"].score(name) / runs["full"].score(name))
+        assert share["low"] <= share["estimate"] <= share["high"]
+    text = runs_tables(list(runs.values()))
+    first = text.split("\n\n")[0]
+    assert first.startswith("Kept of full depth's score")
+    assert "8 records" in first
+    share = kept["rougeL"]
+    assert f"{100 * share['estimate']:.1f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" in first
+    assert "| full " not in first
+    order = [text.index(title) for title in ("Kept", "Scores", "Speed-up", "Agreement")]
+    assert order == sorted(order)
+    head = next(line for line in text.splitlines() if "nominal" in line)
+    assert head.index("request") < head.index("decoding") < head.index("nominal")
+
+
+def test_speed_is_that_of_equal_lengths(runs: dict[str, Run]):
+    """The canned methods take a tenth of a second for a batch's prompts, then time by layers and tokens."""
+    four, full = runs["flat-4x"].data, runs["full"].data
+    assert four["speed"]["fed_tokens"] == full["speed"]["fed_tokens"]
+    assert four["free_running"]["fed_tokens"] < full["free_running"]["fed_tokens"]
+    assert four["measured_speedup"] == pytest.approx(4)
+    assert 1 < four["measured_speedup_with_prompt"] < 4
+    assert four["measured_speedup_with_prompt"] == pytest.approx(full["speed"]["seconds"] / four["speed"]["seconds"])
+    assert four["speed"]["records"] == 8
+    assert four["speed"]["new_tokens"] == full["speed"]["fed_tokens"] + 8
+
+
+def test_many_methods_fit_into_a_hundred_columns(runs: dict[str, Run]):
+    names = [f"a checkpoint with a name, early_termination-{i}x" for i in range(8)]
+    many = [runs["full"], *(Run(runs["flat-4x"].path, {**runs["flat-4x"].data, "name": name}) for name in names)]
+    many.append(Run(runs["flat-2x"].path, {**runs["flat-2x"].data, "name": "long" * 30}))
+    lines = runs_tables(many).splitlines() + pairs_table(compare_runs(many[:3], resamples=20)).splitlines()
+    assert max(map(len, lines)) <= 100
+    for metric in ("bleu", "rougeL", "bertscore_f1", "kl", "full_depth_agreement"):
+        assert any(metric in line for line in lines)
+    # Each part of a table names its rows.
+    assert sum("early_termination-7x" in line for line in lines) == sum(line.startswith("| run ") for line in lines)
+
+
+def test_a_file_of_an_older_version_is_read(runs: dict[str, Run], tmp_path: Path):
+    """It had `exact_match`, and the times of outputs that end where they end as its speed."""
+    new = runs["flat-4x"]
+    shutil.copytree(new.path.parent, tmp_path, dirs_exist_ok=True)
+    data = json.loads(new.path.read_text().replace('"full_depth_agreement"', '"exact_match"'))
+    data["speed"], data["full_depth_speed"] = data.pop("free_running"), {}
+    del data["kept"], data["measured_speedup_with_prompt_interval"]
+    (tmp_path / "run.json").write_text(json.dumps(data))
+    lines = (new.path.parent / "outputs.jsonl").read_text().replace('"full_depth_agreement"', '"exact_match"')
+    (tmp_path / "outputs.jsonl").write_text(lines)
+    old = load_run(tmp_path)
+    assert old.data["metrics"] == new.data["metrics"]
+    assert old.data["buckets"] == new.data["buckets"]
+    assert (old.table("full_depth_agreement") == new.table("full_depth_agreement")).all()
+    assert old.layers_per_token == new.layers_per_token == 2
+    assert old.measured_speedup == new.measured_speedup
+    assert len(compare_runs([new, old], resamples=20)) == len(new.data["metrics"])
+    assert "whose lengths differ" in runs_tables([old])
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_every_method_gives_each_row_the_same_number_of_tokens(drafts: bool):
+    """Though the model would end its rows sooner."""
+    model = tiny_model("llama")
+    prompts, lengths = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5, 6]], [9, 4, 6]
+    model.generation_config.eos_token_id = Full().generate(model, prompts[:1], max_new_tokens=3, eos=set()).tokens[0][2]
+    others: list[Any] = [PromptLookup(), SelfSpeculation(3)] if drafts else [Calm(0.0)]
+    methods = [Full(), Untouched(), Scheduled(Schedule.constant(LAYERS, 4)), *others]
+    size = 1 if drafts else 2
+    seen: list[int] = []
+    timings = time_equal_lengths(model, methods, prompts, lengths, batch_size=size, progress=seen.append)
+    assert sum(seen) == 3 * len(prompts)
+    for timing in timings:
+        assert timing.to_dict()["fed_tokens"] == sum(lengths) - len(lengths)
+        assert len(timing.batches) == (3 if drafts else 2)
+        found = speed_entries(timing, timings[0], EvaluationSettings(resamples=20), {})
+        assert found["measured_speedup"] > 0 < found["measured_speedup_with_prompt"]
+    assert timings[2].to_dict()["layers_per_token"] == 4
