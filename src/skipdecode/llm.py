@@ -31,7 +31,7 @@ from skipdecode.schedule.order import bottom_up
 
 __all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
 
-Prompt = str | Sequence[Message] | Mapping[str, Any]
+Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record, which the checkpoint's template renders."""
 
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
