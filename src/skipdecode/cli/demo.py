@@ -20,7 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
-from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, check_room
 from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -74,6 +74,7 @@ def run(config: Config) -> int:
     """Show the demo; returns 0."""
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
+    check_room(config.model, config.max_new_tokens)
     config.use_threads()
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import EngineOptions, ModelOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
@@ -57,7 +57,7 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
         default="",
     )
     data: str | None = option(
-        "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
+        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub", default=None
     )
     methods: tuple[str, ...] = option(
         "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2), "
@@ -147,6 +147,7 @@ def _evaluate(config: Config) -> int:
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
+    check_files(config.report)
     task = _task(config)
     options = config.part(MetricOptions)
     # What nobody asked for by name may be left out.
@@ -196,17 +197,12 @@ def _runs(
     from skipdecode.evaluation.settings import Subject
     from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import load_model
-    from skipdecode.models.loading.recipe import untuned_line
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = _recipe(loaded)
     _check_template(loaded.recipe, task)
     chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
-    for method, origin in chosen.values():
-        note(f"{method.name}: {origin}")
-    schedules = (method.schedule for method, _ in chosen.values())
-    if line := untuned_line([s for s in schedules if s is not None], loaded.recipe, config.model):
-        note(line)
+    _tell(chosen, loaded.recipe, config.model)
     given = [method for method, _ in chosen.values()]
     bound, full = on_engine(given, loaded.model, config.engine, note, config.weights)
     note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
@@ -244,6 +240,17 @@ def _runs(
         skip_bad=config.bad_records == "skip",
         progress=True,
     )
+
+
+def _tell(chosen: dict[Path, tuple[Method, str]], recipe: Recipe | None, model: str) -> None:
+    """Where each method is from, and which schedules the weights were not tuned under."""
+    from skipdecode.models.loading.recipe import untuned_line
+
+    for method, origin in chosen.values():
+        note(f"{method.name}: {origin}")
+    schedules = [method.schedule for method, _ in chosen.values() if method.schedule is not None]
+    if line := untuned_line(schedules, recipe, model):
+        note(line)
 
 
 def _chosen(
