@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from engine_tools import decode
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.fast_model import DenseModel, TokenRows, open_model
+from skipdecode.engine.fast_model import DenseModel, open_model
+from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.kernels import graphs
 from skipdecode.engine.kernels.static_cache import row_bucket, token_bucket
 from skipdecode.engine.model_spec import READERS
@@ -106,9 +107,10 @@ def test_recorded_steps_give_the_tokens_of_generate_under_attach(family: str):
             assert row == model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("prompt", ["max_exit", (0, 1, 3)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "opt", "mistral"])
-def test_rows_of_all_ages_and_lengths_come_go_and_move(family: str):
-    schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=6, prompt="max_exit")
+def test_rows_of_all_ages_and_lengths_come_go_and_move(family: str, prompt: Any):
+    schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=6, prompt=prompt)
     requests = [Request(PROMPTS[i % 4], 3 + 5 * i % 17) for i in range(11)]
     alone = [tokens(FastEngine(taped(family), schedule), [r])[0] for r in requests]
     run = FastEngine(taped(family), schedule, max_rows=6, join_below=1, prompt_tokens=16)

@@ -24,6 +24,8 @@ SCHEDULES = {
     "prompt": Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12, prompt="max_exit"),
     "even": Schedule.even(LAYERS, 4),
     "top-down": Schedule.top_down(LAYERS, [6, 4, 3]),
+    "split": Schedule.split(LAYERS, 4, [5, 5, 4, 3]),
+    "own": Schedule.even(LAYERS, [6, 5, 4], prompt=(0, 1, 5)),
 }
 
 
@@ -64,7 +66,7 @@ def test_greedy_output_is_the_oracles(family, kernel, schedule):
         picked = logits.log_softmax(-1)[torch.arange(NEW), text[0, len(prompt) :]]
         torch.testing.assert_close(picked, logits.log_softmax(-1).max(-1).values, rtol=0, atol=1e-4)
         torch.testing.assert_close(torch.tensor([o.logprob for o in row]), picked, rtol=0, atol=1e-3)
-        depths = [len(schedule.prompt_layers()), *(schedule.budget(i) for i in range(NEW - 1))]
+        depths = [len(schedule.last_prompt_layers()), *(schedule.budget(i) for i in range(NEW - 1))]
         assert [o.layers for o in row] == depths
 
 

@@ -245,7 +245,7 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
     ("arguments", "code", "message"),
     [
         (["x", "--input", "in.jsonl"], 2, "given both as arguments and with --input"),
-        (["x", "--field", "q"], 2, "--field belongs to JSONL input"),
+        (["x", "--field", "q"], 2, "--field belongs to JSONL"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is of standard output"),
         (["x", "--top-k", "3"], 2, "give --temperature too"),

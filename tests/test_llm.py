@@ -150,11 +150,11 @@ def test_a_schedule_is_named_in_many_ways(model_dir: str, tmp_path: Path):
     own, file = Schedule.from_speedup(LAYERS, 2, 16), tmp_path / "own.json"
     own.save(file)
     llm = LLM(model_dir, device="cpu", schedule=str(file))
-    assert llm.schedule_of(None) == llm.schedule_of(own) == llm.schedule_of(str(file)) == own
+    assert llm.schedule_of(None) == llm.schedule_of(own) == llm.schedule_of(str(file)) == llm.schedule_of(file) == own
     assert llm.schedule_of("3x", 20) == Schedule.from_speedup(LAYERS, 3, 20)
     assert llm.schedule_of("1x").is_full
     assert list(llm.schedules) == ["full"]
-    for wrong in ("fast", "0.5x", "9x", Schedule.full(LAYERS + 1), str(tmp_path)):
+    for wrong in ("fast", 2, "0.5x", "9x", Schedule.full(LAYERS + 1), str(tmp_path)):
         with pytest.raises(ScheduleError):
             llm.schedule_of(wrong)
         with pytest.raises(ScheduleError):

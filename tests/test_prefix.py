@@ -16,6 +16,7 @@ from serve_tools import SCHEDULES as SERVED
 from serve_tools import metric, offline, running, tiny_service, until
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
+from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import EngineSource
 from skipdecode.engine.prefix import PrefixKV
@@ -76,7 +77,7 @@ def all_pages_are_free(kv: PrefixKV) -> bool:
     return sorted(kv._free) == list(range(len(kv.pages)))
 
 
-@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2, 5)], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("options", [{"max_rows": 7}, {"max_rows": 2, "join_below": 1, "in_order": True}])
 def test_rows_are_those_without_a_cache(schedule: Schedule, prompt: Any, options: dict[str, Any]):
@@ -98,7 +99,7 @@ def test_rows_are_those_without_a_cache(schedule: Schedule, prompt: Any, options
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mistral", "qwen3"])
-@pytest.mark.parametrize("prompt", ["full", "max_exit"])
+@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2, 5)], ids=str)
 def test_a_row_on_kept_pages_is_the_oracles(family: str, prompt: Any):
     model, schedule = tiny_model(family), replace(PAPER, prompt=prompt)
     engine = FastEngine(model, schedule, prefix_cache=True)
@@ -214,9 +215,9 @@ def test_least_recently_used_prompts_go_first_and_from_their_ends():
 
     def run(prompt: tuple[int, ...]) -> int:
         slot = kv.open()
-        found = kv.match(slot, (0, 1), prompt, 0)
+        found = kv.match(slot, PromptLayers((0, 1)), prompt, 0)
         kv.extend(slot, (0, 1), len(prompt))
-        kv.keep(slot, (0, 1), prompt, len(prompt))
+        kv.keep(slot, PromptLayers((0, 1)), prompt, len(prompt))
         kv.close(slot)
         return found
 
@@ -231,7 +232,7 @@ def test_least_recently_used_prompts_go_first_and_from_their_ends():
 
 def test_no_page_is_written_by_two_or_lost_whatever_happens():
     """Rows come, match, run, keep, leave layers, go; each reads its own tokens from its pages all the time."""
-    rng, layers = random.Random(1), tuple(range(3))
+    rng, layers = random.Random(1), PromptLayers((0, 1, 2))
     kv = PrefixKV(3, 1, 1, torch.float32, torch.device("cpu"), 4, most_bytes=30 * 32)
     kv.reserve(6, 64, 6 * 3 * 8)
     rows: dict[int, dict[str, Any]] = {}
@@ -240,7 +241,7 @@ def test_no_page_is_written_by_two_or_lost_whatever_happens():
         row = rows.get(slot) if slot is not None else None
         if len(rows) < 6 and rng.random() < 0.3:
             text = tuple(rng.choice((1, 2)) for _ in range(rng.choice((4, 8, 12)))) + (step,) * rng.randint(1, 5)
-            rows[kv.open()] = {"text": text, "prompt": text, "fed": 0, "layers": list(layers)}
+            rows[kv.open()] = {"text": text, "prompt": text, "fed": 0, "layers": list(layers.run)}
         elif row is None:
             continue
         elif rng.random() < 0.1:
@@ -249,7 +250,7 @@ def test_no_page_is_written_by_two_or_lost_whatever_happens():
         elif row["fed"] < len(row["prompt"]):
             row["fed"] = kv.match(slot, layers, row["prompt"], row["fed"])
             end = min(row["fed"] + rng.randint(1, 9), len(row["prompt"]))
-            kv.extend(slot, layers, end)
+            kv.extend(slot, layers.run, end)
             write(kv, slot, row, end)
             kv.keep(slot, layers, row["prompt"], row["fed"])
         elif row["fed"] < 30:

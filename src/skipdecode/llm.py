@@ -31,7 +31,7 @@ from skipdecode.schedule.order import bottom_up
 
 __all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
 
-Prompt = str | Sequence[Message] | Mapping[str, Any]
+Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record, which the checkpoint's template renders."""
 
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
@@ -78,7 +78,7 @@ class LLM:
 
     Parameters
     ----------
-    model : str or LoadedModel
+    model : str, Path or LoadedModel
         A name, as `skipdecode.load` takes it, or what that gave.
     schedule : Schedule or str, optional
         Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth.
@@ -106,8 +106,8 @@ class LLM:
 
     def __init__(
         self,
-        model: str | LoadedModel,
-        schedule: Schedule | str | None = None,
+        model: str | Path | LoadedModel,
+        schedule: Schedule | str | Path | None = None,
         *,
         engine: str = "auto",
         weights: str = "model",
@@ -115,7 +115,8 @@ class LLM:
         device: str | None = None,
         max_rows: int = 8,
     ) -> None:
-        self.loaded = load_model(model, dtype=dtype, device=device) if isinstance(model, str) else model
+        loaded = model if isinstance(model, LoadedModel) else load_model(str(model), dtype=dtype, device=device)
+        self.loaded = loaded
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
         self.tokenizer: Any = self.loaded.tokenizer
@@ -135,7 +136,7 @@ class LLM:
         own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
         return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
 
-    def schedule_of(self, asked: Schedule | str | None, max_new_tokens: int = 128) -> Schedule:
+    def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule that a call with this argument runs under.
 
         Parameters
@@ -153,18 +154,22 @@ class LLM:
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
             return self.schedules["full"] if carried is None else carried
-        if isinstance(asked, str) and (found := self.schedules.get(asked)) is not None:
-            return found
-        if isinstance(asked, str) and (speedup := _SPEEDUP.fullmatch(asked)) is not None:
-            if carried is not None and carried.drop_order:
-                return carried.with_speedup(float(speedup[1]))
-            return Schedule.from_speedup(self.num_layers, float(speedup[1]), max_new_tokens)
-        if isinstance(asked, str) and not Path(asked).is_file():
-            names = ", ".join(map(repr, self.schedules))
+        name = str(asked)
+        if isinstance(asked, Schedule):
+            schedule = asked
+        elif name in self.schedules:
+            schedule = self.schedules[name]
+        elif (speedup := _SPEEDUP.fullmatch(name)) is None and Path(name).is_file():
+            schedule = Schedule.load(name)
+        elif speedup is None:
             raise ScheduleError(
-                f"schedule {asked!r} is not known: accepted are {names}, a speed-up such as '2x', a schedule file"
+                f"schedule {name!r} is not known: accepted are {', '.join(map(repr, self.schedules))}, a speed-up such "
+                "as '2x', a schedule file"
             )
-        schedule = Schedule.load(asked) if isinstance(asked, str) else asked
+        elif carried is not None and carried.drop_order:
+            schedule = carried.with_speedup(float(speedup[1]))
+        else:
+            schedule = Schedule.from_speedup(self.num_layers, float(speedup[1]), max_new_tokens)
         schedule.check_fits(self.num_layers)
         return schedule
 
@@ -173,7 +178,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int = 128,
         *,
-        schedule: Schedule | str | None = None,
+        schedule: Schedule | str | Path | None = None,
         stop: str | Sequence[str] = (),
         template: bool | str = True,
         **sampling: Any,
@@ -237,11 +242,7 @@ class LLM:
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )
-        records = []
-        for index, prompt in enumerate(prompts):
-            if not isinstance(prompt, str | Mapping | list):
-                raise DataError(f"{type(prompt).__name__} is no prompt: give text, a chat or a record", index=index)
-            records.append(replace(form.field.record(prompt), index=index))
+        records = [replace(form.field.record(prompt), index=index) for index, prompt in enumerate(prompts)]
         context = context_length(self.loaded.model)
         return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
 
@@ -250,7 +251,7 @@ class LLM:
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         *,
-        schedule: Schedule | str | None = None,
+        schedule: Schedule | str | Path | None = None,
         stop: str | Sequence[str] = (),
         template: bool | str = True,
         **sampling: Any,
@@ -278,8 +279,9 @@ class LLM:
         """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
         found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
         if found is None:
-            # Stands for the order in which layers are dropped: each call brings its own schedule.
-            order = schedule.drop_order or bottom_up(self.num_layers, 1)
+            # Stands for an order of dropping layers, which full depth goes with, too; calls bring their own schedules.
+            carried = self.loaded.schedule
+            order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
             base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # said when the model was opened

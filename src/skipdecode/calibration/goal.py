@@ -19,7 +19,7 @@ from skipdecode.performance.cost import CostModel, Use
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import least_budget
 
-__all__ = ["Goal", "TextCost", "deepest_flat", "layers_only", "paper_within", "set_goal"]
+__all__ = ["Goal", "TextCost", "check_layers", "deepest_flat", "layers_only", "paper_within", "set_goal"]
 
 _MEANS = 2000
 _SLACK = 1 + 1e-12
@@ -100,6 +100,16 @@ class Goal:
     even: Schedule
 
 
+def check_layers(settings: CalibrationSettings, layers: int) -> None:
+    """Raise UsageError where `least` or `warmup_layers` does not fit a model of so many layers."""
+    warmup = settings.warmup_layers
+    floor = least_budget(layers, warmup)
+    for name, value, most in (("--warmup-layers", warmup, layers - 1), ("--least", settings.least or floor, layers)):
+        low = 0 if name == "--warmup-layers" else floor
+        if not low <= value <= most:
+            raise UsageError(f"{name} {value} is not accepted for {layers} layers: give {low} to {most}")
+
+
 def set_goal(
     settings: CalibrationSettings, cost: CostModel | None, prompt_len: int, lengths: Sequence[int], layers: int
 ) -> Goal:
@@ -117,12 +127,9 @@ def set_goal(
     UsageError
         `least` or `warmup_layers` does not fit the model.
     """
+    check_layers(settings, layers)
     warmup = settings.warmup_layers
     floor = least_budget(layers, warmup)
-    for name, value, most in (("--warmup-layers", warmup, layers - 1), ("--least", settings.least or floor, layers)):
-        low = 0 if name == "--warmup-layers" else floor
-        if not low <= value <= most:
-            raise UsageError(f"{name} {value} is not accepted for {layers} layers: give {low} to {most}")
     workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use)
     ordered = sorted(lengths)
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]

@@ -75,6 +75,18 @@ def _check(config: Config) -> None:
     if (config.model is None) == (config.geometry is None):
         raise UsageError("what to measure is not clear: give either a model or --geometry")
     check_files(config.out, config.profile, picture=config.png)
+    if config.model is not None:
+        from skipdecode.models.loading.hub import load_config
+
+        _check_fits(config, load_config(config.model).get_text_config(decoder=True))
+
+
+def _check_fits(config: Config, model_config: Any) -> None:
+    """Refuse texts and nominal speed-ups that the model does not have room for."""
+    context, longest = getattr(model_config, "max_position_embeddings", None), max(config.prompt)
+    if context is not None and longest + config.new > context:
+        raise UsageError(f"--prompt {longest} + --new {config.new} is more than the context of {context} tokens")
+    config.schedules(model_config.num_hidden_layers)
 
 
 def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -111,12 +123,10 @@ def _peers(config: Config) -> tuple[Any, list[Peer]]:
     tokenizer = None
     if config.geometry is not None:
         model = build(config.geometry, getattr(torch, config.dtype), choose_device(config.device))
+        _check_fits(config, model.config)
     else:
         loaded = load_model(str(config.model), dtype=config.dtype, device=config.device, require_tokenizer=False)
         model, tokenizer = unwrap(loaded.model), loaded.tokenizer
-    context, longest = getattr(model.config, "max_position_embeddings", None), max(config.prompt)
-    if context is not None and longest + config.new > context:
-        raise UsageError(f"--prompt {longest} + --new {config.new} is more than the context of {context} tokens")
     names = dict.fromkeys(config.engines)
     text = _text(tokenizer) if tokenizer is not None and names.keys() & DRAFTING else None
     return model, [make_peer(name, model, text=text, exit_layer=config.exit_layer) for name in names]

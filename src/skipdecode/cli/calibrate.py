@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import check_out, read_cost
-from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
+from skipdecode.cli.options import check_out, layers_of, read_cost
+from skipdecode.cli.options.records import RecordOptions, check_records, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
@@ -49,7 +49,7 @@ class Config(CalibrationSettings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     model: str = option("directory (of a model or an adapter), hub id or smollm2-135m", positional=True)
-    data: str = option("JSON lines with prompts and responses")
+    data: str = option("JSON lines or CSV with prompts and responses")
     out: str = option("directory for the schedule, the measurements and the picture")
     records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
     held_out: int = option("records with other prompts, for the check only; 0 for none", default=64, least=0)
@@ -72,13 +72,18 @@ def run(config: Config) -> int:
         import skipdecode.data.prompts  # noqa: F401
     except ImportError:
         raise MissingExtraError("calibration", "tune") from None
-    from skipdecode.calibration.goal import set_goal
+    from skipdecode.calibration.goal import check_layers, set_goal
 
     cost = None if config.cost is None else read_cost(config.cost)
-    make_template(config)  # refuses before a model is loaded
+    check_records(config, "data")
+    layers = layers_of(config.model)
+    check_layers(config, layers)
+    if config.nominal_speedup is not None:
+        Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
+    if cost is not None and cost.num_layers != layers:
+        raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     loaded = _load(config)
     learn, check = _draw(config, loaded)
-    layers = loaded.num_layers
     prompt_len = round(median(len(e.prompt) for e in learn))
     origin = "layers only"
     if config.target_speedup is not None:
@@ -88,8 +93,6 @@ def run(config: Config) -> int:
 
             source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
             cost, origin = source.cost, source.origin
-        if cost.num_layers != layers:
-            raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check, out)
     document = _document(config, goal, found, origin, (len(learn), len(check)))

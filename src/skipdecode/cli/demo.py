@@ -20,7 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
-from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, check_room
 from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -74,6 +74,7 @@ def run(config: Config) -> int:
     """Show the demo; returns 0."""
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
+    check_room(config.model, config.max_new_tokens)
     config.use_threads()
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]
@@ -265,8 +266,9 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
     for i, prompt in enumerate(part["prompts"]):
         lines += ["", *textwrap.wrap(prompt["prompt"], width, initial_indent="> ", subsequent_indent="  "), ""]
         lines += side_by_side([run["name"] for run in shown], [run["texts"][i] for run in shown], width)
+    rows = "1 row" if len(part["prompts"]) == 1 else f"{len(part['prompts'])} rows"
     columns = {
-        f"{len(part['prompts'])} rows, {part['engine']} engine": "{name}",
+        f"{rows}, {part['engine']} engine": "{name}",
         "layers": "{layers_per_token:.1f}",
         "nominal": "{nominal_speedup:.2f}x",
         "decode": "{measured_decode_speedup:.2f}x",

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import EngineOptions, ModelOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.cli.options.records import recorded_prompt
 from skipdecode.common.options import option
@@ -53,7 +53,7 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
     model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
     task: str = option("e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml)", default="")
     data: str | None = option(
-        "JSONL file of records; without it, the task's dataset is loaded from the hub", default=None
+        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub", default=None
     )
     methods: tuple[str, ...] = option(
         "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2), "
@@ -144,6 +144,7 @@ def _evaluate(config: Config) -> int:
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
+    check_files(config.report)
     task = load_task(config.task, METRICS.check)
     task = replace(task, chat=task.chat or config.chat)
     options = config.part(MetricOptions)

@@ -1,8 +1,8 @@
 """Text for every prompt, in batches, with fewer layers per token: prompts in, text on a terminal or JSONL out.
 
-Prompts are arguments, or lines of a text file, or rows of a JSONL file. A tuned checkpoint knows the template of the
-prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one field
-(--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field
+Prompts are arguments, or lines of a text file, or rows of a JSONL or CSV file. A tuned checkpoint knows the template of
+the prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one
+field (--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field
 "id", else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input.
 A row that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
 
@@ -26,10 +26,12 @@ from skipdecode.cli.options import (
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
+    stop_text,
     with_breaks,
 )
 from skipdecode.common.options import option
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.rows import FORMATS
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,13 +62,13 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
         default=None,
     )
     format: str = option(
-        "of the input; auto: JSONL for .jsonl, .ndjson and .json, and for standard input that starts with {, else one "
-        "prompt a line",
+        "of the input; auto: CSV with a header for .csv and .tsv, JSONL for .jsonl, .ndjson and .json, and for "
+        "standard input that starts with {, else one prompt a line",
         default="auto",
-        choices=("auto", "jsonl", "txt"),
+        choices=("auto", *FORMATS, "txt"),
     )
     field: str | None = option(
-        "JSONL field that holds the prompt (default: the template's, else the first of prompt, messages, text, input, "
+        "field that holds the prompt (default: the template's, else the first of prompt, messages, text, input, "
         "question, mr)",
         default=None,
     )
@@ -100,7 +102,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
     max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
     stop: tuple[str, ...] = option(
-        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=with_breaks
+        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=stop_text
     )
     compare: bool = option(
         "also run full depth on up to 8 batches afterwards, alternating, and print both speeds",
@@ -118,6 +120,7 @@ def run(config: Config) -> int:
     check_output(config.output, overwrite=config.overwrite)
     if config.summary is not None:
         check_output(config.summary, overwrite=True)
+    check_schedule_options(config, config.model)
     source, form = _source(config), _form(config)
     rows = source.count(form.field, all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
@@ -151,7 +154,7 @@ def _checked_sampling(config: Config) -> Sampling:
     if not config.prompts and config.input is None and sys.stdin.isatty():
         raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
     if config.prompts and config.field is not None:
-        raise UsageError("--field belongs to JSONL input, not to prompts given as arguments")
+        raise UsageError("--field belongs to JSONL and CSV input, not to prompts given as arguments")
     if config.input is not None and _same_file(config.input, config.output):
         raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
     if config.output_format == "text" and config.output != "-":

@@ -81,8 +81,12 @@ class Config(ModelOptions, EngineOptions):
 def run(config: Config) -> int:
     """Plan, print, and write what was asked for."""
     _check(config)
-    from skipdecode.performance.cost_source import find_cost
+    from skipdecode.models.loading.hub import choose_device
+    from skipdecode.performance.cost_source import find_cost, find_geometry
 
+    if config.target_speedup is None:
+        geometry, _ = find_geometry(config.model, config.dtype, choose_device(config.device))
+        _schedule(config, geometry.num_layers)  # refuses what does not fit before weights are loaded
     source = find_cost(
         config.model,
         batch=config.batch,
@@ -95,7 +99,7 @@ def run(config: Config) -> int:
         remeasure=config.remeasure,
         progress=True,
     )
-    schedule = _schedule(config, source.cost)
+    schedule = _schedule(config, source.cost.num_layers, source.cost)
     figures = assess(
         schedule,
         source.cost,
@@ -144,11 +148,12 @@ def _tokens(config: Config) -> int:
     return config.seq_len + 1
 
 
-def _schedule(config: Config, cost: CostModel) -> Schedule:
-    layers, warmup = cost.num_layers, config.warmup_layers
+def _schedule(config: Config, layers: int, cost: CostModel | None = None) -> Schedule:
+    """The schedule asked for; a wall-clock target is solved for with the cost."""
+    warmup = config.warmup_layers
     order = top_down(layers, warmup) if config.order == "top-down" else None
     shared: dict[str, Any] = {"seq_len": config.seq_len, "warmup_layers": warmup, "drop_order": order}
-    if config.target_speedup is not None:
+    if cost is not None and config.target_speedup is not None:
         schedule = _solved(config, cost, config.use, order)
     elif config.nominal_speedup is not None:
         schedule = Schedule.from_speedup(layers, config.nominal_speedup, spread=config.spread, **shared)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, layers_of
 from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
@@ -88,6 +88,10 @@ def _check(config: Config) -> None:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
     for path in config.schedule:
         Schedule.load(path)
+    if config.schedule or config.nominal_speedup:
+        layers = layers_of(config.model)
+        for schedule in _schedules(config, layers):
+            schedule.check_fits(layers)
 
 
 def _schedules(config: Config, num_layers: int) -> list[Schedule]:

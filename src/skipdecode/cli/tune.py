@@ -10,17 +10,19 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
-from skipdecode.cli.options.records import RecordOptions, make_template, read_examples
+from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
+from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
@@ -43,8 +45,8 @@ class Config(TuneConfig, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
-    train: str = option("JSON lines to train on", default="")
-    dev: str = option("JSON lines to choose the best weights by", default="")
+    train: str = option("JSON lines or CSV to train on", default="")
+    dev: str = option("JSON lines or CSV to choose the best weights by", default="")
     out: str = option("directory for the tuned model, its recipe and its log", default="")
     resume: bool = option("go on from the last checkpoint in --out, if there is one", default=False)
     recipe: str | None = option("read options from a recipe.json; options given here come first", default=None)
@@ -79,16 +81,10 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def run(config: Config) -> int:
     """Tune and save; prints what came of it."""
-    for name in ("model", "train", "dev", "out"):
-        if not getattr(config, name):
-            raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
-    check_schedule_options(config)
+    _check(config)
+    from skipdecode.tuning.setup import process_state
+
     out = Path(config.out)
-    check_out(out, "the run in it", resume=config.resume)
-    try:
-        from skipdecode.tuning.setup import process_state
-    except ImportError:
-        raise MissingExtraError("tuning", "tune") from None
     loaded = _load(config)
     limits = {"train": config.train_records, "dev": config.dev_records}
     examples = {n: read_examples(config, n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
@@ -113,6 +109,28 @@ def run(config: Config) -> int:
         write_recipe(recipe | {"result": result.to_dict()}, out)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
     return 0
+
+
+def _check(config: Config) -> None:
+    """Refuse, before weights are loaded, what can be known to be wrong without them."""
+    for name in ("model", "train", "dev", "out"):
+        if not getattr(config, name):
+            raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
+    check_out(Path(config.out), "the run in it", resume=config.resume)
+    check_schedule_options(config, config.model)
+    check_records(config, "train", "dev")
+    if not config.full and find_spec("peft") is None:
+        raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
+    if config.tensorboard and find_spec("tensorboard") is None:
+        raise MissingExtraError("--tensorboard", "tensorboard")
+    if adapter_dir(config.model) is not None and not (config.full or config.merge):
+        raise UsageError(
+            f"{config.model} is an adapter, and one on top of it would have no base: add --merge or --full"
+        )
+    try:
+        import skipdecode.tuning.setup  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("tuning", "tune") from None
 
 
 def _tune(
@@ -145,10 +163,6 @@ def _load(config: Config) -> LoadedModel:
     loaded = load_model(config.model, dtype="auto" if as_stored else "float32")
     if not hasattr(loaded.model, "get_base_model"):
         return loaded
-    if not (config.full or config.merge):
-        raise UsageError(
-            f"{config.model} is an adapter, and one on top of it would have no base: add --merge or --full"
-        )
     return replace(loaded, model=loaded.model.merge_and_unload())
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.jsonl import read_objects
+from skipdecode.common.rows import read_rows
 from skipdecode.data.records import Message, Record, Reject, Template, read_records, reject_summary, usable
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, UsageError
@@ -215,7 +215,7 @@ def load_examples(
     limit: int | None = None,
     skip_bad: bool = False,
 ) -> tuple[list[Example], list[Reject]]:
-    """Read and tokenise the records of a JSONL file.
+    """Read and tokenise the records of a JSONL or CSV file.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ def load_examples(
     encoder = PromptEncoder(tokenizer, None, template=template)
     examples: list[Example] = []
     rejects: list[Reject] = []
-    records = usable(read_records(islice(read_objects(path), limit), template), rejects)
+    records = usable(read_records(islice(read_rows(path), limit), template), rejects)
     while chunk := list(islice(records, _TOKENIZE_AT_ONCE)):
         responses = response_ids([(*record.references, "")[0] for record in chunk], tokenizer)
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):

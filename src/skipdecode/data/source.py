@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
-from skipdecode.common.jsonl import BOM, Row, decoded, object_of, read_lines, read_objects
+from skipdecode.common.jsonl import BOM, Row, decoded, read_lines
+from skipdecode.common.rows import check_start, format_of, read_rows, rows_of
 from skipdecode.data.forms import PromptField
 from skipdecode.data.records import Record, Reject, read_records, reject_summary, usable
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
 __all__ = ["PromptSource", "Records", "load_records"]
-
-_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 class PromptSource:
@@ -36,8 +35,8 @@ class PromptSource:
         What messages call it.
     opened : binary file
         Seekable; closed by `close`.
-    format : {"jsonl", "txt"}
-        How a line is read.
+    format : {"jsonl", "csv", "tsv", "txt"}
+        How it is read.
     fingerprint : dict
         JSON-ready; equal for equal input, so that an interrupted run is only ever resumed on the same.
     """
@@ -52,13 +51,13 @@ class PromptSource:
     def open(cls, path: str, format: str | None = None) -> Self:
         """A file, a pipe, or standard input (``-``).
 
-        `format` defaults to JSONL for the endings .jsonl, .ndjson and .json, and for standard input and pipes whose
-        first character is ``{``; anything else is text, one prompt a line.
+        `format` defaults to what the ending says (.jsonl, .ndjson, .json, .csv, .tsv), and to JSONL for standard input
+        and pipes whose first character is ``{``; anything else is text, one prompt a line.
 
         Raises
         ------
         DataError
-            The file cannot be read, or is a JSON array.
+            The file cannot be read, or is of a kind that is not: a JSON array, compressed, Parquet.
         """
         name = "standard input" if path == "-" else path
         try:
@@ -71,12 +70,12 @@ class PromptSource:
             fingerprint = {"path": str(Path(path).resolve()), "bytes": about.st_size, "modified_ns": about.st_mtime_ns}
         else:
             opened, fingerprint = _spooled(opened)
-        start = _first_character(opened)
+        opened.seek(0)
+        start = opened.read(4096)
         if format is None:
-            by_name = Path(path).suffix.lower() in _JSONL_SUFFIXES
-            format = "jsonl" if by_name or (not regular and start == b"{") else "txt"
-        if format == "jsonl" and start == b"[":
-            raise DataError(f"{name} is a JSON array: give JSONL, one JSON object a line")
+            is_json = not regular and start.removeprefix(BOM).lstrip().startswith(b"{")
+            format = format_of(path) or ("jsonl" if is_json else "txt")
+        check_start(name, start, format)
         return cls(name, opened, format, fingerprint)
 
     @classmethod
@@ -87,9 +86,7 @@ class PromptSource:
 
     def records(self, form: PromptField | None = None) -> Iterator[Record]:
         """All records, from the first on; `form` says what of a row or a line of text is the prompt."""
-        is_json, form = self.format == "jsonl", form or PromptField()
-        rows = ((line, object_of(raw) if is_json else _text_row(raw, form)) for line, raw in self._lines())
-        return read_records(rows, form)
+        return read_records(self._rows(form or PromptField()), form or PromptField())
 
     def count(self, form: PromptField | None = None, *, all_usable: bool = False) -> int:
         """How many records there are, those with an error included. Reads them as JSON up to the first usable one only.
@@ -107,7 +104,8 @@ class PromptSource:
             wrong = wrong or f"line {record.line}: {record.error}"
             if found and not all_usable:
                 break
-        rows = sum(1 for _ in self._lines())
+        # Lines of JSON are not read for it.
+        rows = sum(1 for _ in (self._lines() if self.format == "jsonl" else self._rows(form or PromptField())))
         if not rows:
             raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
         if not found:
@@ -122,6 +120,12 @@ class PromptSource:
         self._file.seek(0)
         return read_lines(self._file)
 
+    def _rows(self, form: PromptField) -> Iterator[tuple[int, Row]]:
+        if self.format == "txt":
+            return ((line, _text_row(raw, form)) for line, raw in self._lines())
+        self._file.seek(0)
+        return rows_of(self._file, self.format, self.name)
+
 
 def _text_row(raw: bytes | None, form: PromptField) -> Row:
     try:
@@ -135,13 +139,6 @@ def _spooled(stream: IO[bytes]) -> tuple[IO[bytes], dict[str, Any]]:
     shutil.copyfileobj(stream, copy)
     copy.seek(0)
     return copy, {"sha256": hashlib.file_digest(copy, "sha256").hexdigest()}
-
-
-def _first_character(file: IO[bytes]) -> bytes:
-    file.seek(0)
-    start = file.read(4096).removeprefix(BOM).lstrip()[:1]
-    file.seek(0)
-    return start
 
 
 # ---------------------------------------------------------------------- records to score
@@ -165,7 +162,7 @@ class Records:
 
 
 def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool = False) -> Records:
-    """Records of a task from a JSONL file, or from the task's hub dataset when `data` is None.
+    """Records of a task from a JSONL or CSV file, or from the task's hub dataset when `data` is None.
 
     One without text to score (an empty prompt or no reference) is always left out, and named by line.
 
@@ -181,7 +178,7 @@ def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool =
         `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
     """
     if data is not None:
-        source, rows = str(data), read_objects(Path(data))
+        source, rows = str(data), read_rows(Path(data))
     elif task.hub is not None:
         source, rows = task.hub.id, _hub_rows(task.hub)
     else:

@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["BudgetPolicy", "DepthOrder", "RowView", "SchedulePolicy", "granted"]
+__all__ = ["BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePolicy", "granted"]
 
 
 class RowView(NamedTuple):
     """What a policy sees of a row: the request's number, and of the token about to be fed the generation position
-    (0: the first new token) and log-probability. `budget` are the layers of the token before (of the prompt, at
-    position 0).
+    (0: the first new token) and log-probability. `budget` are the layers of the token before (at position 0, of the
+    prompt, or what position 0 may run beyond it).
     """
 
     request: int
@@ -54,6 +54,22 @@ def granted(policy: BudgetPolicy, row: RowView) -> int:
     return budget
 
 
+class PromptLayers(NamedTuple):
+    """Layers that a prompt's tokens run, and those that store their keys and values alone; the last token runs both.
+
+    `own`: the prompt's layers are no budget of the drop order, and may be fewer than those of position 0.
+    """
+
+    run: tuple[int, ...]
+    projected: tuple[int, ...] = ()
+    own: bool = False
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Layers that store keys and values, ascending."""
+        return tuple(sorted(self.run + self.projected))
+
+
 class SchedulePolicy:
     """Budgets from a schedule's positions."""
 
@@ -77,7 +93,6 @@ class DepthOrder:
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        _check_prompt(schedule)
         self.num_layers = schedule.num_layers
         self._drop_order = schedule.drop_order
         # The least budget with which a layer runs; layers never dropped run with any.
@@ -94,9 +109,15 @@ class DepthOrder:
     def check(self, schedule: Schedule) -> None:
         """Raise ScheduleError unless rows under a schedule can run beside those of this order."""
         schedule.check_fits(self.num_layers)
-        _check_prompt(schedule)
         if not self.takes(schedule):
             raise ScheduleError(f"schedule {schedule.name!r} drops layers in another order than this engine")
+
+    def prompt(self, policy: BudgetPolicy) -> PromptLayers:
+        """What the prompts of a policy's rows do."""
+        schedule = policy.schedule
+        if isinstance(schedule.prompt, str):
+            return PromptLayers(self.layers(policy.prompt_budget()))
+        return PromptLayers(schedule.prompt_layers(), schedule.projected, own=True)
 
     def layers(self, budget: int) -> tuple[int, ...]:
         """Layers of a budget, ascending."""
@@ -115,11 +136,3 @@ class DepthOrder:
                 counts[layer] = len(budgets)
             return counts
         return [bisect_right(budgets, -least, key=neg) for least in self._least]
-
-
-def _check_prompt(schedule: Schedule) -> None:
-    if not isinstance(schedule.prompt, str):
-        raise ScheduleError(
-            f"schedule {schedule.name!r} gives prompts layers of their own, which the fast engine cannot run yet: "
-            "run it through transformers (--engine transformers), or set prompt='full'"
-        )

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy, granted
-from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
+from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.feeds import EngineRow, Feed, token_rows
 from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kv import KV
 from skipdecode.engine.requests import Request, StepOutput
-from skipdecode.engine.sampling import Row, put_out
+from skipdecode.engine.sampling import put_out
 from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -25,20 +25,6 @@ __all__ = ["PROMPT_TOKENS", "FastEngine"]
 
 PROMPT_TOKENS = 512
 """Of one forward, for jobs."""
-
-
-@dataclass(eq=False, kw_only=True)
-class _Row(Row):
-    """A request that has a slot."""
-
-    policy: BudgetPolicy
-    slot: int
-    pages: int
-    fed: int = 0  # tokens of prompt and output that have run
-
-
-_Feed = tuple[_Row, tuple[int, ...]]
-"""A row, and its tokens that a forward runs."""
 
 
 class FastEngine(Engine):
@@ -110,8 +96,8 @@ class FastEngine(Engine):
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
         self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
         self._submitted = 0
-        self._starting: list[_Row] = []
-        self._running: list[_Row] = []
+        self._starting: list[EngineRow] = []
+        self._running: list[EngineRow] = []
 
     # ------------------------------------------------------------------ public
 
@@ -169,17 +155,17 @@ class FastEngine(Engine):
     def step(self) -> list[StepOutput]:
         """Admit what may join, then one forward: a part of the prompts that are due, and one token of every row.
 
-        Where steps are graphs (`FastModel.shares`), prompts have a forward of their own, and rows step after it only if
-        it put out nothing.
+        Where steps are graphs (`FastModel.shares`), and where prompts have layers of their own, they have a forward of
+        their own, and rows step after it only if it put out nothing.
         """
         start = time.perf_counter()
         self._admit()
         prompts, outputs = self._due(), list[StepOutput]()
-        if prompts and not self.model.shares:
+        if prompts and (prompts[0].row.prompt.own or not self.model.shares):
             outputs = self._run(prompts)
             prompts = []
         if prompts or (self._running and not outputs):
-            outputs = self._run(prompts + [(row, (row.output[-1],)) for row in self._running])
+            outputs = self._run(prompts + [Feed(row, (row.output[-1],)) for row in self._running])
         self.stats.seconds += time.perf_counter() - start
         return outputs
 
@@ -192,7 +178,8 @@ class FastEngine(Engine):
         if wrong is not None:
             raise UsageError(f"token {wrong} is outside the model's vocabulary of {self.model.vocab_size}")
         kv = self.kv
-        pages = max(policy.prompt_budget() * kv.pages_for(prompt), policy.first_budget() * kv.pages_for(total))
+        held = len(self._order.prompt(policy).held)
+        pages = max(held * kv.pages_for(prompt), policy.first_budget() * kv.pages_for(total))
         if self._kv_pages is not None and pages > self._kv_pages:
             raise UsageError(
                 f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of "
@@ -206,17 +193,20 @@ class FastEngine(Engine):
         free = None if self._kv_pages is None else self._kv_pages - used
         for size in self._scheduler.admit(len(rows), free):
             request, policy = self._requests.pop(size.request)
+            prompt = self._order.prompt(policy)
             used += size.pages
             # What is kept of prompts gives way to rows where there may be no more pages.
             wanted = used + self.kv.cached_bytes // self.kv.page_bytes
             pages = wanted if self._kv_pages is None else min(wanted, self._kv_pages)
             tokens = size.prompt_tokens + size.new_tokens
             self.kv.reserve(self._scheduler.max_rows, tokens, pages, self._kv_pages)
-            row = _Row(
+            row = EngineRow(
                 number=size.request,
                 request=request,
-                budget=policy.prompt_budget(),
+                budget=len(prompt.held),
                 policy=policy,
+                prompt=prompt,
+                layers=prompt.held,
                 slot=self.kv.open(),
                 pages=size.pages,
             )
@@ -224,23 +214,26 @@ class FastEngine(Engine):
 
     # ------------------------------------------------------------------ one forward
 
-    def _due(self) -> list[_Feed]:
+    def _due(self) -> list[Feed]:
         """What the next forward runs of prompts: up to `prompt_tokens` tokens, first come, first served."""
-        parts: list[_Feed] = []
+        parts: list[Feed] = []
         room = self._prompt_tokens
+        own = self._starting[0].prompt if self._starting and self._starting[0].prompt.own else None
         for row in self._starting:
             if not room:
                 break
-            fed = self.kv.match(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
+            if row.prompt != own and (own is not None or row.prompt.own):
+                continue
+            fed = self.kv.match(row.slot, row.prompt, row.request.prompt, row.fed)
             self.stats.prefix_hit_tokens += fed - row.fed
             row.cached += fed - row.fed
             row.fed = fed
             if not (self._prefix_cache and any(self._is_ahead(*part, row) for part in parts)):
-                parts.append((row, row.request.prompt[fed : fed + room]))
-                room -= len(parts[-1][1])
+                parts.append(Feed(row, row.request.prompt[fed : fed + room]))
+                room -= len(parts[-1].tokens)
         return parts
 
-    def _is_ahead(self, other: _Row, part: tuple[int, ...], row: _Row) -> bool:
+    def _is_ahead(self, other: EngineRow, part: tuple[int, ...], row: EngineRow) -> bool:
         """Whether another row's part is the next page of this one's prompt, which it then waits for and shares."""
         prompt, end = row.request.prompt, row.fed + self.kv.page_tokens
         return (
@@ -248,42 +241,35 @@ class FastEngine(Engine):
             and other.fed <= row.fed
             and end <= other.fed + len(part)
             and end < len(prompt)
-            and self._order.layers(other.budget) == self._order.layers(row.budget)
+            and other.prompt == row.prompt
             and other.request.prompt[:end] == prompt[:end]
         )
 
-    def _run(self, feeds: list[_Feed]) -> list[StepOutput]:
+    def _run(self, feeds: list[Feed]) -> list[StepOutput]:
         """One forward over tokens of prompts and of rows that decode; the next token of each row that has one."""
         start = time.perf_counter()
-        batch, budgets, due = TokenRows([], [], [], [], []), list[int](), list[_Row]()
         for row, tokens in feeds:
             self._make_room(row, len(tokens))
-        feeds.sort(key=lambda feed: -feed[0].budget)
+        batch, due = token_rows(feeds, self._order)
         for row, tokens in feeds:
-            batch.tokens.extend(tokens)
-            batch.slots.extend([row.slot] * len(tokens))
-            batch.positions.extend(range(row.fed, row.fed + len(tokens)))
-            budgets += [row.budget] * len(tokens)
             row.fed += len(tokens)
-            if row.fed >= len(row.request.prompt):
-                batch.wanted.append(len(batch.tokens) - 1)
-                due.append(row)
-        batch.counts.extend(self._order.counts(budgets))
         logits = self.model.forward(batch, self.kv)
         if len(due) < len(batch.tokens):
             self.model.wait()
         for row, _ in feeds:
             if not row.output:
-                self.kv.keep(row.slot, self._order.layers(row.budget), row.request.prompt, row.fed)
+                # The last token, where it runs more layers than the others, is none that they could share.
+                prompt = row.request.prompt[:-1] if row.prompt.own else row.request.prompt
+                self.kv.keep(row.slot, row.prompt, prompt, row.fed)
         self._count(feeds, time.perf_counter() - start)
         self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
         self._running += [row for row in due if not row.output]
         return self._emit(due, logits, start) if due else []
 
-    def _count(self, feeds: list[_Feed], seconds: float) -> None:
+    def _count(self, feeds: list[Feed], seconds: float) -> None:
         """Note what a forward did; its time is shared out by tokens x layers."""
         stats, rows = self.stats, [row for row, _ in feeds if row.output]
-        prompts = [(len(tokens), row.budget) for row, tokens in feeds if not row.output]
+        prompts = [(len(tokens), len(row.prompt.run)) for row, tokens in feeds if not row.output]
         layers, prompt_layers = sum(row.budget for row in rows), sum(size * budget for size, budget in prompts)
         stats.prompt_tokens += sum(size for size, _ in prompts)
         stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
@@ -298,20 +284,21 @@ class FastEngine(Engine):
         # Where whole rows are kept at full depth, that is what is held.
         stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
 
-    def _make_room(self, row: _Row, tokens: int) -> None:
+    def _make_room(self, row: EngineRow, tokens: int) -> None:
         """Room for tokens to be fed; a row that decodes first gets its budget and gives back layers that it leaves."""
         if row.output:
             position = len(row.output) - 1
-            budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))
-            if budget != row.budget:
-                keep = set(self._order.layers(budget))
-                self.kv.drop(row.slot, [layer for layer in self._order.layers(row.budget) if layer not in keep])
-                row.budget = budget
+            row.budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))
+            layers = self._order.layers(row.budget)
+            if layers != row.layers:
+                keep = set(layers)
+                self.kv.drop(row.slot, [layer for layer in row.layers if layer not in keep])
+                row.layers = layers
             if row.fed % self.kv.page_tokens and position:
                 return  # in a page that it has
-        self.kv.extend(row.slot, self._order.layers(row.budget), row.fed + tokens)
+        self.kv.extend(row.slot, row.layers, row.fed + tokens)
 
-    def _emit(self, rows: list[_Row], logits: torch.Tensor, start: float) -> list[StepOutput]:
+    def _emit(self, rows: list[EngineRow], logits: torch.Tensor, start: float) -> list[StepOutput]:
         outputs = put_out(self, rows, logits, start)
         for row, out in zip(rows, outputs, strict=True):
             if out.finish_reason is not None:

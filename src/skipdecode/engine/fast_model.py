@@ -14,11 +14,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
 
+from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.kernels import KernelChoice, native_kernels
 from skipdecode.engine.kernels.dense import DenseDecoder, Segment
 from skipdecode.engine.kernels.graphs import GraphCapture, capture_for
@@ -35,20 +36,7 @@ from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.levels import fewest_levels
 
-__all__ = ["DenseModel", "FastModel", "NativeModel", "TokenRows", "open_model"]
-
-
-class TokenRows(NamedTuple):
-    """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
-
-    `counts` says how many rows, from the first, run each layer, and `wanted` of which rows, rising, logits are wanted.
-    """
-
-    tokens: list[int]
-    slots: list[int]
-    positions: list[int]
-    counts: list[int]
-    wanted: list[int]
+__all__ = ["DenseModel", "FastModel", "NativeModel", "open_model"]
 
 
 class FastModel(ABC):
@@ -170,8 +158,8 @@ class NativeModel(FastModel):
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts)
-        if self.projects and len(rows.wanted) < len(rows.tokens):
+        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts, rows.stored)
+        if self.projects and rows.stored is None and len(rows.wanted) < len(rows.tokens):
             hidden = self._wanted_alone_at_the_top(given, rows.wanted)
         else:
             self._stack(given)
@@ -247,7 +235,7 @@ class DenseModel(FastModel):
 
     @torch.inference_mode()
     def forward(self, rows: TokenRows, kv: StaticKV) -> Tensor:
-        if len(set(rows.slots)) == len(rows.slots):
+        if len(set(rows.slots)) == len(rows.slots) and rows.stored is None:
             return self._decode(rows, kv)
         return self._prompts(rows, kv)
 
@@ -267,12 +255,13 @@ class DenseModel(FastModel):
     def _prompts(self, rows: TokenRows, kv: StaticKV) -> Tensor:
         segments: list[Segment] = []
         for row, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
-            if row and slot == rows.slots[row - 1]:
+            if row and (slot, position - 1) == (rows.slots[row - 1], rows.positions[row - 1]):
                 segments[-1] = segments[-1]._replace(end=row + 1)
             else:
                 segments.append(Segment(kv.places([slot])[0], row, row + 1, position))
         given = self._ids(rows.tokens), self._ids(rows.positions)
-        return self._decoder.prompts(kv.cache, *given, segments, rows.counts, self._ids(rows.wanted)).float()
+        stored = rows.stored or rows.counts
+        return self._decoder.prompts(kv.cache, *given, segments, rows.counts, stored, self._ids(rows.wanted)).float()
 
     def _ids(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -132,7 +132,7 @@ class GatedEngine(Engine):
         """Rows of the schedule under which the longest waiting request runs."""
         _, schedule = self._requests[min(self._requests)]
         numbers = [size.request for size in self._queues[schedule].admit(0)]
-        layers = len(schedule.prompt_layers())
+        layers = len(schedule.last_prompt_layers())
         rows = [Row(number=number, request=self._requests.pop(number)[0], budget=layers) for number in numbers]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
         attachment = attach(self._model, schedule)

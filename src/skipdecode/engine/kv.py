@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kernels.memory import huge_pages
 
 __all__ = ["KV", "PAGE_TOKENS", "PagedKV"]
@@ -84,15 +85,15 @@ class KV(ABC):
         """Bytes that are kept of prompts whose rows have left; no part of `bytes_held`."""
         return 0
 
-    def match(self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int) -> int:
-        """Take over what is kept of a prompt that is to run `layers`, from its token `fed` on; returns where it ends.
+    def match(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> int:
+        """Take over what is kept of a prompt with these `layers`, from its token `fed` on; returns where it ends.
 
         At least the last token is left to run.
         """
         return fed
 
     def keep(  # noqa: B027  # most keep nothing
-        self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int
+        self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int
     ) -> None:
         """Share what a row holds of its prompt, of which `fed` tokens have run `layers`, with rows to come."""
 

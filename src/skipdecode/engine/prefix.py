@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
+from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kv import PagedKV
 
 __all__ = ["PREFIX_BYTES", "PrefixKV"]
@@ -68,7 +69,7 @@ class PrefixKV(PagedKV):
         self._shared[slot] = []
         return slot
 
-    def match(self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int) -> int:
+    def match(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> int:
         mine, size = self._shared[slot], self.page_tokens
         found = 0
         while fed == len(mine) * size and fed + size < len(prompt):
@@ -82,12 +83,12 @@ class PrefixKV(PagedKV):
             self._touch(mine)
         return fed
 
-    def keep(self, slot: int, layers: tuple[int, ...], prompt: tuple[int, ...], fed: int) -> None:
+    def keep(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> None:
         mine, held, size = self._shared[slot], self._held[slot], self.page_tokens
         before = len(mine)
         for place in range(before, min(fed, len(prompt)) // size):
             key = _key(mine, layers, prompt, place * size, size)
-            own = {layer: held[layer][place] for layer in layers}
+            own = {layer: held[layer][place] for layer in layers.held}
             block = self._blocks.get(key)
             if block is None:
                 block = self._blocks[key] = _Block(key, own)
@@ -162,5 +163,5 @@ class PrefixKV(PagedKV):
         self._free.extend(page for layer, page in block.pages.items() if not block.users[layer])
 
 
-def _key(before: list[_Block], layers: tuple[int, ...], prompt: tuple[int, ...], start: int, size: int) -> _Key:
+def _key(before: list[_Block], layers: PromptLayers, prompt: tuple[int, ...], start: int, size: int) -> _Key:
     return (before[-1] if before else layers), prompt[start : start + size]

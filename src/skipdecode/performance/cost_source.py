@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +11,19 @@ from typing import Any
 
 import torch
 
+from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
-from skipdecode.errors import ModelLoadError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, weights_dtype
-from skipdecode.models.loading.locate import adapter_dir, base_name
+from skipdecode.models.loading.locate import adapter_dir, base_name, locate
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.geometry import ConfigReader, ModelGeometry
 from skipdecode.performance.machine import measure_machine
-from skipdecode.performance.measure import measure_cost
+from skipdecode.performance.measure import kernels_version, machine_key, measure_cost
 
 __all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
 
@@ -97,13 +100,57 @@ def find_cost(
         flag = "--measure" if measure else "--remeasure"
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
-        model = load_model(name, dtype=dtype, device=device, require_tokenizer=False).model
-        fast = open_fast(model, engine, note, weights)
-        cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
-        return _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
+        asked = (dtype, engine, weights, batch, prompt_len)
+        return _measured_or_kept(name, choose_device(device), asked, remeasure=remeasure, progress=progress)
     if weights != "model":
         raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
+
+
+def _measured_or_kept(
+    name: str,
+    device: torch.device,
+    asked: tuple[str, str, str, int, int],
+    *,
+    remeasure: bool,
+    progress: bool,
+) -> CostSource:
+    """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
+    dtype, engine, weights, batch, prompt_len = asked
+    key = _key(name, asked, device)
+    path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    if not remeasure and (kept := _kept(path, key, name, device)) is not None:
+        return kept
+    model = load_model(name, dtype=dtype, device=str(device), require_tokenizer=False).model
+    fast = open_fast(model, engine, note, weights)
+    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
+    found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
+    about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}
+    with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a load, no more.
+        write_whole(path, json.dumps(about, indent=1))
+    return found
+
+
+def _key(name: str, asked: tuple[str | int, ...], device: torch.device) -> list[Any]:
+    """All that a cost found by a model's name holds for: what was asked, the files, the machine and the versions."""
+    adapter = adapter_dir(name)
+    base = locate(name if adapter is None else base_name(adapter)).folder()
+    folders = [base] if adapter is None else [base, adapter]
+    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
+    stamps = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return [list(asked), kernels_version(), machine_key(device), stamps]
+
+
+def _kept(path: Path, key: list[Any], name: str, device: torch.device) -> CostSource | None:
+    """What an earlier call found; the sizes come from the config, so that no weights are loaded."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["key"] != key:
+            return None
+        geometry, _ = find_geometry(name, data["dtype"], device)
+        return CostSource(CostModel.from_dict(data["cost"]), geometry, data["dtype"], data["origin"])
+    except (OSError, ValueError, KeyError, TypeError, DataError):
+        return None
 
 
 def find_geometry(name: str, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:

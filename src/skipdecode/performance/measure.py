@@ -31,7 +31,7 @@ from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 
-__all__ = ["CostMeter", "fitted", "measure_cost"]
+__all__ = ["CostMeter", "fitted", "kernels_version", "machine_key", "measure_cost"]
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
 _PROMPT_TOKENS = 512  # of one forward, as in the engine
@@ -93,18 +93,29 @@ def _key(model: Any, batch: int, fast: FastModel | None) -> dict[str, Any]:
     """All that a calibration holds for: sizes and kernels, dtype, batch, engine, machine, threads and versions."""
     config = model.config
     settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
-    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
     engine = "transformers"
     if fast is not None:
-        version = hashlib.sha256(sources).hexdigest()[:16]
-        engine = f"fast, {fast.kernel} kernels {version}, {fast.quantization or 'own'} weights"
+        engine = f"fast, {fast.kernel} kernels {kernels_version()}, {fast.quantization or 'own'} weights"
     return {
         "model": hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest(),
         "attention": str(config._attn_implementation),
         "dtype": str(model.dtype),
         "batch": batch,
         "engine": engine,
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+        **machine_key(model.device),
+    }
+
+
+def kernels_version() -> str:
+    """Short for the sources of the fast engine's kernels."""
+    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
+    return hashlib.sha256(sources).hexdigest()[:16]
+
+
+def machine_key(device: torch.device) -> dict[str, Any]:
+    """The part of a calibration's key that says where it was made, and with which versions."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_model(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),

@@ -23,11 +23,17 @@ __all__ = [
     "ThreadOptions",
     "check_files",
     "check_out",
+    "check_room",
     "check_schedule_options",
     "choose_schedule",
+    "layers_of",
     "read_cost",
+    "stop_text",
     "with_breaks",
 ]
+
+
+_SOME_POSITIONS = 64  # for a schedule that is only tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,11 @@ class EngineOptions(Options):
         default="model",
         choices=WEIGHTS,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights != "model" and self.engine == "transformers":
+            raise UsageError(f"--weights {self.weights} needs the fast engine: leave out --engine transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +137,37 @@ class ScheduleChoice(NamedTuple):
     origin: str
 
 
-def check_schedule_options(options: ScheduleOptions) -> None:
-    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule."""
+def check_schedule_options(options: ScheduleOptions, model: str | None = None) -> None:
+    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule.
+
+    With the model's name also a schedule that does not fit its layers, which its config tells.
+    """
     if options.schedule is not None and options.nominal_speedup is not None:
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
     if options.schedule is not None:
         Schedule.load(options.schedule)
+    if model is not None and (options.schedule is not None or options.nominal_speedup is not None):
+        choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
+
+
+def layers_of(model: str) -> int:
+    """Decoder layers of a model by name, from its config: no weights are read or fetched."""
+    from skipdecode.models.loading.hub import load_config
+
+    return int(load_config(model).get_text_config(decoder=True).num_hidden_layers)
+
+
+def check_room(model: str, max_new_tokens: int) -> None:
+    """Refuse, before a model is loaded, as many new tokens as its context has, or more: a prompt needs room too."""
+    from skipdecode.models.loading.hub import load_config
+
+    context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(context, int) and 0 < context <= max_new_tokens:
+        raise UsageError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: {model} has a context of {context}"
+        )
 
 
 def choose_schedule(
@@ -188,6 +222,13 @@ def check_files(*files: str | None, picture: str | None = None) -> None:
         from skipdecode.reporting.plots import check_matplotlib
 
         check_matplotlib()
+
+
+def stop_text(text: str) -> str:
+    """`with_breaks` of a text that is not empty."""
+    if not text:
+        raise ValueError("a text that is not empty")
+    return with_breaks(text)
 
 
 def with_breaks(text: str) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
     from skipdecode.data.records import Template
 
-__all__ = ["RecordOptions", "make_template", "read_examples", "recorded_prompt"]
+__all__ = ["RecordOptions", "check_records", "make_template", "read_examples", "recorded_prompt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,15 @@ def make_template(options: RecordOptions) -> Template:
         raise UsageError("--response-field is missing: name the field of the record that is the response")
     prompt = options.prompt_template or _field_alone(options.prompt_field)
     return Template(prompt, options.response_field, chat=options.chat)
+
+
+def check_records(options: RecordOptions, *flags: str) -> None:
+    """Refuse, before a model is loaded, a template that names nothing, and files that cannot be read at all."""
+    from skipdecode.common.rows import read_rows
+
+    make_template(options)
+    for flag in flags:
+        next(read_rows(Path(getattr(options, flag))), None)
 
 
 def recorded_prompt(options: Mapping[str, Any]) -> tuple[str, bool] | None:

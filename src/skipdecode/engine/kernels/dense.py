@@ -9,6 +9,7 @@ and all it reads and leaves lies in tensors that stay: it can be captured as a C
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -101,6 +102,7 @@ class DenseDecoder:
         positions: Tensor,
         segments: list[Segment],
         counts: list[int],
+        stored: list[int],
         wanted: Tensor,
     ) -> Tensor:
         """Logits (wanted rows, vocabulary) of parts of prompts.
@@ -117,22 +119,38 @@ class DenseDecoder:
             The rows' texts, in order.
         counts : list of int
             How many rows, from the first, run each layer; whole segments.
+        stored : list of int
+            How many leave their keys and values in it; whole segments.
         """
         layers = self._spec.layers
         x = self._spec.embed(tokens, positions, self._dtype)
         rotation = _rotation_at(layers[0].attention, positions, x.dtype)
 
+        def turned(begin: int, end: int) -> _Rotation | None:
+            return None if rotation is None else _Rotation(rotation.cos[begin:end], rotation.sin[begin:end])
+
+        def store(index: int, begin: int, keys: Tensor, values: Tensor) -> None:
+            for each in (s for s in segments if begin <= s.begin and s.end <= begin + len(keys)):
+                there = slice(each.start, each.start + each.end - each.begin)
+                for kept, new in zip(cache.kv[index, :, each.place], (keys, values), strict=True):
+                    kept[:, there] = new[each.begin - begin : each.end - begin].transpose(0, 1)
+
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
             n = qkv.shape[0]
-            turn = None if rotation is None else _Rotation(rotation.cos[:n], rotation.sin[:n])
-            q, k, v = _heads_of(layer.attention, qkv, turn)
-            parts = []
-            for segment in (s for s in segments if s.end <= n):
-                mine = (t[segment.begin : segment.end] for t in (q, k, v))
-                parts.append(_attend_segment(layer.attention, cache.kv[index, :, segment.place], segment.start, *mine))
-            return torch.cat(parts)
+            q, k, v = _heads_of(layer.attention, qkv, turned(0, n))
+            store(index, 0, k, v)
+            return torch.cat(
+                [
+                    _attend_segment(layer.attention, cache.kv[index, :, s.place], s.start, q[s.begin : s.end])
+                    for s in segments
+                    if s.end <= n
+                ]
+            )
 
-        for index, (layer, count) in enumerate(zip(layers, counts, strict=True)):
+        for index, (layer, count, kept) in enumerate(zip(layers, counts, stored, strict=True)):
+            if kept > count:
+                projected = _linear(_keys_and_values(layer, x.dtype), x[count:kept])
+                store(index, count, *_turned_keys(layer.attention, projected, turned(count, kept)))
             if count:
                 _run_layer(layer, index, x[:count], attend)
         x = x.index_select(0, wanted)
@@ -164,11 +182,10 @@ def _visible(positions: Tensor, length: int, window: int) -> Tensor:
     return visible
 
 
-def _attend_segment(spec: AttentionSpec, kv: Tensor, start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Store keys and values (tokens, kv_heads, head_dim) at a place's kv, and attend with q to all it holds."""
+def _attend_segment(spec: AttentionSpec, kv: Tensor, start: int, q: Tensor) -> Tensor:
+    """Attend with q (tokens, heads, head_dim), from position `start` on, to what a place's kv holds."""
     keys, values = kv
     stop = start + len(q)
-    keys[:, start:stop], values[:, start:stop] = k.transpose(0, 1), v.transpose(0, 1)
     repeat = spec.heads // spec.kv_heads
     seen_keys, seen_values = (t[:, :stop].repeat_interleave(repeat, dim=0).unsqueeze(0) for t in (keys, values))
     plain = start == 0 and not spec.window  # a case that fused kernels know
@@ -191,8 +208,7 @@ class _Rotation(NamedTuple):
 
 def _linear(spec: LinearSpec, x: Tensor) -> Tensor:
     """What `spec` describes, of x (rows, columns)."""
-    weight = spec.weight.dequantize(x.dtype) if isinstance(spec.weight, QuantizedWeight) else spec.weight
-    y = functional.linear(_prologue(spec, x), weight, spec.bias)
+    y = functional.linear(_prologue(spec, x), _weight(spec, x.dtype), spec.bias)
     if spec.activation == "none":
         return y
     return functional.relu(y) if spec.activation == "relu" else functional.gelu(y, approximate="tanh")
@@ -216,10 +232,33 @@ def _heads_of(spec: AttentionSpec, qkv: Tensor, rotation: _Rotation | None) -> t
         normed = [_rms_norm(part, gamma, spec.eps) for part, gamma in zip(parts, gammas, strict=True)]
         mixed = torch.cat(normed, dim=1)
     if rotation is not None:
-        # A head's halves change places; the signs are in sin.
-        mixed = torch.addcmul(mixed * rotation.cos, mixed.roll(spec.head_dim // 2, -1), rotation.sin)
+        mixed = _rotated(mixed, rotation)
     queries, keys = torch.split(mixed, [spec.heads, spec.kv_heads], dim=1)
     return queries, keys, values
+
+
+def _keys_and_values(layer: LayerSpec, dtype: torch.dtype) -> LinearSpec:
+    """The part of the fused product that makes keys and values."""
+    queries = layer.attention.heads * layer.attention.head_dim
+    bias = None if layer.qkv.bias is None else layer.qkv.bias[queries:]
+    return replace(layer.qkv, weight=_weight(layer.qkv, dtype)[queries:], bias=bias)
+
+
+def _weight(spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+    return spec.weight.dequantize(dtype) if isinstance(spec.weight, QuantizedWeight) else spec.weight
+
+
+def _turned_keys(spec: AttentionSpec, projected: Tensor, rotation: _Rotation | None) -> tuple[Tensor, Tensor]:
+    """Keys and values (rows, kv_heads, head_dim), normed and rotated, of what `_keys_and_values` makes."""
+    keys, values = projected.view(len(projected), 2, spec.kv_heads, spec.head_dim).unbind(1)
+    if spec.k_gamma is not None:
+        keys = _rms_norm(keys, spec.k_gamma, spec.eps)
+    return (keys if rotation is None else _rotated(keys, rotation)), values
+
+
+def _rotated(heads: Tensor, rotation: _Rotation) -> Tensor:
+    # A head's halves change places; the signs are in sin.
+    return torch.addcmul(heads * rotation.cos, heads.roll(heads.shape[-1] // 2, -1), rotation.sin)
 
 
 def _prologue(spec: LinearSpec, x: Tensor) -> Tensor:

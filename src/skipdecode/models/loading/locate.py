@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub_probe import ask_hub
@@ -72,15 +73,19 @@ def _locate_on_hub(name: str) -> Place:
     answer = ask_hub(name)
     if answer.state == "found":
         return Place(name, local_only=False)
+    folder = Path(name).parent
+    beside = [str(folder / each.name) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    meant = near(name, [*_NAMES, *beside])
     if answer.state == "absent":
         raise ModelLoadError(
-            f"model {name!r} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
+            f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
         )
     # The snapshot's directory and not the id: transformers looks for adapters on the hub even when told not to.
     if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
         return Place(str(Path(config).parent), local_only=True)
     raise ModelLoadError(
-        f"model {name!r} is neither a local directory nor in the hub's local cache, and {answer.reason}; {_ACCEPTED}"
+        f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
+        f"{_ACCEPTED}"
     )
 
 

@@ -179,7 +179,7 @@ class Worker:
         self._new = []
         for size in self._scheduler.admit(len(self._starting) + len(self._running)):
             arrival = self._arrivals.pop(size.request)
-            budget = self._policy.prompt_budget()
+            budget = len(self._policy.schedule.last_prompt_layers())
             self._starting.append(_Row(size.request, arrival, now, budget, arrival.prompt_tokens))
         if not self._starting and not self._running:
             self._idle = True

@@ -11,7 +11,8 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
+from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import LinearSpec

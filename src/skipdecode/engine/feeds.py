@@ -1,0 +1,99 @@
+"""What a forward runs: from requests and the tokens that they are fed to the rows of a model's forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from skipdecode.engine.depth import BudgetPolicy, DepthOrder, PromptLayers
+from skipdecode.engine.sampling import Row
+
+__all__ = ["EngineRow", "Feed", "TokenRows", "token_rows"]
+
+
+class TokenRows(NamedTuple):
+    """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
+
+    `counts` says how many rows, from the first, run each layer, `stored`, where it is not the same, how many leave
+    their keys and values there, and `wanted` of which rows, rising, logits are wanted.
+    """
+
+    tokens: list[int]
+    slots: list[int]
+    positions: list[int]
+    counts: list[int]
+    wanted: list[int]
+    stored: list[int] | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class EngineRow(Row):
+    """A request that has a slot.
+
+    Parameters
+    ----------
+    prompt : PromptLayers
+        What its prompt's tokens do.
+    layers : tuple of int
+        Where it holds keys and values.
+    fed : int
+        Tokens of prompt and output that have run.
+    """
+
+    policy: BudgetPolicy
+    prompt: PromptLayers
+    layers: tuple[int, ...]
+    slot: int
+    pages: int
+    fed: int = 0
+
+
+class Feed(NamedTuple):
+    """A row, and its tokens that a forward runs."""
+
+    row: EngineRow
+    tokens: tuple[int, ...]
+
+    @property
+    def ends(self) -> bool:
+        """Whether the row gets a new token from it."""
+        return self.row.fed + len(self.tokens) >= len(self.row.request.prompt)
+
+
+class _Span(NamedTuple):
+    """Successive tokens of a row in a forward; of the last one logits may be wanted."""
+
+    row: EngineRow
+    tokens: tuple[int, ...]
+    start: int
+    wanted: bool
+
+
+def token_rows(feeds: list[Feed], order: DepthOrder) -> tuple[TokenRows, list[EngineRow]]:
+    """The rows of a forward, by falling depth, and the requests that get a token, in the order of the wanted rows.
+
+    Prompts with layers of their own (`PromptLayers.own`) are alone in a forward, and alike. Their last tokens, which
+    run more than the others, come first.
+    """
+    own = feeds[0].row.prompt if feeds[0].row.prompt.own and not feeds[0].row.output else None
+    if own is None:
+        feeds = sorted(feeds, key=lambda feed: -feed.row.budget)
+        spans = [_Span(feed.row, feed.tokens, feed.row.fed, feed.ends) for feed in feeds]
+        counts = order.counts([span.row.budget for span in spans for _ in span.tokens])
+        stored = None
+    else:
+        last = [_Span(f.row, f.tokens[-1:], f.row.fed + len(f.tokens) - 1, True) for f in feeds if f.ends]
+        rest = [_Span(f.row, f.tokens[:-1] if f.ends else f.tokens, f.row.fed, False) for f in feeds]
+        spans, every = last + rest, sum(len(feed.tokens) for feed in feeds)
+        counts, stored = ([0] * order.num_layers for _ in range(2))
+        for layers, number in ((own.run, every), (own.projected, len(last))):
+            for layer in layers:
+                counts[layer], stored[layer] = number, every
+    batch = TokenRows([], [], [], counts, [], stored)
+    for span in spans:
+        batch.tokens.extend(span.tokens)
+        batch.slots.extend([span.row.slot] * len(span.tokens))
+        batch.positions.extend(range(span.start, span.start + len(span.tokens)))
+        if span.wanted:
+            batch.wanted.append(len(batch.tokens) - 1)
+    return batch, [span.row for span in spans if span.wanted]

@@ -1,0 +1,82 @@
+"""Rows of files: CSV and TSV read as JSON lines are, with the lines that rows begin on; other kinds refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.cli import main
+from skipdecode.common.rows import read_rows
+from skipdecode.data.source import PromptSource, load_records
+from skipdecode.data.tasks import load_task
+from skipdecode.errors import DataError
+from textgen_tools import save_tiny_model
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_rows_have_the_headers_names_and_the_line_that_they_begin_on(tmp_path: Path):
+    text = '\ufeffid, text\r\na,"one\ntwo, ""x"""\n\nb,\n'
+    assert list(read_rows(written(tmp_path / "x.csv", text))) == [
+        (2, {"id": "a", "text": 'one\ntwo, "x"'}),
+        (5, {"id": "b", "text": ""}),
+    ]
+    assert list(read_rows(written(tmp_path / "x.TSV", "a\tb\n1,5\t2\n"))) == [(2, {"a": "1,5", "b": "2"})]
+
+
+def test_a_bad_row_is_told_and_those_after_it_are_read(tmp_path: Path):
+    text = b'a,b\n"x\ny",1\n1,2,3\n\xff,2\n"z"z,2\nlast,"one\n'
+    rows = dict(read_rows(written(tmp_path / "x.csv", text)))
+    assert list(rows) == [2, 4, 5, 6, 7]
+    assert rows[2] == {"a": "x\ny", "b": "1"}
+    assert all(isinstance(rows[line], DataError) for line in (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize("header", ["a,,b\n1,2,3\n", "a,a\n1,2\n", '"a"b,c\n1,2\n'])
+def test_a_header_that_does_not_name_each_column_is_refused(tmp_path: Path, header: str):
+    with pytest.raises(DataError) as refused:
+        list(read_rows(written(tmp_path / "x.csv", header)))
+    assert refused.value.line == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("x.parquet", b"PAR1"),
+        ("x.jsonl.gz", b"\x1f\x8b\x08"),
+        ("x.xlsx", b"PK\x03\x04"),
+        ("x.json", b' [{"a": 1}]'),
+    ],
+)
+def test_files_that_are_not_read_are_refused_by_name(tmp_path: Path, name: str, start: bytes):
+    path = written(tmp_path / name, start + b"\n" * 9)
+    with pytest.raises(DataError, match=name):
+        list(read_rows(path))
+    with pytest.raises(DataError, match=name):
+        PromptSource.open(str(path))
+
+
+def test_scored_records_come_from_csv(tmp_path: Path):
+    data = written(tmp_path / "x.csv", 'mr,ref\n"name[A],\neatType[pub]",A is a pub.\nname[B],B.\n')
+    first, second = load_records(load_task("e2e"), data).items
+    assert (first.line, first.references, second.line) == (2, ("A is a pub.",), 4)
+    assert first.values["mr"] == "name[A],\neatType[pub]"
+
+
+def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
+    model = save_tiny_model(tmp_path / "model")
+    data = written(tmp_path / "in.csv", 'id,prompt\na,"x\ny"\nb,1,2\nc,z\n')
+    assert main(["generate", str(model), "--input", str(data), "--max-new-tokens", "2"]) == 1
+    printed = capsys.readouterr()
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    assert [(row["id"], row.get("line")) for row in rows] == [("a", None), (4, 4), ("c", None)]
+    assert "line 4: " in printed.err
+    again = written(tmp_path / "in.txt", data.read_bytes())
+    assert main(["generate", str(model), "--input", str(again), "--format", "csv", "--max-new-tokens", "2"]) == 1
+    assert capsys.readouterr().out == printed.out

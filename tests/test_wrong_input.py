@@ -1,0 +1,191 @@
+"""What cannot be done as written: one line, exit code 2, before weights are read. And what else is said on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import save_adapter
+from skipdecode import Schedule, errors
+from skipdecode.cli import main
+from skipdecode.common import progress
+from skipdecode.performance import cost_source
+from textgen_tools import save_tiny_model
+
+RECORDS = "--train rec.jsonl --dev rec.jsonl --out new"
+EVAL = "eval hollow --task e2e --data rec.jsonl --out new --metrics chrf"
+WRONG = {
+    # Words that are not known, and what they are like.
+    "genrate": "'generate'",
+    "--verison": "'--version'",
+    "plan hollow --btach 2": "'--batch'",
+    "plan hollow --nominal-speedup 2 --order bottm-up": "'bottom-up'",
+    "plan hollow --nominal-speedup 2 --dtype bf16": "'bfloat16'",
+    "plan smolm2-135m --nominal-speedup 2": "'smollm2-135m'",
+    "generate hollo x": "'hollow'",
+    "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
+    "bench hollow --engines fats": "'fast'",
+    "simulate --model cfg.json --policy wavse": "'waves'",
+    f"{EVAL} --method clam": "'calm'",
+    f"{EVAL} --methods evn:2": "'even'",
+    f"{EVAL} --metrics BLUE": "'bleu'",
+    f"{EVAL.replace('e2e', 'E2')}": "'e2e'",
+    # Values and options.
+    "plan hollow": "--target-speedup",
+    "plan hollow --target-speedup fast": "--target-speedup 'fast'",
+    "plan hollow --target-speedup": "--target-speedup",
+    "plan": "MODEL",
+    "info more": "more",
+    "generate hollow x --batch-size 1.5": "--batch-size '1.5'",
+    "generate hollow x --stop ''": "--stop ''",
+    "generate hollow x --weights int8 --engine transformers": "--weights",
+    "generate hollow x --device gpu": "'gpu'",
+    "serve hollow --flat": "--flat",
+    "tune hollow": "--train",
+    f"tune hollow {RECORDS}": "--task",
+    f"tune adapter --task e2e {RECORDS}": "--merge",
+    # Schedules and lengths that do not fit the model.
+    "plan hollow --nominal-speedup 99": "at most 4.00",
+    "generate hollow x --nominal-speedup 99": "at most 4.00",
+    "generate hollow x --schedule ten.json": "10 layers",
+    f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
+    "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 99": "at most 4.00",
+    f"{EVAL} --schedule ten.json": "10 layers",
+    f"{EVAL} --max-new-tokens 500": "--max-new-tokens 500",
+    "serve hollow --port 0 --schedule ten.json": "10 layers",
+    "bench hollow --nominal 99 --prompt 8 --new 8": "at most 4.00",
+    "bench hollow --prompt 5000": "--prompt 5000",
+    "demo --model hollow --max-new-tokens 5000": "--max-new-tokens 5000",
+    # Files.
+    "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
+    "generate hollow x --schedule nowhere.json": "nowhere.json",
+    "generate hollow x --output rec.jsonl": "--overwrite",
+    "generate hollow x --output nowhere/x": "nowhere/x",
+    f"tune hollow --task e2e {RECORDS.replace('rec', 'none')}": "none.jsonl",
+    f"tune hollow --task e2e {RECORDS.replace('new', 'rec.jsonl/x')}": "rec.jsonl/x",
+    "calibrate hollow --data array.json --out new --task e2e --nominal-speedup 2": "array.json",
+    "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --cost rec.jsonl": "rec.jsonl",
+    f"{EVAL} --report rec.jsonl/r.html": "rec.jsonl/r.html",
+    "eval --compare nowhere": "nowhere",
+    "plan cfg.json --nominal-speedup 2 --out .": "directory",
+    "bench hollow --png rec.jsonl/x.png": "rec.jsonl/x.png",
+    "serve hollow --api-keys nowhere.txt": "nowhere.txt",
+    "simulate --cost nowhere.json": "nowhere.json",
+    "report nowhere": "nowhere",
+    "report ten.json --out rec.jsonl/r.html": "rec.jsonl/r.html",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files, and a model without weights: whatever gets as far as loading them fails otherwise."""
+    place = tmp_path_factory.mktemp("wrong")
+    save_tiny_model(place / "hollow")
+    for file in (place / "hollow").glob("*.safetensors"):
+        file.unlink()
+    save_adapter(place / "adapter", str(place / "hollow"))
+    (place / "rec.jsonl").write_text('{"mr": "name[A]", "ref": "A."}\n')
+    (place / "array.json").write_text('[{"mr": "name[A]", "ref": "A."}]')
+    (place / "ten.json").write_text(Schedule.constant(10, 5).to_json())
+    (place / "cfg.json").write_text((place / "hollow" / "config.json").read_text())
+    return place
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_one_line_and_exit_code_2_before_weights_are_read(
+    command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(place)
+    assert main(shlex.split(command)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("skipdecode: ")
+    assert printed.err.count("\n") == 1
+    assert WRONG[command] in printed.err
+
+
+def test_exit_codes_tell_what_was_asked_from_what_failed():
+    failed = {error for error in vars(errors).values() if isinstance(error, type) and error.exit_code == 1}
+    assert failed == {errors.WorkError, errors.WriteError, errors.FetchError, errors.DivergedError}
+
+
+def test_a_plan_for_a_known_cost_loads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_model(tmp_path / "model")
+    command = ["plan", str(model), "--nominal-speedup", "2", "--json", "--prompt-len", "8", "--seq-len", "8"]
+    assert main(command) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["cost_origin"].startswith("measured here")
+
+    class LoadedError(Exception):
+        pass
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LoadedError
+
+    monkeypatch.setattr(cost_source, "load_model", refuse)
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert main([*command, "--remeasure"]) == 1
+    assert "LoadedError" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- bars and notes
+
+
+def test_a_log_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    with progress.progress_bar(3, "batch", name="measuring") as bar:
+        bar.update()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    with progress.progress_bar(4, "batch", name="measuring", done=1) as bar:
+        bar.set_postfix(loss="1.5")
+        bar.update()
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("skipdecode: measuring: 2 of 4 batches, ")
+    assert "loss=1.5" in first
+    assert first.endswith(" left")
+    assert last.startswith("skipdecode: measuring: 2 of 4 batches, ")
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for shown in (True, False):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        with progress.progress_bar(2, "row", shown=shown) as bar:
+            bar.update(2)
+        assert ("100%" in screen.getvalue()) == shown
+
+
+def test_other_packages_are_quiet_and_our_warnings_become_notes(capsys: Any):
+    log = logging.getLogger("some.package")
+    with progress.quiet():
+        warnings.warn("theirs", stacklevel=1)
+        log.warning("theirs too")
+        warnings.warn_explicit("ours", UserWarning, "x.py", 1, module="skipdecode.engine.fast")
+    assert capsys.readouterr().err == "skipdecode: ours\n"
+    with pytest.warns(UserWarning, match="theirs"):
+        warnings.warn("theirs", stacklevel=1)
+    assert log.isEnabledFor(logging.WARNING)
+
+
+def test_a_verb_shows_no_bar_of_transformers(tmp_path: Path):
+    model = save_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-m", "skipdecode.cli", "generate", str(model), "x", "--max-new-tokens", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Loading weights" not in done.stderr
+    assert "\r" not in done.stderr
+    assert all(line.startswith("skipdecode: ") for line in done.stderr.splitlines())
