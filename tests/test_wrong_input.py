@@ -22,7 +22,7 @@ from skipdecode.performance import cost_source
 from textgen_tools import save_tiny_model
 
 RECORDS = "--train rec.jsonl --dev rec.jsonl --out new"
-EVAL = "eval hollow --task e2e --data rec.jsonl --out new"
+EVAL = "eval hollow --task e2e --data rec.jsonl --out new --metrics chrf"
 WRONG = {
     # Words that are not known, and what they are like.
     "genrate": "'generate'",
