@@ -250,7 +250,7 @@ class LLM:
             prompt_template=template if isinstance(template, str) else None,
         )
         records = [replace(form.field.record(prompt), index=index) for index, prompt in enumerate(prompts)]
-        context = context_length(self.loaded.model)
+        context = context_length(self.loaded.model.config)
         return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
 
     def _prepared(

@@ -125,7 +125,9 @@ def run(config: Config) -> int:
     loaded, choice, engines = _load(config)
     if form.remark is not None:
         note(form.remark)
-    fingerprint = _fingerprint(config, source, form, choice.schedule) | {"engine": engines.name}
+    # What --dtype auto stands for depends on the machine.
+    numbers = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}
+    fingerprint = _fingerprint(config, source, form, choice.schedule) | numbers
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
@@ -212,7 +214,6 @@ def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedul
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     return {
         "model": config.model,
-        "dtype": config.dtype,
         "max_new_tokens": config.max_new_tokens,
         **config.sampling_fields(),
         "stop": list(config.stop),
@@ -250,7 +251,7 @@ def _job(
         ends=end_tokens(loaded.model, tokenizer),
         stop=StopStrings(tokenizer, config.stop) if config.stop else None,
         encoder=PromptEncoder(
-            tokenizer, context_length(loaded.model), chat=chat, system=config.system, template=form.template
+            tokenizer, context_length(loaded.model.config), chat=chat, system=config.system, template=form.template
         ),
         make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,

@@ -84,7 +84,7 @@ def read_examples(
     from skipdecode.data.prompts import context_length, load_examples
     from skipdecode.data.records import reject_summary
 
-    limits = [most for most in (options.max_length, context_length(model)) if most is not None]
+    limits = [most for most in (options.max_length, context_length(model.config)) if most is not None]
     examples, rejects = load_examples(
         Path(getattr(options, flag)),
         make_template(options),
