@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from checkpoints import byte_tokenizer, save_checkpoint
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine
-from skipdecode.errors import DataError, ModelLoadError, OptionError, ScheduleError, UsageError
+from skipdecode.errors import (
+    DataError,
+    ModelLoadError,
+    OptionError,
+    ScheduleError,
+    UntunedScheduleWarning,
+    UsageError,
+)
 from textgen_tools import CONTEXT, read_rows, save_tiny_model, write_rows
 from tiny import LAYERS
 
@@ -173,6 +181,15 @@ def test_a_checkpoints_own_schedule_is_the_default(tmp_path: Path):
     full, skipping = llm.generate("hello", 6, schedule="full"), llm.generate("hello", 6)
     assert full[0].tokens != skipping[0].tokens
     assert texts(LLM(llm.loaded, "full").generate("hello", 6)) == texts(full)
+
+
+def test_a_schedule_that_the_weights_do_not_know_is_warned_of_once(llm: LLM):
+    fresh = LLM(llm.loaded)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UntunedScheduleWarning)
+        for schedule in ("2x", "2x", "full"):
+            fresh.generate("hello", 4, schedule=schedule)
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_transformers_decodes_the_same(llm: LLM):

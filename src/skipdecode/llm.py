@@ -24,8 +24,9 @@ from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.requests import FinishReason, Sampling
-from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UsageError
+from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
 from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.recipe import untuned_line
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import bottom_up
 
@@ -128,6 +129,7 @@ class LLM:
         self._source = open_engines(self.loaded.model, engine, note, weights)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self._engines: list[Engine] = []
+        self._warned: set[Schedule] = set()
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -207,6 +209,11 @@ class LLM:
             A prompt cannot be used; its `index` says which. Nothing was generated then.
         UsageError, ScheduleError
             A value is not accepted.
+
+        Warns
+        -----
+        UntunedScheduleWarning
+            Once for each schedule that the weights were not tuned under.
         """
         start = time.perf_counter()
         options = {"schedule": schedule, "stop": stop, "template": template} | sampling
@@ -268,7 +275,12 @@ class LLM:
             ends=self._ends,
             stop=stops if stops.strings else None,
         )
-        chosen = self._source.suited(self.schedule_of(schedule, max_new_tokens))
+        asked = self.schedule_of(schedule, max_new_tokens)
+        line = untuned_line([asked], self.loaded.recipe, self.loaded.name)
+        if line is not None and asked not in self._warned:
+            self._warned.add(asked)
+            warnings.warn(line, UntunedScheduleWarning, stacklevel=3)
+        chosen = self._source.suited(asked)
         encoded = self.encode(prompts, template=template)
         for index, prompt in enumerate(encoded):
             if prompt.error is not None:
