@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 
 import pytest
 
 from serve_tools import greedy, metric, running, slowed, tiny_service, until
+from skipdecode.serving.server import _SWITCH_SECONDS
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-NEW, STEP = 24, 0.02
+NEW, STEP = 48, 0.02
 BODY = greedy(prompt="hello", max_tokens=NEW, logit_bias={"2": -100})
+
+
+@pytest.fixture(autouse=True)
+def _threads_take_turns_as_in_a_server_process():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    yield
+    sys.setswitchinterval(before)
 
 
 def about(seconds):
@@ -52,7 +62,7 @@ def busy_once(service, seconds):
     group.step = stepped
 
 
-@pytest.mark.parametrize("busy", [0.0, 0.2], ids=["", "while the event loop is busy"])
+@pytest.mark.parametrize("busy", [0.0, 0.4], ids=["", "while the event loop is busy"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stream_s_times_are_the_client_s(path, busy, capsys):
     service = slowed(tiny_service(), STEP)
@@ -120,7 +130,7 @@ def test_the_first_token_leaves_when_it_is_there(path):
     service, took = tiny_service(), []
     slow_forwards(service, 0.1)
     with running(service) as client:
-        for new in (1, 2, 32):
+        for new in (1, 2, 12):
             prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hello"}
             body = {"temperature": 0, "max_tokens": new, "logit_bias": {"67": 100}, **prompt}  # a token that is text
             began, times, found = timed_stream(client, path, body)
