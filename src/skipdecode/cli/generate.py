@@ -125,9 +125,8 @@ def run(config: Config) -> int:
     loaded, choice, engines = _load(config)
     if form.remark is not None:
         note(form.remark)
-    # What --dtype auto stands for depends on the machine.
-    numbers = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}
-    fingerprint = _fingerprint(config, source, form, choice.schedule) | numbers
+    auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
+    fingerprint = _fingerprint(config, source, form, choice.schedule) | auto
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:

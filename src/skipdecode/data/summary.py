@@ -205,7 +205,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
         good = summary.rows - summary.bad_rows
         lines.append(
             f"{summary.ended_at_once}{' new' if resumed else ''} of {good} rows ended at their first token: they "
-            "have no text; is the prompt of the form that the model was tuned on? --prompt-template or --task gives it"
+            "have no text; is the prompt of the form that the model was tuned on? Its own template, --prompt-template "
+            "or --task gives it"
         )
     if summary.bad_rows:
         lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")

@@ -57,7 +57,7 @@ def make_template(options: RecordOptions) -> Template:
         return load_task(options.task).template()
     if options.response_field is None:
         raise UsageError("--response-field is missing: name the field of the record that is the response")
-    prompt = options.prompt_template or _field_alone(options.prompt_field)
+    prompt = options.prompt_template or f"{{{options.prompt_field}}}"
     return Template(prompt, options.response_field, chat=options.chat)
 
 
@@ -68,10 +68,6 @@ def check_records(options: RecordOptions, *flags: str) -> None:
     make_template(options)
     for flag in flags:
         next(read_rows(Path(getattr(options, flag))), None)
-
-
-def _field_alone(name: str | None) -> str:
-    return f"{{{name}}}"
 
 
 def read_examples(
