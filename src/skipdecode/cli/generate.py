@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +237,7 @@ def _job(
     engines: EngineSource,
     schedule: Schedule,
 ) -> Job:
-    from skipdecode.data.prompts import PromptEncoder, asked, context_length, prompt_text
+    from skipdecode.data.prompts import PromptEncoder, asked, context_length
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
@@ -254,7 +255,7 @@ def _job(
         ),
         make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,
-        repeat=asked if _prints_text(config) else prompt_text if config.include_prompt else None,
+        repeat=asked if _prints_text(config) else attrgetter("text") if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
@@ -271,8 +272,7 @@ def _generate(
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
-    # On a terminal the text itself is the progress.
-    shown = not (_prints_text(config) and sys.stdout.isatty())
+    shown = not (_prints_text(config) and sys.stdout.isatty())  # there the text itself is the progress
     with progress_bar(rows, "row", done=writer.rows_before, shown=shown) as bar:
 
         def progress(ended: int, summary: RunSummary) -> None:
