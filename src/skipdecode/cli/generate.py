@@ -25,6 +25,7 @@ from skipdecode.cli.options import (
     SamplingOptions,
     ScheduleOptions,
     ThreadOptions,
+    check_files,
     check_schedule_options,
     choose_schedule,
     stop_text,
@@ -118,8 +119,7 @@ def run(config: Config) -> int:
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
-    if config.summary is not None:
-        check_output(config.summary, overwrite=True)
+    check_files(config.summary)
     check_schedule_options(config, config.model)
     source, form = _source(config), _form(config)
     rows = source.count(form.field, all_usable=config.on_error == "stop")
