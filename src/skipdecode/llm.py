@@ -252,7 +252,7 @@ class LLM:
             prompt_template=template if isinstance(template, str) else None,
         )
         records = [replace(form.field.record(prompt), index=index) for index, prompt in enumerate(prompts)]
-        context = context_length(self.loaded.model)
+        context = context_length(self.loaded.model.config)
         return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
 
     def _prepared(
@@ -293,13 +293,10 @@ class LLM:
         """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
         found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
         if found is None:
-            # Stands for an order of dropping layers, which full depth goes with, too; calls bring their own schedules.
+            # Full depth goes with any order.
             carried = self.loaded.schedule
             order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
-            base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # said when the model was opened
-                found = self._source.engine(base, max_rows=self._max_rows, prefix_cache=True)
+            found = self._source.for_order(order, max_rows=self._max_rows, prefix_cache=True)
             self._engines.append(found)
         found.stats = EngineStats()
         return found

@@ -78,15 +78,18 @@ def _check(config: Config) -> None:
     if config.model is not None:
         from skipdecode.models.loading.hub import load_config
 
-        _check_fits(config, load_config(config.model).get_text_config(decoder=True))
+        _check_fits(config, load_config(config.model))
 
 
 def _check_fits(config: Config, model_config: Any) -> None:
     """Refuse texts and nominal speed-ups that the model does not have room for."""
-    context, longest = getattr(model_config, "max_position_embeddings", None), max(config.prompt)
+    from skipdecode.data.prompts import context_length
+    from skipdecode.models.families import layers_in
+
+    context, longest = context_length(model_config), max(config.prompt)
     if context is not None and longest + config.new > context:
         raise UsageError(f"--prompt {longest} + --new {config.new} is more than the context of {context} tokens")
-    config.schedules(model_config.num_hidden_layers)
+    config.schedules(layers_in(model_config))
 
 
 def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:

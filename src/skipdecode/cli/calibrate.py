@@ -91,7 +91,7 @@ def run(config: Config) -> int:
         if cost is None:
             from skipdecode.performance.cost_source import find_cost
 
-            source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len, progress=True)
+            source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len)
             cost, origin = source.cost, source.origin
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check, out)

@@ -121,7 +121,7 @@ class _Session:
         self._system = config.system
         self._turns: list[Message] = []
         self._schedule: Schedule = llm.schedule_of(None)
-        self._context = context_length(llm.loaded.model)
+        self._context = context_length(llm.loaded.model.config)
         self._stopped = False
 
     # ------------------------------------------------------------------ commands

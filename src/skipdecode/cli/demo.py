@@ -20,7 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions, check_room
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -72,9 +72,12 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
 
 def run(config: Config) -> int:
     """Show the demo; returns 0."""
+    from skipdecode.data.prompts import context_length, prompt_room
+    from skipdecode.models.loading.hub import load_config
+
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
-    check_room(config.model, config.max_new_tokens)
+    prompt_room(context_length(load_config(config.model)), config.max_new_tokens)
     config.use_threads()
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]
@@ -160,7 +163,7 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[Enco
         dataclasses.replace(form.field.record(ask[p["kind"]] + p["text"]), index=i, line=i + 1, id=p["id"])
         for i, p in enumerate(wanted)
     ]
-    context = context_length(loaded.model)
+    context = context_length(loaded.model.config)
     prompts = PromptEncoder(loaded.tokenizer, context, template=form.template, chat=chat).encode(records)
     for prompt in prompts:
         if prompt.error is not None or (prompt.room is not None and prompt.room < config.max_new_tokens):

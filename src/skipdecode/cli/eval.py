@@ -20,7 +20,6 @@ import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
@@ -122,7 +121,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: st
         from skipdecode.reporting.sources import Source
 
         sources = [Source(run.name, "evaluation", run) for run in runs]
-        write_whole(report, html_report(sources, pairs, title="skipdecode eval"))
+        write_whole(report, html_report(sources, pairs, title="skipdecode eval", progress=True))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return
@@ -169,11 +168,12 @@ def _check_shape(config: Config, each: Sequence[Config], task: Task, directory: 
     from skipdecode.data.prompts import context_length, prompt_room
     from skipdecode.evaluation.methods.scheduled import off_engine
     from skipdecode.evaluation.results import check_directory, is_unfinished
+    from skipdecode.models.families import layers_in
     from skipdecode.models.loading.hub import load_config
 
     shape = load_config(config.model)
-    prompt_room(context_length(SimpleNamespace(config=shape)), config.max_new_tokens or task.max_new_tokens)
-    num_layers = shape.get_text_config(decoder=True).num_hidden_layers
+    prompt_room(context_length(shape), config.max_new_tokens or task.max_new_tokens)
+    num_layers = layers_in(shape)
     methods = _chosen(config, each, task, num_layers, None, directory)
     for place, (method, _) in methods.items():
         method.check_shape(shape.model_type, num_layers)
@@ -195,7 +195,6 @@ def _runs(
     from skipdecode.evaluation.methods.scheduled import on_engine
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
-    from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import load_model
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
@@ -214,7 +213,7 @@ def _runs(
         loaded.model,
         loaded.tokenizer,
         set(end_tokens(loaded.model, loaded.tokenizer)),
-        context_length(unwrap(loaded.model)),
+        context_length(loaded.model.config),
         full,
     )
     about = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from skipdecode.cli.options import (
     ScheduleChoice,
     ScheduleOptions,
     ThreadOptions,
+    check_files,
     check_schedule_options,
     choose_schedule,
     stop_text,
@@ -116,15 +118,15 @@ def run(config: Config) -> int:
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
-    if config.summary is not None:
-        check_output(config.summary, overwrite=True)
+    check_files(config.summary)
     check_schedule_options(config, config.model)
     source, form = _source(config), _form(config)
     rows = source.count(form.field, all_usable=config.on_error == "stop")
     loaded, choice, engines = _load(config)
     if form.remark is not None:
         note(form.remark)
-    fingerprint = _fingerprint(config, source, form, choice.schedule) | {"engine": engines.name}
+    auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
+    fingerprint = _fingerprint(config, source, form, choice.schedule) | auto
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
@@ -211,7 +213,6 @@ def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedul
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     return {
         "model": config.model,
-        "dtype": config.dtype,
         "max_new_tokens": config.max_new_tokens,
         **config.sampling_fields(),
         "stop": list(config.stop),
@@ -235,7 +236,7 @@ def _job(
     engines: EngineSource,
     schedule: Schedule,
 ) -> Job:
-    from skipdecode.data.prompts import PromptEncoder, asked, context_length, prompt_text
+    from skipdecode.data.prompts import PromptEncoder, asked, context_length
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
@@ -249,11 +250,11 @@ def _job(
         ends=end_tokens(loaded.model, tokenizer),
         stop=StopStrings(tokenizer, config.stop) if config.stop else None,
         encoder=PromptEncoder(
-            tokenizer, context_length(loaded.model), chat=chat, system=config.system, template=form.template
+            tokenizer, context_length(loaded.model.config), chat=chat, system=config.system, template=form.template
         ),
         make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,
-        repeat=asked if _prints_text(config) else prompt_text if config.include_prompt else None,
+        repeat=asked if _prints_text(config) else attrgetter("text") if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
@@ -270,8 +271,7 @@ def _generate(
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
-    # On a terminal the text itself is the progress.
-    shown = not (_prints_text(config) and sys.stdout.isatty())
+    shown = not (_prints_text(config) and sys.stdout.isatty())  # there the text itself is the progress
     with progress_bar(rows, "row", done=writer.rows_before, shown=shown) as bar:
 
         def progress(ended: int, summary: RunSummary) -> None:

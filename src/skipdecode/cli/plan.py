@@ -97,7 +97,6 @@ def run(config: Config) -> int:
         engine=config.engine,
         weights=config.weights,
         remeasure=config.remeasure,
-        progress=True,
     )
     schedule = _schedule(config, source.cost.num_layers, source.cost)
     figures = assess(
@@ -194,7 +193,7 @@ def _tuned(config: Config, schedule: Schedule) -> bool:
     # Nothing is fetched to find out; a config alone has no weights.
     known = not Path(config.model).is_file() and weights_at_hand(config.model)
     recipe = load_recipe(config.model) if known else None
-    return schedule.is_full or (recipe is not None and recipe.covers(schedule))
+    return schedule.fits_weights(() if recipe is None else recipe.tuned_under)
 
 
 # ---------------------------------------------------------------------- what is shown

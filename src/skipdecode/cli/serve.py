@@ -139,7 +139,7 @@ def _service(config: Config) -> Service:
     note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
     if (line := untuned_line(catalog.loaded.values(), loaded.recipe, config.model)) is not None:
         note(line)
-    if not tuned_under:
+    elif not tuned_under:
         note(
             f"this model was tuned under no schedule: `skipdecode plan {config.model}` finds one for the speed-up that "
             "you want, `skipdecode tune` makes the model hold under it"
@@ -152,6 +152,7 @@ def _service(config: Config) -> Service:
 
 def _run_vllm(config: Config) -> int:
     from skipdecode.common.progress import note
+    from skipdecode.models.families import layers_in
     from skipdecode.models.loading.hub import load_config, load_recipe
     from skipdecode.models.loading.locate import adapter_dir
     from skipdecode.serving.vllm_server import vllm_command
@@ -165,7 +166,7 @@ def _run_vllm(config: Config) -> int:
     if adapter_dir(config.model) is not None:
         raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
     model_config = load_config(config.model)
-    layers = model_config.get_text_config(decoder=True).num_hidden_layers
+    layers = layers_in(model_config)
     schedules = _schedules(config, layers)
     if schedules and getattr(model_config, "skipdecode", None) is None:
         # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.

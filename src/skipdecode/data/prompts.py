@@ -45,11 +45,6 @@ class EncodedPrompt:
     error: str | None = None
 
 
-def prompt_text(prompt: EncodedPrompt) -> str:
-    """What was tokenised."""
-    return prompt.text
-
-
 def asked(prompt: EncodedPrompt) -> str:
     """The user's own words: the text, or the last message of a chat."""
     words = prompt.record.prompt
@@ -168,9 +163,9 @@ class PromptEncoder:
         return text, shorter
 
 
-def context_length(model: Any) -> int | None:
-    """Tokens that the model's positions reach; None if its config sets no limit."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def context_length(config: Any) -> int | None:
+    """Tokens that the positions of a model with this transformers config reach; None if it sets no limit."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

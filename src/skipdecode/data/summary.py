@@ -205,7 +205,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
         good = _counted(summary.rows - summary.bad_rows, "row")
         lines.append(
             f"{summary.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
-            "the prompt of the form that the model was tuned on? --prompt-template or --task gives it"
+            "the prompt of the form that the model was tuned on? Its own template, --prompt-template or --task gives it"
         )
     if summary.bad_rows:
         of = _counted(summary.rows, "row")

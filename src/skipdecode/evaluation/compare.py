@@ -87,18 +87,19 @@ def runs_tables(runs: Sequence[Run]) -> str:
     scores = [n for n in names if n not in _AGREEMENT]
     task = runs[0].data["config"].get("task", {}).get("name")
     on = f"{runs[0].data['n']} records" + (f" of task {task}" if task else "")
-    engines = dict.fromkeys(str(run.data.get("engine")) for run in runs)
+    engines = sorted({_engine(run) for run in runs} - {"-"})
     how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
     speed = "Speed-up over full depth [95% interval]" + (
         "; of older runs, of outputs whose lengths differ"
         if how is None
         else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
-        f"{how['rounds']} rounds, engine {' and '.join(engines)}; request: with prompt"
+        f"{how['rounds']} rounds{', engine ' + engines[0] if len(engines) == 1 else ''}; request: with prompt"
     )
+    speeds = _SPEED | ({"engine": _engine} if len(engines) > 1 else {})
     tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
         (f"Kept of full depth's score, % [95% interval]; {on}", {n: partial(_kept, n) for n in scores if n in METRICS}),
         (f"Scores ± half of their 95% interval{_LOSS * ('loss' in scores)}", {n: partial(_scored, n) for n in scores}),
-        (speed, _SPEED),
+        (speed, speeds),
         (
             "Agreement with full depth's outputs, % (kl: nats)",
             {n: partial(_scored, n) for n in names if n in _AGREEMENT},
@@ -165,7 +166,12 @@ def _tokens_per_s(run: Run) -> str:
     return "-" if not speed else f"{speed['new_tokens'] / speed['seconds']:.0f}"
 
 
-_SPEED: Mapping[str, Callable[[Run], str]] = {
+def _engine(run: Run) -> str:
+    """What ran the model for the speeds of a run's row."""
+    return "-" if run.measured_speedup is None else str(run.data.get("engine", "-"))
+
+
+_SPEED: dict[str, Callable[[Run], str]] = {
     "request": partial(_gain, "measured_speedup_with_prompt"),
     "decoding": partial(_gain, "measured_speedup"),
     "nominal": partial(_gain, "nominal_speedup"),

@@ -44,6 +44,7 @@ __all__ = [
     "run_document",
     "same_run",
     "save_run",
+    "todays_name",
 ]
 
 RUN_FILE = "run.json"
@@ -136,9 +137,13 @@ def load_run(path: str | Path) -> Run:
     return Run(file, data)
 
 
+def todays_name(metric: str) -> str:
+    """What a metric of an earlier version's is called today."""
+    return _OLD_NAMES.get(metric, metric)
+
+
 def _renamed(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by name, in the names of today."""
-    return {_OLD_NAMES.get(name, name): value for name, value in figures.items()}
+    return {todays_name(name): value for name, value in figures.items()}
 
 
 def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: Sequence[Metric]) -> Run | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.errors import ScheduleError
-from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
 
 __all__ = ["SCHEDULE_FILE", "carry", "keep_tuned", "of_adapter", "of_config", "of_model", "tuned_under"]
@@ -24,7 +24,7 @@ _TUNED = "_skipdecode_tuned_under"
 def of_config(config: Any, where: str) -> Schedule | None:
     """The schedule in a transformers config; raises ScheduleError naming `where`."""
     data = getattr(config, _KEY, None)
-    return None if data is None else _fitting(data, _depth(config), f"{where}, key {_KEY!r} of config.json")
+    return None if data is None else _fitting(data, layers_in(config), f"{where}, key {_KEY!r} of config.json")
 
 
 def of_adapter(folder: Path, config: Any) -> Schedule | None:
@@ -33,7 +33,7 @@ def of_adapter(folder: Path, config: Any) -> Schedule | None:
     if not file.is_file():
         return None
     schedule = Schedule.load(file)
-    return _fitting(schedule.to_dict(), _depth(config), str(file))
+    return _fitting(schedule.to_dict(), layers_in(config), str(file))
 
 
 def of_model(model: Any) -> Schedule:
@@ -81,10 +81,6 @@ def tuned_under(model: Any) -> tuple[Schedule, ...]:
         return (*known, of_model(model))
     except ScheduleError:
         return known
-
-
-def _depth(config: Any) -> int:
-    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def _fitting(data: Any, num_layers: int, where: str) -> Schedule:

@@ -11,7 +11,7 @@ from typing import Any
 
 from skipdecode.errors import AttachError, UnsupportedModelError
 
-__all__ = ["FAMILIES", "Family", "decoder_layers", "find_family", "unwrap"]
+__all__ = ["FAMILIES", "Family", "decoder_layers", "find_family", "layers_in", "unwrap"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ def find_family(model: Any) -> Family:
             "AutoModelForCausalLM"
         )
     return family
+
+
+def layers_in(config: Any) -> int:
+    """How many decoder layers a model with this transformers config has."""
+    return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 
 def decoder_layers(model: Any) -> Any:

@@ -255,8 +255,7 @@ class CostModel:
         full = Schedule.full(self.num_layers)
 
         def seconds(each: Schedule) -> float:
-            layers = self.num_layers if each.prompt == "full" else each.budget(0)
-            prompts = self.prompt_seconds(self.batch * prompt_len, layers)
+            prompts = self.prompt_seconds(self.batch * prompt_len, len(each.prompt_layers()))
             return prompts + self.sequence_seconds(each, prompt_len, new_tokens, use)
 
         return seconds(full) / seconds(schedule)

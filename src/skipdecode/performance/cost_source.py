@@ -59,7 +59,6 @@ def find_cost(
     engine: str = "auto",
     weights: str = "model",
     remeasure: bool = False,
-    progress: bool = False,
 ) -> CostSource:
     """The cost model of a model by name on the machine at hand; see `measure_cost` for what is measured.
 
@@ -101,7 +100,7 @@ def find_cost(
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
         asked = (dtype, engine, weights, batch, prompt_len)
-        return _measured_or_kept(name, choose_device(device), asked, remeasure=remeasure, progress=progress)
+        return _measured_or_kept(name, choose_device(device), asked, remeasure=remeasure)
     if weights != "model":
         raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
@@ -113,7 +112,6 @@ def _measured_or_kept(
     asked: tuple[str, str, str, int, int],
     *,
     remeasure: bool,
-    progress: bool,
 ) -> CostSource:
     """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
     dtype, engine, weights, batch, prompt_len = asked
@@ -123,7 +121,7 @@ def _measured_or_kept(
         return kept
     model = load_model(name, dtype=dtype, device=str(device), require_tokenizer=False).model
     fast = open_fast(model, engine, note, weights)
-    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=progress)
+    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
     found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
     about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}
     with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a load, no more.

@@ -21,6 +21,7 @@ import transformers
 from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import progress_bar
+from skipdecode.data.prompts import context_length
 from skipdecode.engine import kernels
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.errors import DataError, OutputError, UsageError
@@ -283,11 +284,11 @@ def _fitted_step(
 
 def _room(model: Any, tokens: int) -> int:
     """Tokens that still fit the model's context after `tokens`."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = context_length(model.config)
     if context is None:
         return _LONGER
     if tokens > context:
         raise UsageError(
             f"the model's context is {context} tokens, but the calibration takes {tokens}: lower prompt_len"
         )
-    return int(context) - tokens
+    return context - tokens

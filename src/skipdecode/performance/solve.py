@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel, Use
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.schedule import PromptDepth, Schedule
+from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 
 __all__ = ["Assessment", "assess", "solve", "why_flat"]
@@ -26,10 +26,7 @@ def solve(
     warmup_layers: int = 1,
     spread: float = 1 / 3,
     drop_order: Sequence[int] | None = None,
-    prompt: PromptDepth = "full",
     prompt_len: int = 64,
-    new_tokens: int | None = None,
-    name: str | None = None,
 ) -> Schedule:
     """The schedule that skips least among those that reach a wall-clock speed-up of the decode phase.
 
@@ -48,8 +45,8 @@ def solve(
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
         Default: bottom up. Layers that it does not list always run.
-    prompt_len, new_tokens : int
-        Prompt and generated tokens of a row. Default of the latter: `seq_len` + 1, whose steps run each position once.
+    prompt_len : int
+        Tokens of a row's prompt. New ones are `seq_len` + 1, whose steps run each position once.
 
     Raises
     ------
@@ -59,13 +56,13 @@ def solve(
     _check(target_speedup, spread, seq_len)
     order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
     least = max(1, cost.num_layers - len(order))
-    tokens = seq_len + 1 if new_tokens is None else new_tokens
+    tokens = seq_len + 1
     decay, positions = (0.0, 1) if use == "continuous" else (spread, seq_len)
-    label = name or f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
+    label = f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
 
     def schedule_of(mean: float) -> Schedule:
         budgets = _decay(mean, decay, positions, least, cost.num_layers)
-        return Schedule(cost.num_layers, order, budgets, warmup_layers, prompt, label)
+        return Schedule(cost.num_layers, order, budgets, warmup_layers, name=label)
 
     def reaches(schedule: Schedule) -> bool:
         return cost.speedup(schedule, prompt_len, tokens, use) >= target_speedup

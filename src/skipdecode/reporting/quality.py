@@ -27,7 +27,6 @@ METRIC_NAMES = {
     "top1_agreement": "top-1 agreement with full depth, %",
     "token_agreement": "token agreement with full depth, %",
     "full_depth_agreement": "outputs that agree with full depth's, %",
-    "exact_match": "outputs that agree with full depth's, %",  # of older runs
 }
 _LEVELS = (0.99, 0.95, 0.9)
 _FEW = 6  # curves that are all named where they end

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.evaluation.metrics import METRICS
-from skipdecode.evaluation.results import Run
+from skipdecode.evaluation.results import Run, todays_name
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import curve_name
 
@@ -203,15 +203,10 @@ def _of_row(row: Mapping[str, Any]) -> Result:
         request=_bounded(row.get("measured_speedup_with_prompt"), row.get("measured_speedup_with_prompt_interval")),
         speed=_bounded(row.get("measured_speedup"), row.get("measured_speedup_interval")),
         layers=row.get("mean_layers"),
-        scores={_now(name): Bounded(row[name], (low, high)) for name, (low, high) in row["intervals"].items()},
+        scores={todays_name(name): Bounded(row[name], (low, high)) for name, (low, high) in row["intervals"].items()},
         kept={m: Bounded(e["share"], _pair(e)) for m, e in row["retained"].items() if e is not None},
         measured=_with(row.get("speed_from") or {}),
     )
-
-
-def _now(metric: str) -> str:
-    """What an earlier version's metric is called today."""
-    return "full_depth_agreement" if metric == "exact_match" else metric
 
 
 def _bounded(value: float | None, bounds: Any = None) -> Bounded | None:
@@ -259,14 +254,14 @@ def _of_run(run: Run) -> Result:
         name=run.name,
         curve=curve_name(run.name),
         model=model_of(run),
-        full=config.get("method", {}).get("name") == "full",
+        full=run.full_depth,
         decoding=config.get("method"),
         nominal=data.get("nominal_speedup"),
         request=_bounded(with_prompt, data.get("measured_speedup_with_prompt_interval")),
         speed=_bounded(run.measured_speedup, data.get("measured_speedup_interval")),
-        layers=(data.get("free_running") or data.get("speed") or {}).get("layers_per_token"),
-        scores={_now(m): Bounded(e["score"], _pair(e["interval"])) for m, e in data["metrics"].items()},
-        kept={m: Bounded(e["estimate"], _pair(e)) for m, e in (data.get("kept") or {}).items() if e is not None},
+        layers=run.layers_per_token,
+        scores={m: Bounded(e["score"], _pair(e["interval"])) for m, e in data["metrics"].items()},
+        kept={m: Bounded(e["estimate"], _pair(e)) for m, e in data["kept"].items() if e is not None},
         measured=_with(used),
         run=run,
     )

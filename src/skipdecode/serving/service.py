@@ -82,7 +82,7 @@ def open_service(
     schedules = [*catalog.loaded.values(), catalog.budget_schedule()]
     groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
     kv_size = _kv_size(source)
-    context = context_length(plain)
+    context = context_length(plain.config)
     words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
     preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form.field, use_template)
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)

@@ -24,7 +24,6 @@ __all__ = [
     "ThreadOptions",
     "check_files",
     "check_out",
-    "check_room",
     "check_schedule_options",
     "choose_schedule",
     "layers_of",
@@ -156,20 +155,10 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
 
 def layers_of(model: str) -> int:
     """Decoder layers of a model by name, from its config: no weights are read or fetched."""
+    from skipdecode.models.families import layers_in
     from skipdecode.models.loading.hub import load_config
 
-    return int(load_config(model).get_text_config(decoder=True).num_hidden_layers)
-
-
-def check_room(model: str, max_new_tokens: int) -> None:
-    """Refuse, before a model is loaded, as many new tokens as its context has, or more: a prompt needs room too."""
-    from skipdecode.models.loading.hub import load_config
-
-    context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
-    if isinstance(context, int) and 0 < context <= max_new_tokens:
-        raise UsageError(
-            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt: {model} has a context of {context}"
-        )
+    return layers_in(load_config(model))
 
 
 def choose_schedule(

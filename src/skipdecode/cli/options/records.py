@@ -57,7 +57,7 @@ def make_template(options: RecordOptions) -> Template:
         return load_task(options.task).template()
     if options.response_field is None:
         raise UsageError("--response-field is missing: name the field of the record that is the response")
-    prompt = options.prompt_template or _field_alone(options.prompt_field)
+    prompt = options.prompt_template or f"{{{options.prompt_field}}}"
     return Template(prompt, options.response_field, chat=options.chat)
 
 
@@ -70,10 +70,6 @@ def check_records(options: RecordOptions, *flags: str) -> None:
         next(read_rows(Path(getattr(options, flag))), None)
 
 
-def _field_alone(name: str | None) -> str:
-    return f"{{{name}}}"
-
-
 def read_examples(
     options: RecordOptions, flag: str, model: Any, tokenizer: Any, limit: int | None = None
 ) -> tuple[list[Example], int]:
@@ -84,7 +80,7 @@ def read_examples(
     from skipdecode.data.prompts import context_length, load_examples
     from skipdecode.data.records import reject_summary
 
-    limits = [most for most in (options.max_length, context_length(model)) if most is not None]
+    limits = [most for most in (options.max_length, context_length(model.config)) if most is not None]
     examples, rejects = load_examples(
         Path(getattr(options, flag)),
         make_template(options),

@@ -15,7 +15,7 @@ from typing import Any
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import carry, keep_tuned, of_adapter, of_config
-from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
@@ -244,8 +244,7 @@ def _carried(adapter: Path | None, place: Place, config: Any) -> tuple[Schedule 
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-    return schedule, checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, layers)
+    return schedule, checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), schedule, layers_in(config))
 
 
 # ---------------------------------------------------------------------- errors

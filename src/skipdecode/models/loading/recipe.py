@@ -60,18 +60,14 @@ class Recipe:
     tuned_under: tuple[Schedule, ...] = ()
     base: Mapping[str, Any] | None = None
 
-    def covers(self, schedule: Schedule) -> bool:
-        """Whether the weights were tuned under a schedule, or under one that leaves out all that it leaves out."""
-        return schedule.fits_weights(self.tuned_under)
-
 
 def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL") -> str | None:
     """One line for users where weights were not tuned under some of the schedules; None where they bear them all.
 
     What it costs is measured in docs/quality.md (untuned weights).
     """
-    known = recipe or Recipe()
-    names = [schedule.name for schedule in schedules if not known.covers(schedule)]
+    known = () if recipe is None else recipe.tuned_under
+    names = [schedule.name for schedule in schedules if not schedule.fits_weights(known)]
     if not names:
         return None
     return (
