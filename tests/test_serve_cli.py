@@ -76,7 +76,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
         process.wait()
     text = log.read_text()
     assert "default: full\n" in text
-    assert "was tuned under no schedule" in text
+    assert "were not tuned under mine, skipdecode-2x-flat" in text
     assert "secret" not in text
     records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     request = next(r for r in records if r.get("path") == "/v1/completions")
