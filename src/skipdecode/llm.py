@@ -229,7 +229,7 @@ class LLM:
             Output(prompt.text, how.text(row.tokens), row.tokens, row.finish_reason)
             for prompt, row in zip(encoded, rows, strict=True)
         )
-        outputs.stats = self._summed(engine, len(rows), start)
+        outputs.stats = self._summed(engine, start, [row.tokens for row in rows])
         return outputs
 
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
@@ -240,7 +240,9 @@ class LLM:
         start = time.perf_counter()
         (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
         engine, reader = self._engine(chosen), Detokenizer(self.tokenizer, how.stop.strings if how.stop else ())
-        return TextStream(engine, how.request(encoded), chosen, reader, lambda: self._summed(engine, 1, start))
+        return TextStream(
+            engine, how.request(encoded), chosen, reader, lambda tokens: self._summed(engine, start, [tokens])
+        )
 
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; one that cannot be used has an `error`."""
@@ -299,8 +301,10 @@ class LLM:
         found.stats = EngineStats()
         return found
 
-    def _summed(self, engine: Engine, rows: int, start: float) -> RunSummary:
-        self.stats = RunSummary(self.num_layers, engine.stats, rows=rows, seconds=time.perf_counter() - start)
+    def _summed(self, engine: Engine, start: float, rows: Sequence[list[int]]) -> RunSummary:
+        at_once = sum(len(tokens) == 1 and tokens[0] in self._ends for tokens in rows)
+        seconds = time.perf_counter() - start
+        self.stats = RunSummary(self.num_layers, engine.stats, len(rows), ended_at_once=at_once, seconds=seconds)
         return self.stats
 
 

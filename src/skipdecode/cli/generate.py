@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
+    MODEL,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
+    ScheduleChoice,
     ScheduleOptions,
     ThreadOptions,
     check_files,
@@ -37,7 +39,6 @@ from skipdecode.common.rows import FORMATS
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.cli.options import ScheduleChoice
     from skipdecode.data.forms import PromptForm
     from skipdecode.data.output import RowWriter
     from skipdecode.data.run import Job
@@ -50,14 +51,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "run"]
 
-_INTERRUPTED = 130
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
-    model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
+    model: str = option(MODEL, positional=True)
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
         "file of prompts, - for standard input (which is also read if no prompt is given and it is no terminal)",
@@ -135,7 +134,7 @@ def run(config: Config) -> int:
         summary = _generate(source, form, config, job, writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
-        return _INTERRUPTED
+        return 130
     finally:
         writer.close()
         source.close()
