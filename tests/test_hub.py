@@ -16,7 +16,7 @@ from checkpoints import logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError, UsageError
-from skipdecode.models.loading import smollm2
+from skipdecode.models.loading import locate, smollm2
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.hub import load_config, load_model
 from skipdecode.models.loading.store import add_model
@@ -143,7 +143,7 @@ def test_only_decoders_with_a_language_model_head_are_accepted(tmp_path: Path) -
 
 
 def test_unknown_names_list_what_is_accepted(tmp_path: Path) -> None:
-    accepted = "accepted are a local directory, a hub id \\(owner/name\\), smollm2-135m, e2e-smollm2-135m"
+    accepted = "accepted are a local directory, a hub id \\(owner/name\\), smollm2-135m, .*e2e-smollm2-135m"
     (tmp_path / "file.bin").touch()
     for name, said in [
         ("", "there is no such directory"),
@@ -262,3 +262,18 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
         silent.accept()
         with pytest.raises(BlockingIOError):
             silent.accept()  # asked once; the client by itself asks again and again
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+    with hub_of({}) as address:
+        use_hub(address, tmp_path, monkeypatch)
+    ask = locate.ask_hub
+    monkeypatch.setattr(locate, "ask_hub", lambda name: asked.append(name) or ask(name))
+    snapshot = tmp_path / "hub-cache" / "models--owner--tiny"
+    save_checkpoint(snapshot / "snapshots" / COMMIT)
+    (snapshot / "refs").mkdir()
+    (snapshot / "refs" / "main").write_text(COMMIT)
+    load_config("owner/tiny")
+    load_model("owner/tiny", require_tokenizer=False)
+    assert asked == ["owner/tiny"]

@@ -10,7 +10,7 @@ from typing import Any
 from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.hub_probe import ask_hub
+from skipdecode.models.loading.hub_probe import HubAnswer, ask_hub
 
 __all__ = ["Place", "adapter_dir", "base_name", "locate"]
 
@@ -18,6 +18,8 @@ _ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
 _NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{_ADAPTER_FILE}")))
 _ACCEPTED = f"accepted are a local directory, a hub id (owner/name), {', '.join(_NAMES)}"
+# Models in the hub's local cache for which it did not answer: a command asks for one several times, for seconds each.
+_UNANSWERED: dict[str, HubAnswer] = {}
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def locate(name: str) -> Place:
 def _locate_on_hub(name: str) -> Place:
     from huggingface_hub import try_to_load_from_cache
 
-    answer = ask_hub(name)
+    answer = _UNANSWERED.get(name) or ask_hub(name)
     if answer.state == "found":
         return Place(name, local_only=False)
     folder = Path(name).parent
@@ -82,6 +84,7 @@ def _locate_on_hub(name: str) -> Place:
         )
     # The snapshot's directory and not the id: transformers looks for adapters on the hub even when told not to.
     if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+        _UNANSWERED[name] = answer
         return Place(str(Path(config).parent), local_only=True)
     raise ModelLoadError(
         f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
