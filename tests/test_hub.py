@@ -256,6 +256,8 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
             ModelLoadError, match=r"neither a local directory nor in the hub's local cache.*cannot be reached"
         ):
             load_model("owner/tiny")
+        with pytest.raises(ModelLoadError):
+            load_config("owner/other")
         silent.setblocking(False)
         silent.accept()
         with pytest.raises(BlockingIOError):

@@ -102,6 +102,22 @@ def test_statistics_say_layers_memory_and_time(llm: LLM):
     assert stats.tokens_per_s > 0
     assert llm.generate("hello", 9, schedule="full").stats.mean_layers == LAYERS
     assert "layers for a token" in str(stats)
+    assert "first token" not in str(stats)
+
+
+def test_outputs_that_end_at_their_first_token_are_counted_and_said(tmp_path: Path):
+    name = save_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": list(range(259))}))
+    llm = LLM(name, device="cpu")
+    stats = llm.generate(TEXTS, 9).stats
+    assert (stats.rows, stats.ended_at_once) == (len(TEXTS), len(TEXTS))
+    stream = llm.stream("hello", 9)
+    assert len(list(stream)) <= 1
+    assert stream.finish_reason == "eos"
+    assert stream.stats is not None
+    assert stream.stats.ended_at_once == 1
+    assert "1 of 1 row " in str(stream.stats)
 
 
 # ---------------------------------------------------------------------- streams

@@ -76,7 +76,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
         process.wait()
     text = log.read_text()
     assert "default: full\n" in text
-    assert "was tuned under no schedule" in text
+    assert "were not tuned under mine, skipdecode-2x-flat" in text
     assert "secret" not in text
     records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     request = next(r for r in records if r.get("path") == "/v1/completions")
@@ -151,7 +151,7 @@ def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch, tmp_path):
     assert settings == {"skipdecode": {"schedules": [schedules[0].to_dict()]}}
 
 
-def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedule(monkeypatch, tmp_path):
+def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedule(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
     started: list[list[str]] = []
 
@@ -164,7 +164,13 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
         save_checkpoint(tmp_path / name, carried)
         with pytest.raises(SystemExit):
             main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
-    settings = [json.loads(c[c.index("--additional-config") + 1])["skipdecode"]["schedules"] for c in started]
+        recipe = {"kind": "recipe", "format": 1, "options": {"prompt_template": "{mr}:"}}
+        assert "{mr}:" not in capsys.readouterr().err
+        (tmp_path / name / "recipe.json").write_text(json.dumps(recipe))
+        with pytest.raises(SystemExit):
+            main(["serve", str(tmp_path / name), "--engine", "vllm"])
+        assert "{mr}:" in capsys.readouterr().err  # vLLM does not put it around completions
+    settings = [json.loads(c[c.index("--additional-config") + 1])["skipdecode"]["schedules"] for c in started[::2]]
     assert [[s["name"] for s in schedules] for schedules in settings] == [
         ["full", "skipdecode-2x-flat"],
         ["skipdecode-2x-flat"],

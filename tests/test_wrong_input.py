@@ -150,12 +150,15 @@ def test_a_log_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     with progress.progress_bar(4, "batch", name="measuring", done=1) as bar:
         bar.set_postfix(loss="1.5")
+        monkeypatch.setattr(progress, "_LINE_SECONDS", 30.0)
+        bar.update()
+        bar.update()
         bar.update()
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("skipdecode: measuring: 2 of 4 batches, ")
     assert "loss=1.5" in first
     assert first.endswith(" left")
-    assert last.startswith("skipdecode: measuring: 2 of 4 batches, ")
+    assert last.startswith("skipdecode: measuring: 4 of 4 batches, ")
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch):
@@ -177,6 +180,7 @@ def test_other_packages_are_quiet_and_our_warnings_become_notes(capsys: Any):
         warnings.warn("theirs", stacklevel=1)
         log.warning("theirs too")
         warnings.warn_explicit("ours", UserWarning, "x.py", 1, module="skipdecode.engine.fast")
+        warnings.warn_explicit("an open file", ResourceWarning, "x.py", 1, module="skipdecode.data.source")
     assert capsys.readouterr().err == "skipdecode: ours\n"
     with pytest.warns(UserWarning, match="theirs"):
         warnings.warn("theirs", stacklevel=1)

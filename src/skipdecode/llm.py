@@ -229,7 +229,7 @@ class LLM:
             Output(prompt.text, how.text(row.tokens), row.tokens, row.finish_reason)
             for prompt, row in zip(encoded, rows, strict=True)
         )
-        outputs.stats = self._summed(engine, len(rows), start)
+        outputs.stats = self._summed(engine, start, [row.tokens for row in rows])
         return outputs
 
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
@@ -240,7 +240,9 @@ class LLM:
         start = time.perf_counter()
         (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
         engine, reader = self._engine(chosen), Detokenizer(self.tokenizer, how.stop.strings if how.stop else ())
-        return TextStream(engine, how.request(encoded), chosen, reader, lambda: self._summed(engine, 1, start))
+        return TextStream(
+            engine, how.request(encoded), chosen, reader, lambda tokens: self._summed(engine, start, [tokens])
+        )
 
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
         """Prompts as token ids, with their `room` in the context; one that cannot be used has an `error`."""
@@ -291,19 +293,18 @@ class LLM:
         """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
         found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
         if found is None:
-            # Stands for an order of dropping layers, which full depth goes with, too; calls bring their own schedules.
+            # Full depth goes with any order.
             carried = self.loaded.schedule
             order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
-            base = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # said when the model was opened
-                found = self._source.engine(base, max_rows=self._max_rows, prefix_cache=True)
+            found = self._source.for_order(order, max_rows=self._max_rows, prefix_cache=True)
             self._engines.append(found)
         found.stats = EngineStats()
         return found
 
-    def _summed(self, engine: Engine, rows: int, start: float) -> RunSummary:
-        self.stats = RunSummary(self.num_layers, engine.stats, rows=rows, seconds=time.perf_counter() - start)
+    def _summed(self, engine: Engine, start: float, rows: Sequence[list[int]]) -> RunSummary:
+        at_once = sum(len(tokens) == 1 and tokens[0] in self._ends for tokens in rows)
+        seconds = time.perf_counter() - start
+        self.stats = RunSummary(self.num_layers, engine.stats, len(rows), ended_at_once=at_once, seconds=seconds)
         return self.stats
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import ThreadOptions, check_files
+from skipdecode.cli.options import MODEL, ThreadOptions, check_files
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -31,7 +31,7 @@ __all__ = ["Config", "run"]
 class Config(Workload, ThreadOptions):
     """Options of `skipdecode bench`."""
 
-    model: str | None = option("a local directory, a hub id, or smollm2-135m", positional=True, default=None)
+    model: str | None = option(MODEL, positional=True, default=None)
     geometry: str | None = option(
         "instead of a model: these sizes with random weights", default=None, choices=tuple(GEOMETRIES)
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import check_out, layers_of, read_cost
+from skipdecode.cli.options import MODEL, check_out, layers_of, read_cost
 from skipdecode.cli.options.records import RecordOptions, check_records, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -48,7 +48,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 class Config(CalibrationSettings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
-    model: str = option("directory (of a model or an adapter), hub id or smollm2-135m", positional=True)
+    model: str = option(MODEL, positional=True)
     data: str = option("JSON lines or CSV with prompts and responses")
     out: str = option("directory for the schedule, the measurements and the picture")
     records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
+    MODEL,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
@@ -48,16 +49,14 @@ __all__ = ["Config", "run"]
 class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode chat`."""
 
-    model: str = option(
-        "a local directory, a hub id, or smollm2-135m; with a chat template", default="smollm2-135m", positional=True
-    )
+    model: str = option(f"{MODEL}; with a chat template", default="smollm2-135m", positional=True)
     system: str | None = option("system message", default=None)
     max_new_tokens: int = option("most tokens of an answer", default=512, least=1)
 
 
 def run(config: Config) -> int:
     """Talk until the input ends; returns 0."""
-    check_schedule_options(config)
+    check_schedule_options(config, config.model)
     config.check_sampling()
     session = _Session(config, _open(config))
     for line in _lines():

@@ -20,7 +20,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
-from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.environment import environment
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -63,7 +63,7 @@ _TUNED = (
 class Config(EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode demo`."""
 
-    model: str = option("a local directory, a hub id, or smollm2-135m", default=_DEFAULT)
+    model: str = option(MODEL, default=_DEFAULT)
     max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
     rounds: int = option("times that every schedule runs, in turn; the fastest counts", default=2, least=1)
     quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
@@ -49,7 +49,7 @@ __all__ = ["Config", "run"]
 class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
     """Options of `skipdecode eval`."""
 
-    model: str = option("a local directory, a hub id, or smollm2-135m", default="", positional=True)
+    model: str = option(MODEL, default="", positional=True)
     task: str = option(
         "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml); default: by the prompt that the "
         "checkpoint was tuned on",

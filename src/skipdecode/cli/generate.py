@@ -15,15 +15,19 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
+    MODEL,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
+    ScheduleChoice,
     ScheduleOptions,
     ThreadOptions,
+    check_files,
     check_schedule_options,
     choose_schedule,
     stop_text,
@@ -35,7 +39,6 @@ from skipdecode.common.rows import FORMATS
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.cli.options import ScheduleChoice
     from skipdecode.data.forms import PromptForm
     from skipdecode.data.output import RowWriter
     from skipdecode.data.run import Job
@@ -48,14 +51,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "run"]
 
-_INTERRUPTED = 130
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
-    model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
+    model: str = option(MODEL, positional=True)
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
         "file of prompts, - for standard input (which is also read if no prompt is given and it is no terminal)",
@@ -117,8 +118,7 @@ def run(config: Config) -> int:
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
-    if config.summary is not None:
-        check_output(config.summary, overwrite=True)
+    check_files(config.summary)
     check_schedule_options(config, config.model)
     source, form = _source(config), _form(config)
     rows = source.count(form.field, all_usable=config.on_error == "stop")
@@ -134,7 +134,7 @@ def run(config: Config) -> int:
         summary = _generate(source, form, config, job, writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
-        return _INTERRUPTED
+        return 130
     finally:
         writer.close()
         source.close()
@@ -236,7 +236,7 @@ def _job(
     engines: EngineSource,
     schedule: Schedule,
 ) -> Job:
-    from skipdecode.data.prompts import PromptEncoder, asked, context_length, prompt_text
+    from skipdecode.data.prompts import PromptEncoder, asked, context_length
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
@@ -254,7 +254,7 @@ def _job(
         ),
         make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
         batch_size=config.batch_size,
-        repeat=asked if _prints_text(config) else prompt_text if config.include_prompt else None,
+        repeat=asked if _prints_text(config) else attrgetter("text") if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
     )
 
@@ -271,8 +271,7 @@ def _generate(
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
-    # On a terminal the text itself is the progress.
-    shown = not (_prints_text(config) and sys.stdout.isatty())
+    shown = not (_prints_text(config) and sys.stdout.isatty())  # there the text itself is the progress
     with progress_bar(rows, "row", done=writer.rows_before, shown=shown) as bar:
 
         def progress(ended: int, summary: RunSummary) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import speedups
-from skipdecode.cli.options import EngineOptions, ModelOptions, check_files
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
@@ -44,7 +44,7 @@ __all__ = ["Config", "run"]
 class Config(ModelOptions, EngineOptions):
     """Options of `skipdecode plan`."""
 
-    model: str = option("a local directory, a hub id, smollm2-135m, or the file of a config (JSON)", positional=True)
+    model: str = option(f"{MODEL}, or the file of a config (JSON)", positional=True)
     target_speedup: float | None = option(
         "decode speed-up in wall-clock time; the layers that run are solved for it", default=None, least=1
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import EngineOptions, ModelOptions, ThreadOptions, layers_of
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions, layers_of
 from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
@@ -34,7 +34,7 @@ __all__ = ["Config", "run"]
 class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode serve`."""
 
-    model: str = option("a local directory, a hub id, or smollm2-135m", positional=True)
+    model: str = option(MODEL, positional=True)
     name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=())
     nominal_speedup: tuple[float, ...] = option(
@@ -151,8 +151,9 @@ def _service(config: Config) -> Service:
 
 
 def _run_vllm(config: Config) -> int:
+    from skipdecode.common.progress import note
     from skipdecode.models.families import layers_in
-    from skipdecode.models.loading.hub import load_config
+    from skipdecode.models.loading.hub import load_config, load_recipe
     from skipdecode.models.loading.locate import adapter_dir
     from skipdecode.serving.vllm_server import vllm_command
 
@@ -178,6 +179,9 @@ def _run_vllm(config: Config) -> int:
         dtype=config.dtype,
         schedules=schedules,
     )
+    recipe = load_recipe(config.model)
+    if config.template and recipe is not None and recipe.prompt_template is not None:
+        note(f"vLLM takes completions as they are: send them in the form {recipe.prompt_template!r}")
     sys.stdout.flush()
     # In this process's place, so that signals reach vLLM itself.
     os.execv(command[0], command)

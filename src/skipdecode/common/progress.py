@@ -48,7 +48,7 @@ class _Lines:
         self._name, self._done, self._more = name, done, ""
         self._start = self._due = time.monotonic()
         self._due += _LINE_SECONDS
-        self._told = False
+        self._told: float | None = None  # units of the last line
 
     def __enter__(self) -> Self:
         return self
@@ -72,12 +72,12 @@ class _Lines:
         self._start = time.monotonic()
 
     def close(self) -> None:
-        if self._told:
+        if self._told not in (None, self.n):
             self._tell()
-            self._told = False
+        self._told = None
 
     def _tell(self) -> None:
-        now, self._told = time.monotonic(), True
+        now, self._told = time.monotonic(), self.n
         self._due, passed = now + _LINE_SECONDS, max(now - self._start, 1e-9)
         rate = (self.n - self._done) / passed
         of = "" if self.total is None else f" of {self.total}"
@@ -86,7 +86,7 @@ class _Lines:
         if self.total is not None and rate and self.n < self.total:
             words.append(f"{tqdm.format_interval((self.total - self.n) / rate)} left")
         else:
-            words.append(f"{tqdm.format_interval(passed)} so far")
+            words.append(f"{tqdm.format_interval(passed)} {'in all' if self.n == self.total else 'so far'}")
         note(f"{self._name}: {', '.join(words)}" if self._name else ", ".join(words))
 
 
@@ -102,7 +102,7 @@ def quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            warnings.filterwarnings("default", module=r"skipdecode(\.|$)")
+            warnings.filterwarnings("default", category=UserWarning, module=r"skipdecode(\.|$)")
             warnings.showwarning = lambda message, *_, **__: note(str(message))
             yield
     finally:

@@ -88,7 +88,7 @@ class TextStream(Iterator[str]):
     reader : Detokenizer
         Fresh.
     summed : callable
-        Asked for the figures at the end.
+        From the tokens that came to the figures, asked at the end.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class TextStream(Iterator[str]):
         request: Request,
         schedule: Schedule,
         reader: Detokenizer,
-        summed: Callable[[], RunSummary],
+        summed: Callable[[list[int]], RunSummary],
     ) -> None:
         self.text, self.tokens = "", list[int]()
         self.finish_reason: FinishReason | None = None
@@ -138,7 +138,7 @@ class TextStream(Iterator[str]):
         if self._open:
             self._open = False
             self._engine.cancel(self._number)
-            self.stats = self._summed()
+            self.stats = self._summed(self.tokens)
 
     def __del__(self) -> None:
         self.close()

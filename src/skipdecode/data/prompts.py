@@ -45,11 +45,6 @@ class EncodedPrompt:
     error: str | None = None
 
 
-def prompt_text(prompt: EncodedPrompt) -> str:
-    """What was tokenised."""
-    return prompt.text
-
-
 def asked(prompt: EncodedPrompt) -> str:
     """The user's own words: the text, or the last message of a chat."""
     words = prompt.record.prompt

@@ -192,7 +192,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
     stats, layers = summary.stats, summary.stats.mean_layers
     lines = [
-        f"{summary.rows} row{'' if summary.rows == 1 else 's'}{resumed}; {stats.new_tokens} new tokens in "
+        f"{_counted(summary.rows, 'row')}{resumed}; {_counted(stats.new_tokens, 'new token')} in "
         f"{summary.seconds:.1f} s, {summary.tokens_per_s:.1f} tokens/s, prompts included"
     ]
     if layers is not None:
@@ -202,15 +202,19 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
         )
     if summary.ended_at_once:
-        good = summary.rows - summary.bad_rows
+        good = _counted(summary.rows - summary.bad_rows, "row")
         lines.append(
-            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} rows ended at their first token: they "
-            "have no text; is the prompt of the form that the model was tuned on? Its own template, --prompt-template "
-            "or --task gives it"
+            f"{summary.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
+            "the prompt of the form that the model was tuned on? Its own template, --prompt-template or --task gives it"
         )
     if summary.bad_rows:
-        lines.append(f"{summary.bad_rows} of {summary.rows} rows could not be used; the output holds the error of each")
+        of = _counted(summary.rows, "row")
+        lines.append(f"{summary.bad_rows} of {of} could not be used; the output holds the error of each")
     return lines
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _bytes(count: int) -> str:

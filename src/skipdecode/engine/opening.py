@@ -7,6 +7,7 @@ rounded once more in the weights' type.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,14 @@ class EngineSource:
             prefix_cache=prefix_cache and self.fast.has_pages,
             prompt_tokens=prompt_tokens if self.fast.shares else PROMPT_TOKENS,
         )
+
+    def for_order(self, order: tuple[int, ...], **options: Any) -> Engine:
+        """An engine whose rows bring schedules of their own, which drop layers in this order; `options` of `engine`."""
+        stand_in = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
+        with warnings.catch_warnings():
+            # Said once, when the model was opened.
+            warnings.simplefilter("ignore", UserWarning)
+            return self.engine(stand_in, **options)
 
 
 def open_engines(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> EngineSource:

@@ -6,7 +6,6 @@ Schedules of one order share a batch. Engines of different orders share the mode
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
@@ -120,26 +119,18 @@ def make_groups(
     source: EngineSource, schedules: Iterable[Schedule], max_rows: int, prefix_cache: bool = True
 ) -> list[Group]:
     """As few groups as take all of the schedules, of at most `max_rows` rows each; each keeps prompts of its own."""
+    make = partial(
+        source.for_order,
+        max_rows=max_rows,
+        join_below=1,
+        in_order=True,
+        prefix_cache=prefix_cache,
+        prompt_tokens=_PROMPT_TOKENS,
+    )
     if source.fast is None:
-        return [Group(partial(_new_engine, source, (), max_rows, prefix_cache), None)]
+        return [Group(partial(make, ()), None)]
     orders: list[tuple[int, ...]] = []
     for dropped in sorted({schedule.dropped for schedule in schedules}, key=len, reverse=True):
         if not any(order[: len(dropped)] == dropped for order in orders):
             orders.append(dropped)
-    return [Group(partial(_new_engine, source, order, max_rows, prefix_cache), order) for order in orders]
-
-
-def _new_engine(source: EngineSource, order: tuple[int, ...], max_rows: int, prefix_cache: bool) -> Engine:
-    # Stands for the order: each row brings its own schedule.
-    stand_in = Schedule(source.num_layers, order, (source.num_layers,), warmup_layers=0, name="group")
-    with warnings.catch_warnings():
-        # Said once, when the model was opened.
-        warnings.simplefilter("ignore", UserWarning)
-        return source.engine(
-            stand_in,
-            max_rows=max_rows,
-            join_below=1,
-            in_order=True,
-            prefix_cache=prefix_cache,
-            prompt_tokens=_PROMPT_TOKENS,
-        )
+    return [Group(partial(make, order), order) for order in orders]

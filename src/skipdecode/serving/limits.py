@@ -30,8 +30,8 @@ class ServerLimits(Options):
     max_seconds: float = option("from a request's arrival to its end", default=300.0, above=0)
     max_body_kib: int = option("size of a request, in KiB", default=1024, least=1)
     prefix_cache: bool = option(
-        "keep prompts' keys and values, 1 GiB beyond the rows' at most, and run no beginning of a prompt twice (the "
-        "fast engine on CPUs; others run every prompt whole)",
+        "keep prompts' keys and values, at most 1 GiB beyond the rows' for each drop order, and run no beginning of a "
+        "prompt twice (the fast engine on CPUs; others run every prompt whole)",
         default=True,
     )
     max_unread_tokens: int = 2048

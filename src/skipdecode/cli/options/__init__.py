@@ -15,6 +15,7 @@ from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 __all__ = [
+    "MODEL",
     "EngineOptions",
     "ModelOptions",
     "SamplingOptions",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 
+MODEL = "a directory (of a model or an adapter), a hub id, smollm2-135m, or e2e-smollm2-135m (an adapter on it)"
 _SOME_POSITIONS = 64  # for a schedule that is only tried
 
 

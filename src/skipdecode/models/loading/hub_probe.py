@@ -6,12 +6,15 @@ first tells "not there" from "not reachable".
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = ["HubAnswer", "ask_hub"]
 
 TIMEOUT_SECONDS = 5.0
+_REMEMBERED_SECONDS = 60.0
+_unreachable: dict[str, tuple[float, HubAnswer]] = {}  # by address, so that a command waits once
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,17 @@ class HubAnswer:
 
 
 def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
-    """Whether the hub has this model: one request, answered within seconds; none when offline mode is on.
+    """Whether the hub has this model: one request, answered within seconds; none when offline mode is on, or when the
+    hub could not be reached within the last minute.
 
     `connect_seconds` is how long it waits for a connection, and for its encryption.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
+    asked, earlier = _unreachable.get(constants.ENDPOINT, (0.0, None))
+    if earlier is not None and time.monotonic() - asked < _REMEMBERED_SECONDS:
+        return earlier
     try:
         # To connect, to read, to write, to get a free connection: what the client's HTTP library takes.
         timeout: Any = (connect_seconds or TIMEOUT_SECONDS, *[TIMEOUT_SECONDS] * 3)
@@ -49,7 +56,8 @@ def ask_hub(repo_id: str, *, connect_seconds: float | None = None) -> HubAnswer:
     except OfflineModeIsEnabled:
         return HubAnswer("unreachable", "offline mode is on (HF_HUB_OFFLINE)")
     except Exception as e:  # The HTTP library under the client, and with it the class, differs between its versions.
-        return HubAnswer(
-            "unreachable", f"the hub cannot be reached ({' '.join(str(e).split())[:120] or type(e).__name__})"
-        )
+        reason = f"the hub cannot be reached ({' '.join(str(e).split())[:120] or type(e).__name__})"
+        answer = HubAnswer("unreachable", reason)
+        _unreachable[constants.ENDPOINT] = time.monotonic(), answer
+        return answer
     return HubAnswer("found", revision=info.sha)
