@@ -156,7 +156,7 @@ def figures(times: Times, arrivals: Sequence[float], engine: FastEngine) -> dict
         "rows_per_step": (stats.new_tokens - len(times.tokens)) / stats.steps,
         "layers_per_step": stats.layer_reads / stats.steps,
         "prompt_seconds": stats.prompt_seconds,
-        "decode_seconds": stats.decode_seconds + stats.sampling_seconds,
+        "decode_seconds": stats.after_prompts,
         "first_token_s": spread(first),
         "inter_token_s": spread(gaps),
         "request_s": spread(whole),

@@ -76,6 +76,7 @@ def test_a_server_process_from_start_to_sigterm(tmp_path):
         process.wait()
     text = log.read_text()
     assert "default: full\n" in text
+    assert text.count("tuned under") == 1, "said once"
     assert "were not tuned under mine, skipdecode-2x-flat" in text
     assert "secret" not in text
     records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]

@@ -68,10 +68,6 @@ def run(config: Config) -> int:
     if config.cost is not None and config.target_speedup is None:
         raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
     check_out(out, "what was measured", resume=config.resume)
-    try:
-        import skipdecode.data.prompts  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("calibration", "tune") from None
     from skipdecode.calibration.goal import check_layers, set_goal
 
     cost = None if config.cost is None else read_cost(config.cost)

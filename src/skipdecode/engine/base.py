@@ -37,10 +37,9 @@ class EngineStats:
         Tokens of prompts that ran, tokens of prompts that a prefix cache had, tokens put out.
     seconds : float
         Time in `step`, everything included.
-    prompt_seconds, decode_seconds, sampling_seconds : float
-        Time in forwards of prompts and of rows that decode, and in the choice of tokens. The time of a forward of both
-        is shared out by tokens x layers: what each would cost alone is not known. On a GPU a step's forward is only
-        launched, and its time is in that of the choice, which waits for it.
+    prompt_seconds : float
+        Time in forwards of prompts. That of a forward with rows that decode is shared out by tokens x layers: what each
+        would cost alone is not known.
     fed_tokens : int
         Generated tokens that were fed back: one for each row of each step.
     token_layers : int
@@ -57,8 +56,6 @@ class EngineStats:
     new_tokens: int = 0
     seconds: float = 0.0
     prompt_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    sampling_seconds: float = 0.0
     fed_tokens: int = 0
     token_layers: int = 0
     layer_reads: int = 0

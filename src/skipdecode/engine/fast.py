@@ -273,7 +273,6 @@ class FastEngine(Engine):
         layers, prompt_layers = sum(row.budget for row in rows), sum(size * budget for size, budget in prompts)
         stats.prompt_tokens += sum(size for size, _ in prompts)
         stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
-        stats.decode_seconds += seconds * layers / (layers + prompt_layers)
         if rows:
             stats.steps += 1
             stats.fed_tokens += len(rows)

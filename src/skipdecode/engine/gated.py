@@ -173,7 +173,6 @@ class GatedEngine(Engine):
             stats.fed_tokens += rows
             stats.token_layers += rows * layers
             stats.layer_reads += layers
-            stats.decode_seconds += forward
         stats.note_kv(wave.cache.kv_bytes(), wave.cache.kv_bytes_full())
 
     def _keep(self, stays: list[bool]) -> None:

@@ -159,7 +159,6 @@ class BatchEngine(Engine):
         stats, lengths = self.stats, [len(row) for row in rows]
         stats.seconds += end - start
         stats.prompt_seconds += first - start
-        stats.decode_seconds += end - first
         stats.steps += max(lengths) - 1
         stats.prompt_tokens += sum(len(request.prompt) for _, request in batch)
         stats.new_tokens += sum(lengths)

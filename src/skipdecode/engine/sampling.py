@@ -135,12 +135,10 @@ class Row:
 
 def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor, start: float) -> list[StepOutput]:
     """Choose the next token of each row from its logits, in a step that began at `start`."""
-    before = time.perf_counter()
     samplers = [row.sampler for row in rows]
     tokens, logprobs = choose(logits, samplers)
     tops = likeliest(logits, samplers)
     now = time.perf_counter()
-    engine.stats.sampling_seconds += now - before
     engine.stats.new_tokens += len(rows)
     outputs = []
     for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):

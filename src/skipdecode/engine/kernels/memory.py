@@ -25,7 +25,7 @@ def huge_pages(tensor: Tensor) -> Tensor:
         begin = -(-tensor.data_ptr() // _ALIGN) * _ALIGN
         length = (tensor.data_ptr() + tensor.nbytes - begin) // _ALIGN * _ALIGN
         # A refusal (a kernel without huge pages) changes nothing.
-        _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return tensor
 
 
@@ -53,7 +53,3 @@ class Arena:
 
 def _rounded(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

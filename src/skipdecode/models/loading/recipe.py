@@ -13,6 +13,7 @@ from typing import Any
 from skipdecode.common.jsonl import kind_of
 from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, ScheduleError
+from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.schedule import Schedule
 
 __all__ = [
@@ -70,9 +71,10 @@ def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: st
     names = [schedule.name for schedule in schedules if not schedule.fits_weights(known)]
     if not names:
         return None
+    merge = "" if adapter_dir(model) is None else " --merge"  # an adapter on an adapter is refused
     return (
         f"the weights were not tuned under {', '.join(names)} or a deeper cut: the text breaks (SmolLM2-135M untuned "
-        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode tune {model} --schedule FILE"
+        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode tune {model} --schedule FILE{merge}"
     )
 
 
