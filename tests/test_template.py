@@ -56,6 +56,14 @@ def test_generate_puts_rows_texts_standard_input_and_arguments_into_the_template
     assert prompts(capsysbinary, model) == RENDERED
 
 
+def test_a_template_takes_no_record_of_another_form(capsys: Any, tmp_path: Path, model: str) -> None:
+    rows = write_rows(tmp_path / "in.jsonl", [{"mr": "name[X]", "refs": ["X"]}])
+    assert main(["generate", model, "--input", rows, "--prompt-template", "{mrr}:"]) == 2
+    told = capsys.readouterr().err
+    assert "'mrr'" in told
+    assert "'mr', 'refs'" in told
+
+
 def test_generate_says_which_template_and_how_to_do_without(capsys: Any, model: str) -> None:
     assert main(["generate", model, "name[X]", "--max-new-tokens", "2"]) == 0
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "template" in line]

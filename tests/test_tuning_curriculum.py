@@ -92,7 +92,8 @@ def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
 def test_choices_are_checked_wherever_they_come_from(option: str, value: str, accepted: str) -> None:
     with pytest.raises(OptionError) as refused:
         TuneConfig(**{option: value})
-    assert (refused.value.name, refused.value.value, refused.value.accepted) == (option, value, accepted)
+    assert (refused.value.name, refused.value.value) == (option, value)
+    assert refused.value.accepted.startswith(accepted)
 
 
 def test_sampling_needs_a_second_schedule() -> None:

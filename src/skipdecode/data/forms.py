@@ -17,6 +17,7 @@ from skipdecode.models.loading.recipe import Recipe
 __all__ = ["PROMPT_FIELDS", "PromptField", "PromptForm", "choose_form", "recipe_template"]
 
 PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
+_TEXT_FIELDS = PROMPT_FIELDS[:4]  # may stand for a template's only field; the others are records of another form
 
 
 class PromptField:
@@ -28,7 +29,8 @@ class PromptField:
     Parameters
     ----------
     name : str, optional
-        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has.
+        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has (with a template:
+        of the first four).
     """
 
     def __init__(self, name: str | None = None, template: Template | None = None) -> None:
@@ -62,7 +64,8 @@ class PromptField:
         return self.name is None and any(f in row and not isinstance(row[f], list) for f in template.fields)
 
     def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
-        name = self.name or next((f for f in PROMPT_FIELDS if f in row), None)
+        fields = PROMPT_FIELDS if self.template is None else _TEXT_FIELDS
+        name = self.name or next((f for f in fields if f in row), None)
         if name is None and self.template is not None:
             self.template.values(row)  # says what is missing
         if name is None:

@@ -93,7 +93,8 @@ def runs_tables(runs: Sequence[Run]) -> str:
         "; of older runs, of outputs whose lengths differ"
         if how is None
         else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
-        f"{how['rounds']} rounds{', engine ' + engines[0] if len(engines) == 1 else ''}; request: with prompt"
+        f"{how['rounds']} rounds{', engine ' + engines[0] if len(engines) == 1 else ''}; request: with "
+        "prompt; layers/token: of these texts"
     )
     speeds = _SPEED | ({"engine": _engine} if len(engines) > 1 else {})
     tables: list[tuple[str, Mapping[str, Callable[[Run], str]]]] = [
