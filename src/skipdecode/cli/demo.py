@@ -16,6 +16,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -199,14 +200,22 @@ def _any_runs(loaded: LoadedModel, tokens: int) -> list[_Run]:
     ]
 
 
+@cache
+def _once(line: str) -> None:
+    """What is said of one part's engine is so of the other's."""
+    from skipdecode.common.progress import note
+
+    note(line)
+
+
 def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     """Every run on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
-    from skipdecode.common.progress import note, progress_bar
+    from skipdecode.common.progress import progress_bar
     from skipdecode.engine.opening import end_tokens, open_engines
     from skipdecode.engine.requests import Request
 
     models = {id(run.loaded): run.loaded for run in setting.runs}
-    sources = {key: open_engines(each.model, config.engine, note, config.weights) for key, each in models.items()}
+    sources = {key: open_engines(each.model, config.engine, _once, config.weights) for key, each in models.items()}
 
     def decode(run: _Run, rows: int, tokens: int) -> tuple[Engine, list[list[int]]]:
         engine = sources[id(run.loaded)].engine(run.schedule, max_rows=rows)
@@ -288,11 +297,11 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
 def _next_steps(config: Config) -> list[str]:
     """What to do after the demo, by command."""
     chat = _CHAT if config.model == _DEFAULT and adapter_dir(_CHAT) is not None else config.model
-    model = shlex.quote(config.model)
+    model, depth = shlex.quote(config.model), "/1.25x" if chat == _CHAT else "/2x"  # one that its weights bear
     return [
         "Next:",
         f"  skipdecode chat {shlex.quote(chat)}",
-        "      talk to it, and change the depth on the way (/2x, /full)",
+        f"      talk to it, and change the depth on the way ({depth}, /full)",
         f"  skipdecode plan {model} --target-speedup 1.5",
         "      the schedule for a speed-up on this machine",
         f"  skipdecode tune {model} --nominal-speedup 2 --train train.jsonl --dev dev.jsonl \\",

@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 
-MODEL = "a directory (of a model or an adapter), a hub id, smollm2-135m, or e2e-smollm2-135m (an adapter on it)"
+MODEL = (
+    "a directory (of a model or an adapter), a hub id, smollm2-135m, or an adapter on it: e2e-smollm2-135m, "
+    "chat-smollm2-135m"
+)
 _SOME_POSITIONS = 64  # for a schedule that is only tried
 
 
