@@ -101,6 +101,16 @@ def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     assert "tuned under no schedule" not in capsys.readouterr().err
 
 
+def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    add_options(parser, Config)
+    service = serve._service(config_from(Config, parser.parse_intermixed_args([save_tiny_model(tmp_path / "plain")])))
+    assert list(service.catalog.loaded) == ["full"]
+    said = capsys.readouterr().err
+    assert "tuned under no schedule" in said
+    assert "skipdecode plan" in said
+
+
 def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

@@ -297,7 +297,7 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
 def _next_steps(config: Config) -> list[str]:
     """What to do after the demo, by command."""
     chat = _CHAT if config.model == _DEFAULT and adapter_dir(_CHAT) is not None else config.model
-    model, depth = shlex.quote(config.model), "/1.25x" if chat == _CHAT else "/2x"  # one that its weights bear
+    model, depth = shlex.quote(config.model), "/1.5x" if chat == _CHAT else "/2x"  # one that its weights bear
     return [
         "Next:",
         f"  skipdecode chat {shlex.quote(chat)}",

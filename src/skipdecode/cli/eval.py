@@ -148,6 +148,8 @@ def _evaluate(config: Config) -> int:
         check_method_options(one)
     check_files(config.report)
     task = _task(config)
+    records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
+    note_left_out(records.skipped)
     options = config.part(MetricOptions)
     # What nobody asked for by name may be left out.
     asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model
@@ -156,8 +158,6 @@ def _evaluate(config: Config) -> int:
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
     check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
     _check_shape(config, each, task, directory)
-    records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
-    note_left_out(records.skipped)
     runs = _runs(config, each, task, records, make_metrics(names, options), directory)
     _show(config, runs, (), config.report or directory / "report.html")
     return 0

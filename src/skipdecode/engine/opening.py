@@ -126,9 +126,8 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
         if kind:
             raise UsageError(f"--weights {kind} needs the fast engine: leave out --engine transformers")
         return None
-    merged = hasattr(model, "get_base_model")
     try:
-        fast = open_model(_merged_copy(model) if merged else unwrap(model), quantization=kind)
+        fast = open_model(_merged_copy(model) if hasattr(model, "get_base_model") else unwrap(model), quantization=kind)
     except UnfitModelError as e:
         if engine == "fast":
             raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None
@@ -141,10 +140,6 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
         return None
     if fast.hint:
         note(f"the fast engine runs without its kernels: {fast.hint}")
-    if merged:
-        note(
-            "the adapter is merged into a copy of the weights for the fast engine; --engine transformers keeps it apart"
-        )
     return fast
 
 
