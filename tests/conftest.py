@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -14,6 +16,9 @@ from skipdecode import Schedule
 from tiny import LAYERS
 
 torch.set_num_threads(1)
+# A suite that a shell starts in the background ignores Ctrl-C, and with it the programs that it starts.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The vLLM plugin has an environment of its own: `make test-vllm`.
 collect_ignore = ["vllm_plugin"]
 # A busy machine stalls an example now and then: that is no failure.

@@ -139,3 +139,8 @@ def test_logprob_is_the_models_own():
 def test_bad_settings_are_refused_by_name(make, message):
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_the_likeliest_token_stays_however_little_is_allowed():
+    for sampling in (Sampling(temperature=1.0, top_p=5e-324, seed=1), Sampling(temperature=1.0, min_p=1.0, seed=1)):
+        assert RowSampler(sampling, (1,)).pick(logits()) == int(logits().argmax())

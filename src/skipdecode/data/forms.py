@@ -64,7 +64,7 @@ class PromptField:
         return self.name is None and any(f in row and not isinstance(row[f], list) for f in template.fields)
 
     def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
-        fields = PROMPT_FIELDS if self.template is None else _TEXT_FIELDS
+        fields = PROMPT_FIELDS if self.template is None else (*_TEXT_FIELDS, *self.template.fields)
         name = self.name or next((f for f in fields if f in row), None)
         if name is None and self.template is not None:
             self.template.values(row)  # says what is missing

@@ -248,7 +248,7 @@ class FastEngine(Engine):
     def _run(self, feeds: list[Feed]) -> list[StepOutput]:
         """One forward over tokens of prompts and of rows that decode; the next token of each row that has one."""
         start = time.perf_counter()
-        for row, tokens in feeds:
+        for row, tokens in sorted(feeds, key=lambda feed: not feed.row.output):  # who may give room comes first
             self._make_room(row, len(tokens))
         batch, due = token_rows(feeds, self._order)
         for row, tokens in feeds:

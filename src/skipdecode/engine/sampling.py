@@ -80,8 +80,10 @@ class RowSampler:
             logits, order = logits.sort(descending=True)
             tokens = order if tokens is None else tokens[order]
             probs = logits.softmax(0)
-            # A token stays if those before it do not reach p yet; the first always stays.
-            logits = logits.masked_fill(probs.cumsum(0) - probs >= s.top_p, -torch.inf)
+            # A token stays if those before it do not reach p yet; the first stays, even where p is 0 in fp32.
+            gone = probs.cumsum(0) - probs >= s.top_p
+            gone[0] = False
+            logits = logits.masked_fill(gone, -torch.inf)
         probs = logits.softmax(0)
         if s.min_p > 0:
             probs = probs.masked_fill(probs < s.min_p * probs.max(), 0)

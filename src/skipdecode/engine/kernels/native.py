@@ -141,6 +141,10 @@ class NativeKernels:
         )  # fmt: skip
 
 
+_ROWS_AT_ONCE = 64
+"""By which a stack's buffers grow."""
+
+
 class NativeStack:
     """The call of a stack, its buffers, and the arguments whose addresses the C++ side holds."""
 
@@ -149,6 +153,7 @@ class NativeStack:
         self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers))
         self._address = ctypes.addressof(self._args)
         self._rows = 0
+        self._buffers: tuple[torch.Tensor, ...] = ()
 
     def __call__(self, given: StackInput) -> None:
         args, pages, table = self._args, given.pages, given.table
@@ -164,6 +169,8 @@ class NativeStack:
         self._function(self._address)
 
     def _allocate(self, rows: int) -> None:
+        # Steps beside prompts differ by a few rows; the old buffers go before the new ones come.
+        self._buffers, rows = (), -(-rows // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         first = self._layers[0]
         qkv, attended, wide = (torch.empty(rows, n) for n in (first.qkv.n, first.out.k, first.mlp_in.n))
         self._buffers = qkv, attended, wide
