@@ -148,15 +148,15 @@ def _evaluate(config: Config) -> int:
         check_method_options(one)
     check_files(config.report)
     task = _task(config)
+    directory = Path(config.out or "")
+    # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
+    check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
     note_left_out(records.skipped)
     options = config.part(MetricOptions)
     # What nobody asked for by name may be left out.
     asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model
     names = check_metrics(config.metrics or task.metrics, options, None if asked else note)
-    directory = Path(config.out or "")
-    # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
-    check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
     _check_shape(config, each, task, directory)
     runs = _runs(config, each, task, records, make_metrics(names, options), directory)
     _show(config, runs, (), config.report or directory / "report.html")

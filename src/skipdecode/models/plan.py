@@ -66,11 +66,6 @@ class StepPlan:
         """Sum over layers of the columns that run them."""
         return sum(layer.count - layer.start for layer in self.layers)
 
-    @property
-    def projects(self) -> bool:
-        """Whether a layer stores keys and values of tokens that it does not run."""
-        return any(layer.start for layer in self.layers)
-
     @classmethod
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:
         """Plan for rows in lockstep; `positions` holds the generation position of each column."""
