@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
+    AdaptiveOptions,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
     ScheduleChoice,
-    ScheduleOptions,
     ThreadOptions,
     check_files,
+    check_router,
     check_schedule_options,
     choose_schedule,
     stop_text,
@@ -53,7 +54,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, AdaptiveOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option(MODEL, positional=True)
@@ -203,6 +204,7 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
+    check_router(choice.schedule, loaded)
     note(schedule_line(choice.schedule, choice.origin))
     if line := untuned_line([choice.schedule], loaded.recipe, config.model):
         note(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from skipdecode.engine.depth import BudgetPolicy, DepthOrder, PromptLayers
+from skipdecode.engine.depth import DepthOrder, PromptLayers
 from skipdecode.engine.sampling import Row
 
 __all__ = ["EngineRow", "Feed", "TokenRows", "token_rows"]
@@ -38,14 +38,16 @@ class EngineRow(Row):
         Where it holds keys and values.
     fed : int
         Tokens of prompt and output that have run.
+    depth : int
+        Layers of its first new token.
     """
 
-    policy: BudgetPolicy
     prompt: PromptLayers
     layers: tuple[int, ...]
     slot: int
     pages: int
     fed: int = 0
+    depth: int = 0
 
 
 class Feed(NamedTuple):

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
+from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
+if TYPE_CHECKING:
+    from skipdecode.models.loading.hub import LoadedModel
+
 __all__ = [
     "MODEL",
+    "AdaptiveOptions",
     "EngineOptions",
     "ModelOptions",
     "SamplingOptions",
@@ -24,6 +29,7 @@ __all__ = [
     "ThreadOptions",
     "check_files",
     "check_out",
+    "check_router",
     "check_schedule_options",
     "choose_schedule",
     "layers_of",
@@ -134,6 +140,30 @@ class ScheduleOptions(Options):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions(ScheduleOptions):
+    """A depth for each request, which is --schedule adaptive, confident (from the deepest on) or adaptive+confident."""
+
+    router: str | None = option(
+        "of --schedule adaptive, confident or adaptive+confident: the file that skipdecode calibrate --adaptive wrote "
+        "(default: router.json beside the checkpoint's weights)",
+        default=None,
+    )
+
+    def adaptive(self) -> ScheduleChoice | None:
+        """The schedule, where it is one that chooses; DataError without a router."""
+        if self.schedule not in WAYS:
+            if self.router is not None:
+                raise UsageError(f"--router belongs to --schedule {', '.join(WAYS)}: give both, or neither")
+            return None
+        from skipdecode.engine.adaptive import ROUTER_FILE, Adaptive, Router
+        from skipdecode.models.loading.locate import adapter_dir, locate
+
+        model = getattr(self, "model", "")
+        place = Path(self.router or (adapter_dir(model) or locate(model).folder()) / ROUTER_FILE)
+        return ScheduleChoice(Adaptive.choosing(Router.load(place), self.schedule), f"depths by {place}")
+
+
 class ScheduleChoice(NamedTuple):
     """The schedule to use, and where it is from in words."""
 
@@ -150,10 +180,19 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
-    if options.schedule is not None:
+    adaptive = options.adaptive() if isinstance(options, AdaptiveOptions) else None
+    if options.schedule is not None and adaptive is None:
         Schedule.load(options.schedule)
     if model is not None and (options.schedule is not None or options.nominal_speedup is not None):
         choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
+
+
+def check_router(schedule: Schedule | None, loaded: LoadedModel) -> None:
+    """Refuse a schedule whose router was made for another model than the one that was just loaded."""
+    from skipdecode.engine.adaptive import Adaptive
+
+    if isinstance(schedule, Adaptive):
+        schedule.router.check(loaded.model, () if loaded.recipe is None else loaded.recipe.tuned_under)
 
 
 def layers_of(model: str) -> int:
@@ -173,7 +212,9 @@ def choose_schedule(
     contradict each other, ScheduleError if the schedule does not fit the model.
     """
     check_schedule_options(options)
-    if options.schedule is not None:
+    if isinstance(options, AdaptiveOptions) and (adaptive := options.adaptive()) is not None:
+        chosen = adaptive
+    elif options.schedule is not None:
         chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len

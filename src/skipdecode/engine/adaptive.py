@@ -1,0 +1,300 @@
+"""Depth by difficulty: a request chooses among schedules when its prompt has run, and may go on to shallower ones.
+
+The *depths* are schedules of one drop order and one prompt set whose budgets never cross, the deepest first, so going
+on to a later one never raises a row's budget. The last prompt token runs what the deepest has there, since the choice
+is made from its logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import read_json
+from skipdecode.engine.depth import WAYS, BudgetPolicy, RowView, SchedulePolicy
+from skipdecode.errors import DataError, ScheduleError, UsageError
+from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.models.loading.base_weights import base_sample, is_other_model
+from skipdecode.schedule import Schedule
+from skipdecode.schedule.schedule import NestedLayers
+
+__all__ = [
+    "MOVE",
+    "ROUTER_FILE",
+    "Adaptive",
+    "AdaptivePolicy",
+    "Router",
+    "carried_ways",
+    "check_depths",
+    "features",
+    "identity",
+    "policy_of",
+]
+
+ROUTER_FILE = "router.json"
+MOVE = 0.25
+"""Of the moving mean of log-probabilities: what the newest token weighs."""
+_HEADING = {"kind": "router", "format": 1}
+_PROJECTIONS = 32
+
+
+def features(logits: Tensor, prompt_tokens: int) -> tuple[float, ...]:
+    """What a router knows of a request, from the logits (vocabulary,) behind its prompt.
+
+    Entropy (nats), log-probability of the likeliest token and its lead over the second, logarithm of the prompt's
+    length, and a fixed random projection of the logits: as these are linear in the last state, one of that state too.
+    """
+    values = logits.detach().float().cpu()
+    likely = values.log_softmax(-1)
+    first, second = likely.topk(2).values.tolist()
+    entropy = float(torch.special.entr(likely.exp()).sum())
+    projected = (values - values.mean()) @ _signs(len(values))
+    return (entropy, first, first - second, math.log(prompt_tokens), *projected.tolist())
+
+
+@lru_cache(maxsize=2)
+def _signs(vocabulary: int) -> Tensor:
+    # numpy keeps this generator's numbers for all time, as a stored router needs.
+    drawn = np.random.RandomState(0).randint(0, 2, (vocabulary, _PROJECTIONS)) * 2 - 1
+    return torch.from_numpy(drawn / math.sqrt(vocabulary)).float()
+
+
+def check_depths(depths: Sequence[Schedule]) -> None:
+    """Raise ScheduleError unless rows may go from each depth to the next."""
+    if len(depths) < 2:
+        raise ScheduleError(f"{len(depths)} depth leaves nothing to choose: give two or more")
+    for deep, shallow in pairwise(depths):
+        if (deep.num_layers, deep.drop_order) != (shallow.num_layers, shallow.drop_order):
+            raise ScheduleError(
+                f"depths {deep.name!r} and {shallow.name!r} drop layers in different orders: give one's"
+            )
+        if deep.prompt_layers() != shallow.prompt_layers():
+            raise ScheduleError(
+                f"depths {deep.name!r} and {shallow.name!r} run different layers on prompts: give one's"
+            )
+        if not deep.contains(shallow) or deep.budgets == shallow.budgets:
+            raise ScheduleError(f"depth {shallow.name!r} is no shallower than {deep.name!r} everywhere")
+
+
+def identity(model: Any) -> dict[str, Any]:
+    """What a router keeps of its model (with nothing fused yet); JSON-ready."""
+    plain = unwrap(model)
+    vocabulary = plain.get_input_embeddings().weight.shape[0]
+    return {"num_layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """What chooses a request's depth, and when a row goes on to the next.
+
+    Parameters
+    ----------
+    depths : tuple of Schedule
+        The deepest first.
+    costs : tuple of float
+        A request's time at each, as shares of full depth's.
+    centre, scale : tuple of float
+        Mean and deviation of each of the `features`.
+    weights : tuple of tuple of float
+        For each depth behind the first, of each feature, and the constant: nats a token that it loses on the first.
+    penalties : tuple of (float, float)
+        Speed-up of requests over full depth, rising, and the nats a token at which full depth's time is priced for it.
+    speedup : float
+        The target that it was made for.
+    thresholds : tuple of float
+        For each depth behind the first, rising: the moving log-probability at which a row goes there.
+    model : mapping
+        See `identity`.
+    """
+
+    depths: tuple[Schedule, ...]
+    costs: tuple[float, ...]
+    centre: tuple[float, ...]
+    scale: tuple[float, ...]
+    weights: tuple[tuple[float, ...], ...]
+    penalties: tuple[tuple[float, float], ...]
+    speedup: float
+    thresholds: tuple[float, ...]
+    model: Mapping[str, Any] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        check_depths(self.depths)
+        shallower, known = len(self.depths) - 1, len(self.centre)
+        sizes = [len(self.costs) - 1, len(self.weights), len(self.thresholds)]
+        if sizes != [shallower] * 3 or known != 4 + _PROJECTIONS or not self.penalties:
+            raise DataError(
+                f"its depths, costs, weights, thresholds and {4 + _PROJECTIONS} features do not go together"
+            )
+        if any(len(each) != known + 1 for each in self.weights) or len(self.scale) != known:
+            raise DataError(f"weights are needed of {known} features and a constant")
+
+    def excess(self, known: Sequence[float]) -> list[float]:
+        """Predicted loss (nats a token) of each depth beyond the deepest's, from `features`; UsageError if absent."""
+        if len(known) != len(self.centre):
+            raise UsageError(f"the router needs {len(self.centre)} features of a prompt, but {len(known)} are known")
+        normed = [(x - c) / s for x, c, s in zip(known, self.centre, self.scale, strict=True)]
+        return [0.0, *(sum(w * x for w, x in zip(each, (*normed, 1.0), strict=True)) for each in self.weights)]
+
+    def penalty(self, speedup: float | None = None) -> float:
+        """The price of time for a speed-up of requests; raises UsageError out of reach."""
+        wanted, (speedups, prices) = self.speedup if speedup is None else speedup, zip(*self.penalties, strict=True)
+        if not speedups[0] <= wanted <= speedups[-1]:
+            raise UsageError(
+                f"a speed-up of {wanted:g} is out of the router's reach: give {speedups[0]:.2f} to {speedups[-1]:.2f}"
+            )
+        return float(np.interp(wanted, speedups, prices))
+
+    def check(self, model: Any, tuned_under: Sequence[Schedule] = ()) -> None:
+        """Raise UsageError unless it was made for this model, before its weights are fused."""
+        now, known = identity(model), self.model
+        for name, what in (("num_layers", "layers"), ("vocabulary", "words")):
+            if now[name] != known.get(name):
+                raise UsageError(f"the router is for a model of {known.get(name)} {what}, this one has {now[name]}")
+        order = self.depths[0].drop_order
+        if other := next((s for s in tuned_under if s.dropped != order[: len(s.dropped)]), None):
+            raise UsageError(
+                f"the router drops layers in another order than {other.name!r}, which the model was tuned on"
+            )
+        if is_other_model(known.get("weights"), now["weights"]):
+            raise UsageError("the router was made for other weights: make one with skipdecode calibrate --adaptive")
+
+    @property
+    def digest(self) -> str:
+        """Tells routers apart."""
+        return hashlib.sha256(repr((self.depths, self.weights, self.costs, self.thresholds)).encode()).hexdigest()[:16]
+
+    def save(self, path: Path, **about: Any) -> None:
+        """Write it as JSON, with more entries that readers of the file may want."""
+        depths = [schedule.to_dict() for schedule in self.depths]
+        write_whole(path, json.dumps({**_HEADING, **asdict(self), "depths": depths, **about}) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The router of a file; raises DataError naming it."""
+        data = read_json(path)
+        if not isinstance(data, dict) or {name: data.get(name) for name in _HEADING} != _HEADING:
+            raise DataError(
+                f"{path} is no router of format {_HEADING['format']}: skipdecode calibrate --adaptive makes one"
+            )
+        try:
+            values = {f.name: _tuple(data[f.name]) for f in fields(cls)}
+            return cls(**values | {"depths": tuple(Schedule.from_dict(each) for each in data["depths"])})
+        except KeyError as e:
+            raise DataError(f"router {path}: the entry {e} is missing") from None
+        except (DataError, ScheduleError, TypeError) as e:
+            raise DataError(f"router {path}: {e}") from None
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive(Schedule):
+    """Budgets that each row decides: as a schedule, the most that they may be. Made by `choosing`.
+
+    Parameters
+    ----------
+    way : str
+        One of `WAYS`, and the name.
+    penalty : float
+        See `Router.penalty`.
+    max_loss : float, optional
+        In its place: the shallowest depth that is predicted to lose no more (nats a token) than the deepest.
+    """
+
+    router: Router
+    way: str
+    penalty: float
+    max_loss: float | None
+
+    @classmethod
+    def choosing(
+        cls, router: Router, way: str = WAYS[0], *, speedup: float | None = None, max_loss: float | None = None
+    ) -> Self:
+        """By a router, for a speed-up of requests (default: its target) or a loss; UsageError if not accepted."""
+        if way not in WAYS:
+            raise UsageError(f"{way!r} is not accepted: give one of {', '.join(WAYS)}")
+        if speedup is not None and max_loss is not None:
+            raise UsageError("a speed-up and a largest loss both say which depth: give one of them")
+        deepest = {f.name: getattr(router.depths[0], f.name) for f in fields(Schedule)}
+        penalty = router.penalty(speedup)
+        return cls(**deepest | {"name": way}, router=router, way=way, penalty=penalty, max_loss=max_loss)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        return self.router.depths[-1].dropped
+
+    @property
+    def is_full(self) -> bool:
+        return False
+
+    def fits_weights(self, tuned_under: Iterable[NestedLayers]) -> bool:
+        known = tuple(tuned_under)
+        return all(depth.fits_weights(known) for depth in self.router.depths)
+
+    def to_dict(self) -> dict[str, Any]:
+        own = {"way": self.way, "penalty": self.penalty, "max_loss": self.max_loss, "router": self.router.digest}
+        return super().to_dict() | own
+
+    def first_depth(self, known: Sequence[float]) -> int:
+        """The number of a request's first depth, from its `features`; the deeper one of equals."""
+        if self.way == "confident":
+            return 0
+        excess = self.router.excess(known)
+        if self.max_loss is not None:
+            return max(i for i, loss in enumerate(excess) if loss <= max(0.0, self.max_loss))
+        prices = [loss + self.penalty * cost for loss, cost in zip(excess, self.router.costs, strict=True)]
+        return prices.index(min(prices))
+
+
+class AdaptivePolicy(SchedulePolicy):
+    """The budgets of one row (`of_row`) under an `Adaptive`."""
+
+    def __init__(self, schedule: Adaptive) -> None:
+        super().__init__(schedule)
+        self.depths = schedule.router.depths
+        self._adaptive = schedule
+        self._thresholds = () if schedule.way == "adaptive" else schedule.router.thresholds
+        self._depth, self._confidence = 0, 0.0
+
+    def of_row(self) -> AdaptivePolicy:
+        return AdaptivePolicy(self._adaptive)
+
+    def next_budget(self, row: RowView) -> int:
+        """To be asked once for every token."""
+        if row.position == 0:
+            self._depth, self._confidence = self._adaptive.first_depth(row.first), row.logprob
+        else:
+            self._confidence += MOVE * (row.logprob - self._confidence)
+        while self._depth < len(self._thresholds) and self._confidence >= self._thresholds[self._depth]:
+            self._depth += 1
+        return self.depths[self._depth].budget(row.position)
+
+
+def carried_ways(folder: Path, model: Any, tuned_under: Sequence[Schedule] = ()) -> dict[str, Adaptive]:
+    """The `WAYS` of the router in a checkpoint's folder; none without one. Raises as `Router.load` and `check` do."""
+    if not (folder / ROUTER_FILE).is_file():
+        return {}
+    router = Router.load(folder / ROUTER_FILE)
+    router.check(model, tuned_under)
+    return {way: Adaptive.choosing(router, way) for way in WAYS}
+
+
+def policy_of(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:
+    """A policy as it is, or a schedule's."""
+    if isinstance(schedule, Adaptive):
+        return AdaptivePolicy(schedule)
+    return SchedulePolicy(schedule) if isinstance(schedule, Schedule) else schedule
