@@ -176,8 +176,10 @@ def prompt_set(text: str, num_layers: int) -> PromptDepth:
 
     Every layer, however it is written, is "full". Raises ScheduleError for anything else, or layers out of range.
     """
-    if text == "full" or text == "max_exit":
-        return text
+    if text == "full":
+        return "full"
+    if text == "max_exit":
+        return "max_exit"
     ends = [re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip()) for part in text.split(",")]
     ranges = [(int(found[1]), int(found[2] or found[1])) for found in ends if found is not None]
     if text.strip().isdecimal() and ranges:
