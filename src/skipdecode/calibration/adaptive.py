@@ -1,6 +1,6 @@
 """Depth by difficulty, learned from records under each of a few depths, and compared with static ones at equal time.
 
-*Oracle*: each record at the depth of least loss + price of time, its losses known: what no router exceeds. *Router*:
+*Oracle*: each record at the depth of least loss + penalty x time, its losses known: what no router exceeds. *Router*:
 the same from predicted losses, by ridge regression on what prompts leave, each record predicted without itself.
 *Confident*: all begin at the deepest and go on as the moving log-probability rises; a token's loss is taken to depend
 on its own depth alone. *Static*: the best depth, or mix of two, that takes as long.
@@ -11,7 +11,7 @@ A record's time is its share of a batch that is as deep; within a batch a step t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from math import comb
 from typing import Any
@@ -25,10 +25,11 @@ from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
-__all__ = ["Compared", "DepthTable", "find_router", "find_thresholds", "follow", "oracle", "penalties"]
+__all__ = ["NEVER", "Compared", "DepthTable", "RouterFit", "find_router", "find_thresholds", "follow", "oracle"]
 
 Numbers = NDArray[np.float64]
-MIXTURE = "all"
+Choice = NDArray[np.intp]
+"""The number of each record's depth."""
 NEVER = 1.0
 """A log-probability that is not reached."""
 _STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -36,12 +37,13 @@ _FOLDS = 10
 _TRIALS = 1500
 _PRICES = 12
 _DRAWS = 1000
+_SLACK = 1 + 1e-9
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Some records' depths against static ones that take as long: losses in nats a token, `gain` that of static beyond
-    it, with the bounds of 95% of bootstrap draws.
+    """Records' depths against static ones that take as long: losses in nats a token; `gain` is how much more static
+    loses, between `low` and `high` in 95% of bootstrap draws.
     """
 
     task: str
@@ -55,31 +57,13 @@ class Compared:
     low: float
     high: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        return asdict(self)
-
 
 class DepthTable:
-    """Records under each depth.
+    """Records, from a meter for each task, under each of several depths, the deepest first.
 
-    Parameters
-    ----------
-    depths : sequence of Schedule
-        The deepest first.
-    meters : mapping of str to LossMeter
-        By the name of their task.
-
-    Attributes
-    ----------
-    losses, likely : ndarray (records, depths, tokens)
-        Losses, and log-probabilities of the likeliest tokens; 0 beyond a record's end.
-    counts, tasks : ndarray (records,)
-    features : ndarray (records, features)
-    seconds, layers : ndarray (records, depths)
-        Of the request, and on average over the tokens that are fed.
-    full : ndarray (records,)
-        Seconds at full depth.
+    Arrays by record: `losses` and `likely` (log-probability of the likeliest token), (records, depths, tokens), are 0
+    beyond a record's end; `sums` of losses, `seconds` of the request and mean `layers`, (records, depths); seconds at
+    `full` depth, tokens (`counts`) and `tasks`, (records,); `features`. `costs` are the depths' shares of full time.
     """
 
     def __init__(self, depths: Sequence[Schedule], meters: Mapping[str, LossMeter], cost: CostModel) -> None:
@@ -87,96 +71,74 @@ class DepthTable:
         found = [(task, record) for task, meter in meters.items() for record in meter.records(depths)]
         self.tasks = np.array([task for task, _ in found])
         self.features: Numbers = np.array([record["features"] for _, record in found])
-        self.prompts = [record["prompt"] for _, record in found]
         lengths = [len(record["losses"][0]) for _, record in found]
         self.counts: Numbers = np.array(lengths, dtype=float)
         padded = np.zeros((2, len(found), len(depths), max(lengths)))
         for row, (_, record) in enumerate(found):
             padded[:, row, :, : lengths[row]] = record["losses"], record["likely"]
         self.losses, self.likely = padded
-        whole = Schedule.full(cost.num_layers)
-        taken = [
-            [self._seconds(each, *sizes) for each in (*depths, whole)]
-            for sizes in zip(self.prompts, lengths, strict=True)
-        ]
-        self.seconds, self.full = np.array(taken)[:, :-1], np.array(taken)[:, -1]
-        self.layers: Numbers = np.array([[each.mean_budget(max(1, n - 1)) for each in depths] for n in lengths])
-
-    def _seconds(self, schedule: Schedule, prompt: int, tokens: int) -> float:
-        return self.cost.request_seconds(schedule, prompt, max(2, tokens)) / self.cost.batch
-
-    @property
-    def sums(self) -> Numbers:
-        """Summed loss of each record at each depth, (records, depths)."""
-        return self.losses.sum(-1)  # type: ignore[no-any-return]
-
-    @property
-    def costs(self) -> Numbers:
-        """Share of full depth's time at each depth."""
-        return self.seconds.sum(0) / self.full.sum()  # type: ignore[no-any-return]
+        self.sums: Numbers = self.losses.sum(-1)
+        every = [*depths, Schedule.full(cost.num_layers)]
+        sizes = [(record["prompt"], max(2, length)) for (_, record), length in zip(found, lengths, strict=True)]
+        taken = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes]) / cost.batch
+        self.seconds, self.full = taken[:, :-1], taken[:, -1]
+        self.costs: Numbers = self.seconds.sum(0) / self.full.sum()
+        self.layers: Numbers = np.array([[each.mean_budget(size[1] - 1) for each in depths] for size in sizes])
 
     def limit(self, speedup: float) -> float:
         """Seconds of all records at a speed-up; raises TargetError out of reach."""
-        limit, least = float(self.full.sum() / speedup), float(self.seconds.sum(0).min())
-        if limit < least:
-            bound = self.full.sum() / least
-            raise TargetError(f"a speed-up of {speedup:g} is out of reach: the shallowest depth has {bound:.2f}x here")
-        return limit
+        if speedup * self.costs.min() > _SLACK:
+            raise TargetError(
+                f"a speed-up of {speedup:g} is out of reach: the shallowest depth has {1 / self.costs.min():.2f}x here"
+            )
+        return float(self.full.sum() / speedup)
 
-    def compare(self, method: str, losses: Numbers, seconds: Numbers, layers: Numbers) -> list[Compared]:
-        """A method's summed losses, seconds and mean layers of each record, on all of them and on each task's."""
-        tasks = sorted(set(self.tasks))
-        parts = [(MIXTURE, np.full(len(losses), True)), *((t, self.tasks == t) for t in tasks if len(tasks) > 1)]
-        return [self._compare(name, method, rows, losses, seconds, layers) for name, rows in parts]
-
-    def _compare(
-        self, task: str, method: str, rows: Any, losses: Numbers, seconds: Numbers, layers: Numbers
-    ) -> Compared:
-        counts, fed = self.counts[rows], np.maximum(1, self.counts[rows] - 1)
-        static = _static(self.sums[rows], self.seconds[rows].sum(0), float(seconds[rows].sum()))
-        gains = static - losses[rows]
-        drawn = np.random.default_rng(0).multinomial(len(gains), np.full(len(gains), 1 / len(gains)), size=_DRAWS)
-        low, high = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
-        total, found = counts.sum(), (losses[rows].sum(), static.sum(), gains.sum())
-        speedup, depth = self.full[rows].sum() / seconds[rows].sum(), (layers[rows] * fed).sum() / fed.sum()
-        values = (speedup, depth, *(each / total for each in found), low, high)
-        return Compared(task, method, len(gains), *map(float, values))
-
-    def chosen(self, method: str, choice: NDArray[np.intp]) -> list[Compared]:
+    def chosen(self, method: str, choice: Choice) -> list[Compared]:
         """`compare` of a depth for each record."""
         rows = np.arange(len(choice))
         return self.compare(method, *(each[rows, choice] for each in (self.sums, self.seconds, self.layers)))
 
+    def compare(self, method: str, losses: Numbers, seconds: Numbers, layers: Numbers) -> list[Compared]:
+        """Summed losses, seconds and mean layers of each record: on all of them, and on each task's."""
+        tasks = sorted(set(self.tasks))
+        parts = [("all", np.full(len(losses), True)), *((t, self.tasks == t) for t in tasks if len(tasks) > 1)]
+        found = []
+        for task, rows in parts:
+            counts, fed = self.counts[rows], np.maximum(1, self.counts[rows] - 1)
+            static = _static(self.sums[rows], self.seconds[rows].sum(0), float(seconds[rows].sum()))
+            gains = static - losses[rows]
+            n = len(gains)
+            drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
+            bounds = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
+            means = [each.sum() / counts.sum() for each in (losses[rows], static, gains)]
+            speedup, depth = self.full[rows].sum() / seconds[rows].sum(), layers[rows] @ fed / fed.sum()
+            found.append(Compared(str(task), method, n, *map(float, (speedup, depth, *means, *bounds))))
+        return found
+
 
 def _static(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
     """Each record's loss under the best depth, or random mix of two, that takes `at` seconds in all."""
-    best: tuple[float, Numbers] | None = None
+    tried = [losses[:, int(seconds.argmin())]]
     for a, b in combinations_with_replacement(np.argsort(seconds, kind="stable"), 2):
-        if seconds[a] > at * (1 + 1e-9):
-            continue
-        share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
-        mixed = losses[:, a] + share * (losses[:, b] - losses[:, a])
-        if best is None or mixed.sum() < best[0]:
-            best = float(mixed.sum()), mixed
-    return losses[:, int(seconds.argmin())] if best is None else best[1]
+        if seconds[a] <= at * _SLACK:
+            share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
+            tried.append(losses[:, a] + share * (losses[:, b] - losses[:, a]))
+    return min(tried, key=lambda each: float(each.sum()))
 
 
-def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[NDArray[np.intp], float]:
+def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[Choice, float]:
     """The depth of least loss + penalty x price for each record, with the least penalty that keeps to the limit."""
-    rows = np.arange(len(losses))
 
-    def choice(penalty: float) -> NDArray[np.intp]:
+    def choice(penalty: float) -> Choice:
         return np.asarray(np.argmin(losses + penalty * prices, axis=1))
 
     def within(penalty: float) -> bool:
-        return bool(seconds[rows, choice(penalty)].sum() <= limit * (1 + 1e-9))
+        return bool(np.take_along_axis(seconds, choice(penalty)[:, None], 1).sum() <= limit * _SLACK)
 
-    low, high = 0.0, 1e-6
-    if within(0.0):
-        return choice(0.0), 0.0
+    low, high = 0.0, 0.0
     while not within(high) and high < 1e18:
-        low, high = high, high * 4
-    for _ in range(60):
+        low, high = high, max(1e-6, high * 4)
+    for _ in range(60 if high else 0):
         middle = (low + high) / 2
         low, high = (low, middle) if within(middle) else (middle, high)
     return choice(high), high
@@ -192,17 +154,23 @@ def oracle(table: DepthTable, speedup: float) -> list[Compared]:
 
 @dataclass(frozen=True)
 class RouterFit:
-    """Weights of a router (see `skipdecode.engine.adaptive.Router`), and losses predicted without the record itself."""
+    """Parts of a `skipdecode.engine.adaptive.Router`, and losses `predicted` for each record without itself."""
 
     centre: Numbers
     scale: Numbers
     weights: Numbers
     predicted: Numbers
 
-    def choice(self, table: DepthTable, speedup: float) -> tuple[NDArray[np.intp], float]:
-        """Each record's depth at a speed-up of all, and the penalty."""
+    def choice(self, table: DepthTable, speedup: float) -> tuple[Choice, float]:
+        """Each record's depth at a speed-up of all, and the penalty; raises TargetError out of reach."""
         prices = np.tile(table.costs, (len(table.counts), 1))
         return _priced(self.predicted, prices, table.seconds, table.limit(speedup))
+
+    def penalties(self, table: DepthTable) -> list[tuple[float, float]]:
+        """Speed-ups within reach, rising, and the penalty for each."""
+        free, _ = self.choice(table, 1e-9)
+        first = table.full.sum() / np.take_along_axis(table.seconds, free[:, None], 1).sum()
+        return [(each, self.choice(table, each)[1]) for each in np.linspace(first, 1 / table.costs.min(), _PRICES)]
 
 
 def find_router(table: DepthTable) -> RouterFit:
@@ -218,73 +186,52 @@ def find_router(table: DepthTable) -> RouterFit:
         for fold in set(folds):
             learn, left = folds != fold, folds == fold
             predicted[left] = given[left] @ _ridge(given[learn], wanted[learn], counts[learn], strength)
-        tried.append((float((counts[:, None] * (predicted - wanted) ** 2).sum()), strength, predicted))
+        tried.append((float(counts @ (predicted - wanted) ** 2 @ np.ones(wanted.shape[1])), strength, predicted))
     _, strength, predicted = min(tried, key=lambda each: each[:2])
     predicted = np.column_stack([np.zeros(len(known)), predicted])
     return RouterFit(centre, scale, _ridge(given, wanted, counts, strength).T, predicted)
 
 
-def _ridge(given: Numbers, wanted: Numbers, weights: Numbers, strength: float) -> Numbers:
-    """Weights (features and constant, depths); the constant is free."""
-    kept = np.full(given.shape[1], strength * weights.sum())
+def _ridge(given: Numbers, wanted: Numbers, counts: Numbers, strength: float) -> Numbers:
+    """Weights (features and constant, depths); the constant is free, and records count by their tokens."""
+    kept = np.full(given.shape[1], strength * counts.sum())
     kept[-1] = 1e-9
-    weighted = given.T * weights
-    return np.asarray(np.linalg.solve(weighted @ given + np.diag(kept), weighted @ wanted), dtype=float)
+    return np.asarray(np.linalg.solve((given.T * counts) @ given + np.diag(kept), (given.T * counts) @ wanted))
 
 
-def penalties(table: DepthTable, fit: RouterFit) -> list[tuple[float, float]]:
-    """Speed-ups within reach, rising, and the router's penalty for each."""
-    free, _ = _priced(fit.predicted, np.zeros_like(fit.predicted), table.seconds, np.inf)
-    first = float(table.full.sum() / table.seconds[np.arange(len(free)), free].sum())
-    last = float(table.full.sum() / table.seconds.sum(0).min()) * (1 - 1e-6)
-    return [(each, fit.choice(table, each)[1]) for each in np.linspace(first, last, _PRICES).tolist()]
-
-
-# ---------------------------------------------------------------------- within a request
-
-
-def follow(table: DepthTable, thresholds: Sequence[float], begun: NDArray[np.intp]) -> tuple[Numbers, Numbers, Numbers]:
+def follow(table: DepthTable, thresholds: Sequence[float], begun: Choice) -> tuple[Numbers, Numbers, Numbers]:
     """Summed losses, seconds and mean layers of records that begin at these depths and go on by thresholds."""
     rows, steps = np.arange(len(begun)), table.losses.shape[2] - 1
-    depth, mean = begun.copy(), table.likely[:, 0, 0].copy()
+    depth, mean, batch = begun.copy(), table.likely[:, 0, 0].copy(), table.cost.batch
     budgets = np.array([[each.budget(p) for p in range(max(1, steps))] for each in table.depths])
-    losses, seconds = table.losses[:, 0, 0].copy(), table.seconds[rows, begun]
-    layers = np.zeros(len(begun))
+    losses, seconds, layers = table.losses[:, 0, 0].copy(), table.seconds[rows, begun], np.zeros(len(begun))
     for position in range(steps):
         if position:
             mean += MOVE * (table.likely[rows, depth, position] - mean)
         depth = np.maximum(depth, np.searchsorted(thresholds, mean, side="right"))
         losses += table.losses[rows, depth, position + 1]
-        run, live = budgets[depth, position], table.counts > position + 1
+        live, run = table.counts > position + 1, budgets[depth, position]
         layers += run * live
+        layer_seconds = table.cost.step_seconds(1, position) - table.cost.step_seconds(0, position)
         for start in set(begun[live]):
             together = live & (begun == start)
-            kept = float(budgets[start, position]) - _deepest(run[together], table.cost.batch)
-            seconds[together] -= kept * _layer_seconds(table.cost, position) / table.cost.batch
+            # The most of a batch's budgets, drawn from these rows', on average.
+            shares = (np.arange(together.sum() + 1) / together.sum()) ** batch
+            saved = budgets[start, position] - np.sort(run[together]) @ np.diff(shares)
+            seconds[together] -= saved * layer_seconds / batch
     return losses, seconds, layers / np.maximum(1, table.counts - 1)
-
-
-def _deepest(budgets: NDArray[Any], batch: int) -> float:
-    """The most of `batch` budgets drawn from these, on average."""
-    shares = (np.arange(len(budgets) + 1) / len(budgets)) ** batch
-    return float(np.sort(budgets) @ np.diff(shares))
-
-
-def _layer_seconds(cost: CostModel, kv_tokens: int) -> float:
-    return cost.step_seconds(1, kv_tokens) - cost.step_seconds(0, kv_tokens)
 
 
 def find_thresholds(table: DepthTable, speedup: float) -> tuple[float, ...] | None:
     """Of the least loss at a speed-up, rising, one for each depth behind the first; None where none is that fast."""
     wanted, limit = len(table.depths) - 1, table.limit(speedup)
-    points = next(n for n in range(20, 1, -1) if comb(n + wanted, wanted) <= _TRIALS or n == 2)
+    points = max(n for n in range(2, 21) if n == 2 or comb(n + wanted, wanted) <= _TRIALS)
     there = np.arange(table.losses.shape[2]) < table.counts[:, None, None]
     seen = table.likely[np.broadcast_to(there, table.likely.shape)]
     grid = [*np.quantile(seen, np.linspace(0, 0.95, points)).tolist(), NEVER]
-    begun = np.zeros(len(table.counts), dtype=np.intp)
-    best: tuple[float, tuple[float, ...]] | None = None
+    found: list[tuple[float, tuple[Any, ...]]] = []
     for tried in combinations_with_replacement(grid, wanted):
-        losses, seconds, _ = follow(table, tried, begun)
-        if seconds.sum() <= limit and (best is None or losses.sum() < best[0]):
-            best = float(losses.sum()), tried
-    return None if best is None else best[1]
+        losses, seconds, _ = follow(table, tried, np.zeros(len(table.counts), dtype=np.intp))
+        if seconds.sum() <= limit * _SLACK:
+            found.append((float(losses.sum()), tried))
+    return min(found)[1] if found else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from skipdecode.cli.columns import figures
 from skipdecode.cli.options import read_cost
 from skipdecode.cli.options.records import check_records
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.engine.depth import WAYS
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from skipdecode.calibration.adaptive import Compared, DepthTable
     from skipdecode.cli.calibrate import Config
-    from skipdecode.data.prompts import Example
     from skipdecode.engine.adaptive import Router
     from skipdecode.models.loading.hub import LoadedModel
 
@@ -51,13 +51,12 @@ def run(config: Config) -> int:
         raise UsageError("--adaptive compares at equal time: give --target-speedup, of requests")
     parts = _parts(config)
     loaded = load(config)
-    depths = _depths(config, loaded)
-    model = identity(loaded.model)
-    table = _table(config, loaded, depths, {task: draw(part, loaded)[0] for task, part in parts.items()})
+    depths, model = _depths(config, loaded), identity(loaded.model)
+    table = _table(config, loaded, depths, parts)
     possible = oracle(table, speedup)
     gained = possible[0].gain >= _LEAST_GAIN and possible[0].low > 0
     runs, router = _learned(table, speedup, model) if gained else ([], None)
-    document = {name: [each.to_dict() for each in found] for name, found in (("oracle", possible), ("runs", runs))}
+    document = {"oracle": list(map(asdict, possible)), "runs": list(map(asdict, runs))}
     place = Path(config.out) / ROUTER_FILE
     if router is not None:
         router.save(place, figures=document)
@@ -67,12 +66,12 @@ def run(config: Config) -> int:
 
 def _parts(config: Config) -> dict[str, Config]:
     """The records of each task, checked as far as can be without a model."""
+    alone = replace(config, prompt_template=None, prompt_field=None, response_field=None, chat=False, held_out=0)
     parts = {config.task or "data": replace(config, held_out=0)}
     for word in config.mixture:
         task, equals, file = word.partition("=")
         if not equals or task in parts:
             raise UsageError(f"--mixture {word}: give TASK=FILE, each task once")
-        alone = replace(config, prompt_template=None, prompt_field=None, response_field=None, chat=False, held_out=0)
         parts[task] = replace(alone, task=task, data=file)
     for part in parts.values():
         check_records(part, "data")
@@ -81,54 +80,37 @@ def _parts(config: Config) -> dict[str, Config]:
 
 def _depths(config: Config, loaded: LoadedModel) -> list[Schedule]:
     """The deepest first: flat ones of --depths, or those that the weights were tuned under."""
-    from skipdecode.engine.adaptive import check_depths
-
-    layers, recipe = loaded.num_layers, loaded.recipe
-    tuned = () if recipe is None else recipe.tuned_under
-    base = loaded.schedule or next(iter(tuned), Schedule.constant(layers, layers))
-    if not base.drop_order:
-        base = Schedule(layers, tuple(range(1, layers - 1)), (layers,))
-    found = [replace(base, budgets=(n,), name=f"flat-{n}") for n in config.depths]
-    if not found:
-        found = [replace(base, budgets=(layers,), name="full") if each.is_full else each for each in tuned]
-    depths = sorted(found, key=lambda each: -each.mean_budget())
-    if len(depths) < 2:
-        raise UsageError("the checkpoint does not say that it serves several depths: give --depths, such as 30 20 15")
-    check_depths(depths)
-    return depths
+    layers, tuned = loaded.num_layers, () if loaded.recipe is None else loaded.recipe.tuned_under
+    base = next((each for each in (loaded.schedule, *tuned) if each is not None and each.drop_order), None)
+    base = base or Schedule(layers, tuple(range(1, layers - 1)), (layers,))
+    flat = [replace(base, budgets=(n,), name=f"flat-{n}") for n in config.depths]
+    found = flat or [replace(base, budgets=(layers,), name="full") if each.is_full else each for each in tuned]
+    if len(found) < 2:
+        raise UsageError("depths to choose from are needed, which this checkpoint does not say: --depths 30 20 15, say")
+    return sorted(found, key=lambda each: -each.mean_budget())
 
 
-def _table(
-    config: Config, loaded: LoadedModel, depths: Sequence[Schedule], examples: dict[str, list[Example]]
-) -> DepthTable:
+def _table(config: Config, loaded: LoadedModel, depths: Sequence[Schedule], parts: dict[str, Config]) -> DepthTable:
     from skipdecode.calibration.adaptive import DepthTable
     from skipdecode.calibration.meter import LossMeter, identity_of
     from skipdecode.common.journal import KeptValues
     from skipdecode.models.attach import Attachment
     from skipdecode.performance.cost_source import find_cost
 
-    out, size = Path(config.out), config.batch_size
-    tokenizer: Any = loaded.tokenizer  # pads, as loaded
+    examples = {task: draw(part, loaded)[0] for task, part in parts.items()}
     prompt_len = round(median(len(e.prompt) for rows in examples.values() for e in rows))
-    known = config.cost is not None
-    cost = (
-        read_cost(config.cost or "")
-        if known
-        else find_cost(config.model, batch=config.batch, prompt_len=prompt_len).cost
-    )
+    cost = None if config.cost is None else read_cost(config.cost)
+    cost = cost or find_cost(config.model, batch=config.batch, prompt_len=prompt_len).cost
+    out, size, tokenizer = Path(config.out), config.batch_size, loaded.tokenizer
+    pad = 0 if tokenizer is None else tokenizer.pad_token_id
     out.mkdir(parents=True, exist_ok=True)
-    store = KeptValues(
-        out / STORE,
-        identity_of(loaded.model, config.model, list(examples.values()), size),
-        pieces="measurements",
-        remedy="give another --out",
-    )
-    meters: dict[str, LossMeter] = {}
+    identity = identity_of(loaded.model, config.model, list(examples.values()), size)
+    store = KeptValues(out / STORE, identity, pieces="measurements", remedy="give another --out")
     with progress_bar(None, "batch", name="measuring") as bar, Attachment(loaded.model, depths[0]) as attachment:
-        for task, rows in examples.items():
-            meters[task] = LossMeter(
-                attachment, rows, store, part=task, batch_size=size, pad_id=tokenizer.pad_token_id, advance=bar.update
-            )
+        meters = {
+            task: LossMeter(attachment, rows, store, part=task, batch_size=size, pad_id=pad, advance=bar.update)
+            for task, rows in examples.items()
+        }
         bar.reset(total=sum(meter.batches for meter in meters.values()))
         table = DepthTable(depths, meters, cost)
     store.close()
@@ -137,20 +119,16 @@ def _table(
 
 def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[list[Compared], Router]:
     """What a router and thresholds gain, and the router."""
-    import numpy as np
-
-    from skipdecode.calibration.adaptive import NEVER, find_router, find_thresholds, follow, penalties
-    from skipdecode.engine.adaptive import WAYS, Router
+    from skipdecode.calibration.adaptive import NEVER, find_router, find_thresholds, follow
+    from skipdecode.engine.adaptive import Router
 
     fit = find_router(table)
     choice, _ = fit.choice(table, speedup)
-    runs = table.chosen(WAYS[0], choice)
-    thresholds = find_thresholds(table, speedup)
+    runs, thresholds = table.chosen(WAYS[0], choice), find_thresholds(table, speedup)
     if thresholds is None:
-        note("no thresholds of confidence reach the target: they are left out")
-        thresholds = (NEVER,) * (len(table.depths) - 1)
+        note("no thresholds of confidence reach the target: rows stay at their first depth")
     else:
-        for way, begun in ((WAYS[1], np.zeros_like(choice)), (WAYS[2], choice)):
+        for way, begun in ((WAYS[1], choice * 0), (WAYS[2], choice)):
             runs += table.compare(way, *follow(table, thresholds, begun))
     router = Router(
         depths=table.depths,
@@ -158,9 +136,9 @@ def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[
         centre=tuple(fit.centre.tolist()),
         scale=tuple(fit.scale.tolist()),
         weights=tuple(map(tuple, fit.weights.tolist())),
-        penalties=tuple(penalties(table, fit)),
+        penalties=tuple(fit.penalties(table)),
         speedup=speedup,
-        thresholds=thresholds,
+        thresholds=thresholds or (NEVER,) * (len(table.depths) - 1),
         model=model,
     )
     return runs, router
@@ -168,23 +146,28 @@ def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[
 
 def _report(config: Config, depths: Sequence[Schedule], document: dict[str, Any], place: Path) -> str:
     possible, runs = document["oracle"], document["runs"]
-    gain = f"{possible[0]['gain']:+.4f} ({possible[0]['low']:+.4f} to {possible[0]['high']:+.4f}) nats a token"
-    named = ", ".join(f"{depth.name} ({depth.mean_budget():.1f} layers)" for depth in depths)
     lines = [
-        f"depths: {named}",
+        "depths: " + ", ".join(f"{depth.name} ({depth.mean_budget():.1f} layers)" for depth in depths),
         "loss per response token; static: of the best depth, or mix of two, that takes as long",
         "",
         *figures(_COLUMNS, [*possible, *runs], absent=""),
         "",
+        "the oracle, which knows all losses, gains {gain:+.4f} ({low:+.4f} to {high:+.4f})".format_map(possible[0]),
     ]
     if not runs:
-        return "\n".join([*lines, f"the oracle gains {gain}: too little for a router, so none was made"])
-    ways = {each["method"]: each for each in reversed(runs)}  # on all records, which come first
-    sure = [name for name, each in ways.items() if each["low"] > 0]
-    use = ["skipdecode", "generate", config.model, "--schedule", (sure or ["adaptive"])[-1], "--router", str(place)]
-    lines += [
-        f"the oracle, which knows all losses, gains {gain}",
-        f"ahead of static beyond chance: {', '.join(reversed(sure)) or 'none, so a static depth is the better choice'}",
-        f"next: {shlex.join(use)} --input prompts.jsonl (no --router with the file beside the checkpoint's weights)",
+        return "\n".join([*lines[:-1], f"{lines[-1]}: too little for a router, so none was made"])
+    sure = [each["method"] for each in runs if each["task"] == "all" and each["low"] > 0]
+    way = sure[0] if sure else WAYS[0]
+    use = [
+        "skipdecode",
+        "generate",
+        config.model,
+        "--schedule",
+        way,
+        "--router",
+        str(place),
+        "--input",
+        "prompts.jsonl",
     ]
-    return "\n".join(lines)
+    lines += [f"ahead of static beyond chance: {', '.join(sure) or 'none, so a static depth is the better choice'}"]
+    return "\n".join([*lines, f"next: {shlex.join(use)} (no --router where the file lies beside the weights)"])

@@ -1,8 +1,8 @@
 """Depth by difficulty: a request chooses among schedules when its prompt has run, and may go on to shallower ones.
 
-The *depths* are schedules of one drop order and one prompt set whose budgets never cross, the deepest first, so going
-on to a later one never raises a row's budget. The last prompt token runs what the deepest has there, since the choice
-is made from its logits.
+The *depths* are schedules of one drop order and one prompt set, each contained in the one before, so going on to a
+later one never raises a row's budget. The last prompt token runs what the deepest has there, since the choice is made
+from its logits.
 """
 
 from __future__ import annotations
@@ -30,24 +30,14 @@ from skipdecode.models.loading.base_weights import base_sample, is_other_model
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.schedule import NestedLayers
 
-__all__ = [
-    "MOVE",
-    "ROUTER_FILE",
-    "Adaptive",
-    "AdaptivePolicy",
-    "Router",
-    "carried_ways",
-    "check_depths",
-    "features",
-    "identity",
-    "policy_of",
-]
+__all__ = ["MOVE", "ROUTER_FILE", "Adaptive", "Router", "carried_ways", "features", "identity", "policy_of"]
 
 ROUTER_FILE = "router.json"
 MOVE = 0.25
 """Of the moving mean of log-probabilities: what the newest token weighs."""
 _HEADING = {"kind": "router", "format": 1}
 _PROJECTIONS = 32
+_KNOWN = 4 + _PROJECTIONS
 
 
 def features(logits: Tensor, prompt_tokens: int) -> tuple[float, ...]:
@@ -71,28 +61,11 @@ def _signs(vocabulary: int) -> Tensor:
     return torch.from_numpy(drawn / math.sqrt(vocabulary)).float()
 
 
-def check_depths(depths: Sequence[Schedule]) -> None:
-    """Raise ScheduleError unless rows may go from each depth to the next."""
-    if len(depths) < 2:
-        raise ScheduleError(f"{len(depths)} depth leaves nothing to choose: give two or more")
-    for deep, shallow in pairwise(depths):
-        if (deep.num_layers, deep.drop_order) != (shallow.num_layers, shallow.drop_order):
-            raise ScheduleError(
-                f"depths {deep.name!r} and {shallow.name!r} drop layers in different orders: give one's"
-            )
-        if deep.prompt_layers() != shallow.prompt_layers():
-            raise ScheduleError(
-                f"depths {deep.name!r} and {shallow.name!r} run different layers on prompts: give one's"
-            )
-        if not deep.contains(shallow) or deep.budgets == shallow.budgets:
-            raise ScheduleError(f"depth {shallow.name!r} is no shallower than {deep.name!r} everywhere")
-
-
 def identity(model: Any) -> dict[str, Any]:
-    """What a router keeps of its model (with nothing fused yet); JSON-ready."""
+    """What a router keeps of its model, before anything is fused; JSON-ready."""
     plain = unwrap(model)
     vocabulary = plain.get_input_embeddings().weight.shape[0]
-    return {"num_layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain)}
+    return {"layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +81,17 @@ class Router:
     centre, scale : tuple of float
         Mean and deviation of each of the `features`.
     weights : tuple of tuple of float
-        For each depth behind the first, of each feature, and the constant: nats a token that it loses on the first.
+        For each depth behind the first, of each feature, and a constant: nats a token that it loses on the first.
     penalties : tuple of (float, float)
-        Speed-up of requests over full depth, rising, and the nats a token at which full depth's time is priced for it.
+        Speed-up of requests, rising, and the nats a token at which full depth's time is priced for it.
     speedup : float
         The target that it was made for.
     thresholds : tuple of float
         For each depth behind the first, rising: the moving log-probability at which a row goes there.
     model : mapping
         See `identity`.
+
+    Raises ScheduleError for depths that rows cannot go through, DataError for parts that do not go together.
     """
 
     depths: tuple[Schedule, ...]
@@ -130,53 +105,58 @@ class Router:
     model: Mapping[str, Any] = field(hash=False)
 
     def __post_init__(self) -> None:
-        check_depths(self.depths)
-        shallower, known = len(self.depths) - 1, len(self.centre)
-        sizes = [len(self.costs) - 1, len(self.weights), len(self.thresholds)]
-        if sizes != [shallower] * 3 or known != 4 + _PROJECTIONS or not self.penalties:
+        for deep, shallow in pairwise(self.depths):
+            same = deep.drop_order == shallow.drop_order and deep.prompt_layers() == shallow.prompt_layers()
+            if not same or not deep.contains(shallow):
+                raise ScheduleError(
+                    f"depths {deep.name!r} and {shallow.name!r} cannot be chosen between: give schedules of one drop "
+                    "order and one prompt set that never run more than the one before"
+                )
+        count = len(self.depths)
+        sizes = {len(self.costs), len(self.weights) + 1, len(self.thresholds) + 1, count}
+        lengths = {len(self.centre), len(self.scale), *(len(each) - 1 for each in self.weights)}
+        if count < 2 or sizes != {count} or lengths != {_KNOWN} or not self.penalties:
             raise DataError(
-                f"its depths, costs, weights, thresholds and {4 + _PROJECTIONS} features do not go together"
+                f"two depths or more are needed, each with a cost, a threshold and {_KNOWN} features' weights"
             )
-        if any(len(each) != known + 1 for each in self.weights) or len(self.scale) != known:
-            raise DataError(f"weights are needed of {known} features and a constant")
 
     def excess(self, known: Sequence[float]) -> list[float]:
         """Predicted loss (nats a token) of each depth beyond the deepest's, from `features`; UsageError if absent."""
-        if len(known) != len(self.centre):
-            raise UsageError(f"the router needs {len(self.centre)} features of a prompt, but {len(known)} are known")
+        if len(known) != _KNOWN:
+            raise UsageError(f"the router needs {_KNOWN} features of a prompt, but {len(known)} are known")
         normed = [(x - c) / s for x, c, s in zip(known, self.centre, self.scale, strict=True)]
         return [0.0, *(sum(w * x for w, x in zip(each, (*normed, 1.0), strict=True)) for each in self.weights)]
 
     def penalty(self, speedup: float | None = None) -> float:
-        """The price of time for a speed-up of requests; raises UsageError out of reach."""
+        """The price of time for a speed-up of requests (default: its target); raises UsageError out of reach."""
         wanted, (speedups, prices) = self.speedup if speedup is None else speedup, zip(*self.penalties, strict=True)
         if not speedups[0] <= wanted <= speedups[-1]:
-            raise UsageError(
-                f"a speed-up of {wanted:g} is out of the router's reach: give {speedups[0]:.2f} to {speedups[-1]:.2f}"
-            )
+            reach = f"{speedups[0]:.2f} to {speedups[-1]:.2f}"
+            raise UsageError(f"a speed-up of {wanted:g} is out of the router's reach: give {reach}")
         return float(np.interp(wanted, speedups, prices))
 
     def check(self, model: Any, tuned_under: Sequence[Schedule] = ()) -> None:
-        """Raise UsageError unless it was made for this model, before its weights are fused."""
-        now, known = identity(model), self.model
-        for name, what in (("num_layers", "layers"), ("vocabulary", "words")):
+        """Raise UsageError unless it was made for this model, in which nothing is fused yet."""
+        now, known, order = identity(model), self.model, self.depths[0].drop_order
+        for name in ("layers", "vocabulary"):
             if now[name] != known.get(name):
-                raise UsageError(f"the router is for a model of {known.get(name)} {what}, this one has {now[name]}")
-        order = self.depths[0].drop_order
-        if other := next((s for s in tuned_under if s.dropped != order[: len(s.dropped)]), None):
+                raise UsageError(f"the router is for a model with {name} {known.get(name)}, this one has {now[name]}")
+        if other := next((s.name for s in tuned_under if s.dropped != order[: len(s.dropped)]), None):
             raise UsageError(
-                f"the router drops layers in another order than {other.name!r}, which the model was tuned on"
+                f"the router drops layers in another order than {other!r}, which the model was tuned under"
             )
         if is_other_model(known.get("weights"), now["weights"]):
-            raise UsageError("the router was made for other weights: make one with skipdecode calibrate --adaptive")
+            raise UsageError(
+                "the router was made for other weights: skipdecode calibrate --adaptive makes one for these"
+            )
 
     @property
     def digest(self) -> str:
         """Tells routers apart."""
-        return hashlib.sha256(repr((self.depths, self.weights, self.costs, self.thresholds)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def save(self, path: Path, **about: Any) -> None:
-        """Write it as JSON, with more entries that readers of the file may want."""
+        """Write it as JSON, with more entries for readers of the file."""
         depths = [schedule.to_dict() for schedule in self.depths]
         write_whole(path, json.dumps({**_HEADING, **asdict(self), "depths": depths, **about}) + "\n")
 
@@ -184,17 +164,14 @@ class Router:
     def load(cls, path: Path) -> Self:
         """The router of a file; raises DataError naming it."""
         data = read_json(path)
-        if not isinstance(data, dict) or {name: data.get(name) for name in _HEADING} != _HEADING:
-            raise DataError(
-                f"{path} is no router of format {_HEADING['format']}: skipdecode calibrate --adaptive makes one"
-            )
         try:
-            values = {f.name: _tuple(data[f.name]) for f in fields(cls)}
-            return cls(**values | {"depths": tuple(Schedule.from_dict(each) for each in data["depths"])})
-        except KeyError as e:
-            raise DataError(f"router {path}: the entry {e} is missing") from None
-        except (DataError, ScheduleError, TypeError) as e:
-            raise DataError(f"router {path}: {e}") from None
+            if not isinstance(data, dict) or _HEADING.items() - data.items():
+                raise DataError(f"format {_HEADING['format']} of kind {_HEADING['kind']} is needed")
+            depths = tuple(Schedule.from_dict(each) for each in data["depths"])
+            return cls(**{f.name: _tuple(data[f.name]) for f in fields(cls)} | {"depths": depths})
+        except (DataError, ScheduleError, TypeError, KeyError) as e:
+            what = f"the entry {e} is missing" if isinstance(e, KeyError) else e
+            raise DataError(f"router {path}: {what}; skipdecode calibrate --adaptive makes one") from None
 
 
 def _tuple(value: Any) -> Any:
@@ -205,14 +182,8 @@ def _tuple(value: Any) -> Any:
 class Adaptive(Schedule):
     """Budgets that each row decides: as a schedule, the most that they may be. Made by `choosing`.
 
-    Parameters
-    ----------
-    way : str
-        One of `WAYS`, and the name.
-    penalty : float
-        See `Router.penalty`.
-    max_loss : float, optional
-        In its place: the shallowest depth that is predicted to lose no more (nats a token) than the deepest.
+    `way` is one of `WAYS`, and the name; `penalty` is the `Router.penalty`. With `max_loss` a row takes the shallowest
+    depth that is predicted to lose no more (nats a token) than the deepest, in place of least loss + penalty x cost.
     """
 
     router: Router
@@ -224,11 +195,9 @@ class Adaptive(Schedule):
     def choosing(
         cls, router: Router, way: str = WAYS[0], *, speedup: float | None = None, max_loss: float | None = None
     ) -> Self:
-        """By a router, for a speed-up of requests (default: its target) or a loss; UsageError if not accepted."""
-        if way not in WAYS:
-            raise UsageError(f"{way!r} is not accepted: give one of {', '.join(WAYS)}")
-        if speedup is not None and max_loss is not None:
-            raise UsageError("a speed-up and a largest loss both say which depth: give one of them")
+        """By a router, for a speed-up of requests or a loss; raises UsageError if that is not accepted."""
+        if way not in WAYS or (speedup is not None and max_loss is not None):
+            raise UsageError(f"give one of {', '.join(WAYS)}, and a speed-up or a largest loss, not both")
         deepest = {f.name: getattr(router.depths[0], f.name) for f in fields(Schedule)}
         penalty = router.penalty(speedup)
         return cls(**deepest | {"name": way}, router=router, way=way, penalty=penalty, max_loss=max_loss)
@@ -260,21 +229,19 @@ class Adaptive(Schedule):
         return prices.index(min(prices))
 
 
-class AdaptivePolicy(SchedulePolicy):
-    """The budgets of one row (`of_row`) under an `Adaptive`."""
+class _AdaptivePolicy(SchedulePolicy):
+    """The budgets of one row (`of_row`); to be asked once for every token."""
 
     def __init__(self, schedule: Adaptive) -> None:
         super().__init__(schedule)
-        self.depths = schedule.router.depths
-        self._adaptive = schedule
+        self.depths, self._adaptive = schedule.router.depths, schedule
         self._thresholds = () if schedule.way == "adaptive" else schedule.router.thresholds
         self._depth, self._confidence = 0, 0.0
 
-    def of_row(self) -> AdaptivePolicy:
-        return AdaptivePolicy(self._adaptive)
+    def of_row(self) -> _AdaptivePolicy:
+        return _AdaptivePolicy(self._adaptive)
 
     def next_budget(self, row: RowView) -> int:
-        """To be asked once for every token."""
         if row.position == 0:
             self._depth, self._confidence = self._adaptive.first_depth(row.first), row.logprob
         else:
@@ -296,5 +263,5 @@ def carried_ways(folder: Path, model: Any, tuned_under: Sequence[Schedule] = ())
 def policy_of(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:
     """A policy as it is, or a schedule's."""
     if isinstance(schedule, Adaptive):
-        return AdaptivePolicy(schedule)
+        return _AdaptivePolicy(schedule)
     return SchedulePolicy(schedule) if isinstance(schedule, Schedule) else schedule
