@@ -25,7 +25,7 @@ from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
-__all__ = ["NEVER", "Compared", "DepthTable", "RouterFit", "find_router", "find_thresholds", "follow", "oracle"]
+__all__ = ["NEVER", "DepthTable", "RouterFit", "find_router", "find_thresholds", "follow", "oracle"]
 
 Numbers = NDArray[np.float64]
 Choice = NDArray[np.intp]
@@ -38,24 +38,6 @@ _TRIALS = 1500
 _PRICES = 12
 _DRAWS = 1000
 _SLACK = 1 + 1e-9
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Records' depths against static ones that take as long: losses in nats a token; `gain` is how much more static
-    loses, between `low` and `high` in 95% of bootstrap draws.
-    """
-
-    task: str
-    method: str
-    n: int
-    request_speedup: float
-    mean_layers: float
-    loss: float
-    static: float
-    gain: float
-    low: float
-    high: float
 
 
 class DepthTable:
@@ -93,26 +75,30 @@ class DepthTable:
             )
         return float(self.full.sum() / speedup)
 
-    def chosen(self, method: str, choice: Choice) -> list[Compared]:
+    def chosen(self, method: str, choice: Choice) -> list[dict[str, Any]]:
         """`compare` of a depth for each record."""
         rows = np.arange(len(choice))
         return self.compare(method, *(each[rows, choice] for each in (self.sums, self.seconds, self.layers)))
 
-    def compare(self, method: str, losses: Numbers, seconds: Numbers, layers: Numbers) -> list[Compared]:
-        """Summed losses, seconds and mean layers of each record: on all of them, and on each task's."""
+    def compare(self, method: str, losses: Numbers, seconds: Numbers, layers: Numbers) -> list[dict[str, Any]]:
+        """Summed losses, seconds and mean layers of each record against static ones: of all, and of each task's.
+
+        Losses are nats a token; `gain` is how much more static loses, `low` to `high` in 95% of bootstrap draws.
+        """
         tasks = sorted(set(self.tasks))
         parts = [("all", np.full(len(losses), True)), *((t, self.tasks == t) for t in tasks if len(tasks) > 1)]
         found = []
         for task, rows in parts:
-            counts, fed = self.counts[rows], np.maximum(1, self.counts[rows] - 1)
+            n, counts, fed = int(rows.sum()), self.counts[rows], np.maximum(1, self.counts[rows] - 1)
             static = _static(self.sums[rows], self.seconds[rows].sum(0), float(seconds[rows].sum()))
             gains = static - losses[rows]
-            n = len(gains)
             drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
-            bounds = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
-            means = [each.sum() / counts.sum() for each in (losses[rows], static, gains)]
+            low, high = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
             speedup, depth = self.full[rows].sum() / seconds[rows].sum(), layers[rows] @ fed / fed.sum()
-            found.append(Compared(str(task), method, n, *map(float, (speedup, depth, *means, *bounds))))
+            sums = {"loss": losses[rows].sum(), "static": static.sum(), "gain": gains.sum()}
+            means = {name: float(each / counts.sum()) for name, each in sums.items()}
+            about = {"task": str(task), "method": method, "n": n, "request_speedup": float(speedup)}
+            found.append(about | {"mean_layers": float(depth)} | means | {"low": float(low), "high": float(high)})
         return found
 
 
@@ -144,7 +130,7 @@ def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) ->
     return choice(high), high
 
 
-def oracle(table: DepthTable, speedup: float) -> list[Compared]:
+def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
     """The oracle at a speed-up, and a random assignment of its mix of depths; raises TargetError out of reach."""
     choice, _ = _priced(table.sums, table.seconds, table.seconds, table.limit(speedup))
     mix = np.bincount(choice, minlength=len(table.depths)) / len(choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from skipdecode.calibration.adaptive import Compared, DepthTable
+    from skipdecode.calibration.adaptive import DepthTable
     from skipdecode.cli.calibrate import Config
     from skipdecode.engine.adaptive import Router
     from skipdecode.models.loading.hub import LoadedModel
@@ -54,9 +54,9 @@ def run(config: Config) -> int:
     depths, model = _depths(config, loaded), identity(loaded.model)
     table = _table(config, loaded, depths, parts)
     possible = oracle(table, speedup)
-    gained = possible[0].gain >= _LEAST_GAIN and possible[0].low > 0
+    gained = possible[0]["gain"] >= _LEAST_GAIN and possible[0]["low"] > 0
     runs, router = _learned(table, speedup, model) if gained else ([], None)
-    document = {"oracle": list(map(asdict, possible)), "runs": list(map(asdict, runs))}
+    document = {"oracle": possible, "runs": runs}
     place = Path(config.out) / ROUTER_FILE
     if router is not None:
         router.save(place, figures=document)
@@ -117,7 +117,7 @@ def _table(config: Config, loaded: LoadedModel, depths: Sequence[Schedule], part
     return table
 
 
-def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[list[Compared], Router]:
+def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[list[dict[str, Any]], Router]:
     """What a router and thresholds gain, and the router."""
     from skipdecode.calibration.adaptive import NEVER, find_router, find_thresholds, follow
     from skipdecode.engine.adaptive import Router

@@ -149,7 +149,6 @@ def run(config: Config) -> int:
 def _checked_sampling(config: Config) -> Sampling:
     from skipdecode.engine.requests import Sampling
 
-    check_schedule_options(config)
     if config.prompts and config.input is not None:
         raise UsageError("prompts were given both as arguments and with --input: give one of them")
     if not config.prompts and config.input is None and sys.stdin.isatty():

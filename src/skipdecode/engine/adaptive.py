@@ -30,7 +30,7 @@ from skipdecode.models.loading.base_weights import base_sample, is_other_model
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.schedule import NestedLayers
 
-__all__ = ["MOVE", "ROUTER_FILE", "Adaptive", "Router", "carried_ways", "features", "identity", "policy_of"]
+__all__ = ["MOVE", "ROUTER_FILE", "Adaptive", "Router", "bounded", "carried_ways", "features", "identity", "policy_of"]
 
 ROUTER_FILE = "router.json"
 MOVE = 0.25
@@ -72,37 +72,22 @@ def identity(model: Any) -> dict[str, Any]:
 class Router:
     """What chooses a request's depth, and when a row goes on to the next.
 
-    Parameters
-    ----------
-    depths : tuple of Schedule
-        The deepest first.
-    costs : tuple of float
-        A request's time at each, as shares of full depth's.
-    centre, scale : tuple of float
-        Mean and deviation of each of the `features`.
-    weights : tuple of tuple of float
-        For each depth behind the first, of each feature, and a constant: nats a token that it loses on the first.
-    penalties : tuple of (float, float)
-        Speed-up of requests, rising, and the nats a token at which full depth's time is priced for it.
-    speedup : float
-        The target that it was made for.
-    thresholds : tuple of float
-        For each depth behind the first, rising: the moving log-probability at which a row goes there.
-    model : mapping
-        See `identity`.
-
     Raises ScheduleError for depths that rows cannot go through, DataError for parts that do not go together.
     """
 
-    depths: tuple[Schedule, ...]
-    costs: tuple[float, ...]
-    centre: tuple[float, ...]
-    scale: tuple[float, ...]
-    weights: tuple[tuple[float, ...], ...]
-    penalties: tuple[tuple[float, float], ...]
-    speedup: float
-    thresholds: tuple[float, ...]
-    model: Mapping[str, Any] = field(hash=False)
+    depths: tuple[Schedule, ...]  # the deepest first
+    costs: tuple[float, ...]  # a request's time at each, as shares of full depth's
+    centre: tuple[float, ...]  # mean of each of the `features`
+    scale: tuple[float, ...]  # and deviation
+    weights: tuple[
+        tuple[float, ...], ...
+    ]  # of normed features, and a constant: what each depth but the first loses more
+    penalties: tuple[
+        tuple[float, float], ...
+    ]  # speed-up of requests, rising, and the nats a token that full time costs
+    speedup: float  # that it was made for
+    thresholds: tuple[float, ...]  # moving log-probability at which a row goes to each depth but the first, rising
+    model: Mapping[str, Any] = field(hash=False)  # see `identity`
 
     def __post_init__(self) -> None:
         for deep, shallow in pairwise(self.depths):
@@ -165,7 +150,7 @@ class Router:
         """The router of a file; raises DataError naming it."""
         data = read_json(path)
         try:
-            if not isinstance(data, dict) or _HEADING.items() - data.items():
+            if not isinstance(data, dict) or any(data.get(name) != value for name, value in _HEADING.items()):
                 raise DataError(f"format {_HEADING['format']} of kind {_HEADING['kind']} is needed")
             depths = tuple(Schedule.from_dict(each) for each in data["depths"])
             return cls(**{f.name: _tuple(data[f.name]) for f in fields(cls)} | {"depths": depths})
@@ -249,6 +234,13 @@ class _AdaptivePolicy(SchedulePolicy):
         while self._depth < len(self._thresholds) and self._confidence >= self._thresholds[self._depth]:
             self._depth += 1
         return self.depths[self._depth].budget(row.position)
+
+
+def bounded(schedule: Schedule, speedup: float | None, max_loss: float | None) -> Adaptive:
+    """A schedule that chooses, with other bounds; raises UsageError if they are not accepted, or it does not choose."""
+    if not isinstance(schedule, Adaptive):
+        raise UsageError(f"speedup and max_loss are of {', '.join(WAYS)}, not of {schedule.name!r}: leave them out")
+    return Adaptive.choosing(schedule.router, schedule.way, speedup=speedup, max_loss=max_loss)
 
 
 def carried_ways(folder: Path, model: Any, tuned_under: Sequence[Schedule] = ()) -> dict[str, Adaptive]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = ["JOIN_BELOW", "DepthWaves", "RequestSize", "Scheduler"]
+__all__ = ["JOIN_BELOW", "RequestSize", "Scheduler"]
 
 JOIN_BELOW = 0.25
 """Of batch jobs: the next wave joins when this share of the rows is left. Measured in docs/LOG.md."""
@@ -100,35 +100,3 @@ class Scheduler:
                 free_pages -= size.pages
             chosen.append(self._queue.popleft() if self._in_order else self._sorted.pop())
         return chosen
-
-
-class DepthRow(Protocol):
-    """A row that has begun."""
-
-    depth: int
-
-
-RowT = TypeVar("RowT", bound=DepthRow)
-
-
-class DepthWaves:
-    """Which of the rows that have begun step together: as many of one depth as there are, for a step costs its deepest
-    row's layers. They go on until few are left; these wait for more of their depth. Arguments as of `Scheduler`.
-    """
-
-    def __init__(self, max_rows: int, join_below: float) -> None:
-        self._max_rows, self._few = max_rows, join_below * (max_rows - 1)
-        self._wave: list[Any] = []
-
-    def rows(self, begun: Sequence[RowT]) -> list[RowT]:
-        """The rows of the next step, of those that have begun."""
-        held = set(begun)
-        self._wave = [row for row in self._wave if row in held]
-        if len(begun) <= self._max_rows:
-            return list(begun)
-        if len(self._wave) <= self._few:
-            groups: dict[int, list[RowT]] = {}
-            for row in begun:
-                groups.setdefault(row.depth, []).append(row)
-            self._wave = max(groups.values(), key=len)[: self._max_rows]
-        return self._wave

@@ -51,7 +51,8 @@ class Scheduled(Method):
 
     def settings(self) -> dict[str, Any]:
         """The name, and the schedule itself."""
-        return super().settings() | ({} if self.asked is None else {"schedule": self.asked.to_dict()})
+        key = "adaptive" if isinstance(self.asked, Adaptive) else "schedule"  # which readers take for a plain one
+        return super().settings() | ({} if self.asked is None else {key: self.asked.to_dict()})
 
     def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""
