@@ -67,22 +67,22 @@ def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     parts = ("kind", "format", "rows", "full_depth", "transformers", "environment")
     about = {k: v for k, v in speed.items() if k not in parts}
     source = {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
-    theirs = (speed.get("transformers") or {}).get("seconds")
+    theirs = speed.get("transformers")
     if run.full_depth:
         same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
         found = {**same, "measured_speedup_interval": None, "speed_from": source}
-        return found | over(theirs, speed["full_depth"]["seconds"])
+        return found | over(theirs, speed.get("full_depth"))
     wanted = work_of(run.data["config"]["method"]["schedule"])
     for row in speed["rows"]:
         if row["work"] == wanted:
             found = {k: v for k, v in row.items() if k.startswith("measured_speedup")} | {"speed_from": source}
-            return found | over(theirs, row["speed"]["seconds"])
+            return found | over(theirs, row["speed"])
     raise DataError(f"the file of --speed does not have the depths of {run.path}: measure all in one call")
 
 
-def over(theirs: float | None, ours: float) -> dict[str, float]:
-    """Whole-request speed-up over full depth through transformers, where it was measured."""
-    return {} if theirs is None else {"request_speedup_over_transformers": theirs / ours}
+def over(theirs: Mapping[str, Any] | None, ours: Any) -> dict[str, float]:
+    """Whole-request speed-up over full depth through transformers, where that was measured."""
+    return {} if theirs is None else {"request_speedup_over_transformers": theirs["seconds"] / ours["seconds"]}
 
 
 def named_speeds(run: Run, columns: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
