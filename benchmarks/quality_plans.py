@@ -112,7 +112,7 @@ class Plan:
             return Schedule.from_speedup(self.layers, speedup, self.seq_len, warmup_layers=layers)
         others = {
             "paper": linear,
-            "flat": Schedule.constant(self.layers, self.layers // speedup),
+            "flat": Schedule.constant(self.layers, int(self.layers / speedup)),
             "max_exit": replace(linear, prompt="max_exit"),
             "median": Schedule.from_speedup(self.layers, speedup, E2E_MEDIAN),
         }
