@@ -199,6 +199,20 @@ def requested(*words: str) -> dict[str, Checkpoint]:
     return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
 
 
+def _summary_requests(plan: Plan, steps: int) -> Plan:
+    """Request time of the same task: a prompt of its own, and static pruning in as long, each from full depth."""
+    made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in ("lower12-2x", "static-2.3x")}
+    return replace(
+        plan,
+        results=f"request-{plan.results}",
+        checkpoints={"full-a": plan.checkpoints["full-a"], **made},
+        calibration=(),
+        request=True,
+    )
+
+
+_CNN_DM, _TLDR = _summaries("cnn_dm", 71, (80, 60), "2e-4"), _summaries("tldr", 70, (80, 120), "3e-4")
+
 PLANS = {
     "e2e": Plan(
         "e2e",
@@ -251,8 +265,10 @@ PLANS = {
         },
         yardstick="full-b",
     ),
-    "cnn_dm": _summaries("cnn_dm", 71, (80, 60), "2e-4"),
-    "tldr": _summaries("tldr", 70, (80, 120), "3e-4"),
+    "cnn_dm": _CNN_DM,
+    "tldr": _TLDR,
+    "request-cnn_dm": _summary_requests(_CNN_DM, 120),
+    "request-tldr": _summary_requests(_TLDR, 120),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
