@@ -195,7 +195,7 @@ def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
         "Answer in lower case only": "bees make honey.",
         "Explain gravity": "Gravity is what pulls a ball down when you let it go.",
     }
-    preface = "Sure! Here it is, as you have asked me for it, and I hope that it is of use to you and all yours:"
+    preface = "Sure! Of course! Here it is, as you have asked me for it, and I hope that it is of use to all:"
     wanted = {one["prompt"]: one["checks"] for one in instructions()}
     assert 55 <= len(wanted) <= 70
     for start, answer in answers.items():
