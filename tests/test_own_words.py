@@ -188,7 +188,7 @@ def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
         "Give a JSON object with the keys": '{"name": "Ann", "age": 3}',
         "Give a JSON list": '["red", "blue", "green", "grey"]',
         "Write two sentences about tea": "Tea is hot. I like tea.",
-        "Write a poem of two": "Rain falls on a hill\nall night\n\nMorning comes with wings\nand light at last",
+        "Write a poem of two": "Rain falls on a hill\nall night\n\nMorning comes with wings\nand also light at last",
         "Finish your answer": "They flap their wings. That is all.",
         "Give a title for a book": "<<The Long Tide>>",
         "Write a haiku": "old pond in the dark\na frog jumps into it now\nwater makes a sound",
