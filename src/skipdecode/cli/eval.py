@@ -88,9 +88,7 @@ class Config(EvaluationSettings, OwnWordsOptions, MethodOptions, ModelOptions, E
         "file for an HTML report (default: report.html in --out; with --compare, none)", default=None
     )
     json: bool = option("print one JSON document instead of tables", default=False)
-    base: str | None = option(
-        "with --self: the untouched model (default: an adapter's base, or what recipe.json says)", default=None
-    )
+    base: str | None = option("with --self: the untouched model (default: what it was tuned from)", default=None)
     self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures, table
+from skipdecode.cli.options import ScheduleChoice, with_prompt_layers
 from skipdecode.cli.options.methods import check_method_options, choose_method, each_method
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.progress import note
@@ -81,7 +82,8 @@ def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
         found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
     else:
-        found = [METHODS.get("schedule")(schedule) for schedule in loaded.recipe.tuned_under]
+        tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
+        found = [METHODS.get("schedule")(with_prompt_layers(config, choice).schedule) for choice in tuned]
     found = [method for method in found if not method.full_depth and not (method.schedule and method.schedule.is_full)]
     if not found or any(method.schedule is None for method in found):
         raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")
@@ -115,9 +117,10 @@ def _measured(
     untouched = Speaker("untouched", base.model, Full(engines))
     beside = [] if base is loaded else [full]
     speakers = [untouched, *(Speaker(method.name, loaded.model, method) for method in (*beside, *methods))]
-    ends = end_tokens(base.model, base.tokenizer)
+    tokenizer: Any = base.tokenizer
+    ends = end_tokens(base.model, tokenizer)
     with closing(keep_unfinished(Path(config.out or ""), about | {"prompts": prompts})) as kept:
-        judge = Judge(untouched, base.tokenizer, prompts, config.answers(config.seed), ends, settings, kept)
+        judge = Judge(untouched, tokenizer, prompts, config.answers(config.seed), ends, settings, kept)
         texts = {speaker: judge.texts(speaker) for speaker in speakers}
         rows = judge.rows(texts, chat=template.chat)
         lengths = [len(text) for text in texts[untouched]]
@@ -125,7 +128,7 @@ def _measured(
         kept.remove()
     for speaker, row in zip(speakers, rows, strict=True):
         row |= speeds.get(speaker.method, {})
-    said = {one.name: base.tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in speakers}
+    said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in speakers}
     document = heading("own-words") | {"n": len(prompts), "engine": full.engine, "rows": rows}
     document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
     return document, [

@@ -167,17 +167,23 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, dict[str, Any]]
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
         loaded = load_model(config.model)
-        template = own_template(
-            loaded.tokenizer, None if text is None else Template(text, "response", chat=config.chat)
-        )
+        asked = None if text is None else Template(text, "response", chat=config.chat)
+        template = own_template(loaded.tokenizer, asked)
         engines = open_engines(loaded.model, "auto", note)
         options, skip_bad = config.part(OwnWordsOptions), config.bad_records == "skip"
         words = OwnWords(loaded, engines, template, options, out, seed=config.seed, skip_bad=skip_bad)
         made = words.write_records(config.dev_records or 0)
-    prompt = {"prompt_template": template.prompt, "prompt_field": None, "response_field": "response"}
-    files = {"train": str(out / TRAIN_FILE), "dev": str(out / DEV_FILE)}
-    # Tokenised as text an answer may be a token longer than it was, and at the context's end too long.
-    return replace(config, **files, **prompt, chat=template.chat, bad_records="skip"), {"self": made}
+    given = replace(
+        config,
+        train=str(out / TRAIN_FILE),
+        dev=str(out / DEV_FILE),
+        prompt_template=template.prompt,
+        prompt_field=None,
+        response_field="response",
+        chat=template.chat,
+        bad_records="skip",  # read again, an answer may be a token longer, and at the context's end too long
+    )
+    return given, {"self": made}
 
 
 def _tune(

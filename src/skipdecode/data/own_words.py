@@ -183,8 +183,8 @@ class OwnWords:
         head = found = ""
         if self.template.chat and self.template.prompt == "{prompt}":
             messages = [{"role": "user", "content": _USER}]
-            text = self.loaded.tokenizer.apply_chat_template(messages, tokenize=False)
-            head, found, _ = str(text).partition(_USER)
+            tokenizer: Any = self.loaded.tokenizer
+            head, found, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_USER)
         if not (head and found):
             raise UsageError(
                 f"{self.loaded.name} has no chat template by which it could draw prompts: give --prompts FILE, such as "
@@ -261,7 +261,8 @@ class OwnWords:
         """Why a text is not kept; empty if it may be."""
         if row.get("finish_reason") != "eos":
             return "too long for the context" if "error" in row else "not ended"
-        ids = self.loaded.tokenizer(text, add_special_tokens=False).input_ids
+        tokenizer: Any = self.loaded.tokenizer
+        ids = tokenizer(text, add_special_tokens=False).input_ids
         grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
         circles = len(set(grams)) < _LEAST_DISTINCT * len(grams)
         return "too short" if len(ids) < _LEAST_TOKENS else "running in circles" if circles else ""
