@@ -188,7 +188,9 @@ class _GenerationFields(_Strict):
     @property
     def extension(self) -> Extension:
         """The extension, with its defaults."""
-        return self.skipdecode or Extension(schedule=None, budget=None, trace=False, template=None)
+        return self.skipdecode or Extension(
+            schedule=None, budget=None, speedup=None, max_loss=None, trace=False, template=None
+        )
 
     @property
     def include_usage(self) -> bool:
