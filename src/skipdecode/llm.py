@@ -126,8 +126,7 @@ class LLM:
         self.stats: RunSummary | None = None
         self._schedule = schedule
         self._max_rows = max_rows
-        recipe = loaded.recipe
-        self._ways = carried_ways(loaded.path, loaded.model, () if recipe is None else recipe.tuned_under)
+        self._ways = carried_ways(loaded.path, loaded.model)
         self.schedule_of(schedule)
         self._source = open_engines(self.loaded.model, engine, note, weights)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files, check_router
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
@@ -211,8 +211,6 @@ def _runs(
     recipe = recipe_of(loaded)
     _check_template(loaded.recipe, task)
     chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
-    for method, _ in chosen.values():
-        check_router(getattr(method, "asked", None), loaded)
     _tell(chosen, loaded.recipe, config.model)
     given = [method for method, _ in chosen.values()]
     bound, full = on_engine(given, loaded.model, config.engine, note, config.weights)

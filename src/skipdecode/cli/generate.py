@@ -28,7 +28,6 @@ from skipdecode.cli.options import (
     ScheduleChoice,
     ThreadOptions,
     check_files,
-    check_router,
     check_schedule_options,
     choose_schedule,
     stop_text,
@@ -203,7 +202,6 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
-    check_router(choice.schedule, loaded)
     note(schedule_line(choice.schedule, choice.origin))
     if line := untuned_line([choice.schedule], loaded.recipe, config.model):
         note(line)

@@ -136,7 +136,7 @@ def _service(config: Config) -> Service:
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
     tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
-    ways = carried_ways(loaded.path, loaded.model, tuned_under)
+    ways = carried_ways(loaded.path, loaded.model)
     service = open_service(
         loaded.model,
         loaded.tokenizer,

@@ -25,6 +25,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import read_json
 from skipdecode.engine.depth import WAYS, BudgetPolicy, RowView, SchedulePolicy
 from skipdecode.errors import DataError, ScheduleError, UsageError
+from skipdecode.models.carried import tuned_under
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.base_weights import base_sample, is_other_model
 from skipdecode.schedule import Schedule
@@ -62,7 +63,7 @@ def _signs(vocabulary: int) -> Tensor:
 
 
 def identity(model: Any) -> dict[str, Any]:
-    """What a router keeps of its model, before anything is fused; JSON-ready."""
+    """What a router keeps of its model; JSON-ready."""
     plain = unwrap(model)
     vocabulary = plain.get_input_embeddings().weight.shape[0]
     return {"layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain)}
@@ -120,13 +121,13 @@ class Router:
             raise UsageError(f"a speed-up of {wanted:g} is out of the router's reach: give {reach}")
         return float(np.interp(wanted, speedups, prices))
 
-    def check(self, model: Any, tuned_under: Sequence[Schedule] = ()) -> None:
-        """Raise UsageError unless it was made for this model, in which nothing is fused yet."""
+    def check(self, model: Any) -> None:
+        """Raise UsageError unless it was made for this model."""
         now, known, order = identity(model), self.model, self.depths[0].drop_order
         for name in ("layers", "vocabulary"):
             if now[name] != known.get(name):
                 raise UsageError(f"the router is for a model with {name} {known.get(name)}, this one has {now[name]}")
-        if other := next((s.name for s in tuned_under if s.dropped != order[: len(s.dropped)]), None):
+        if other := next((s.name for s in tuned_under(model) if s.dropped != order[: len(s.dropped)]), None):
             raise UsageError(
                 f"the router drops layers in another order than {other!r}, which the model was tuned under"
             )
@@ -195,8 +196,8 @@ class Adaptive(Schedule):
     def is_full(self) -> bool:
         return False
 
-    def fits_weights(self, tuned_under: Iterable[NestedLayers]) -> bool:
-        known = tuple(tuned_under)
+    def fits_weights(self, schedules: Iterable[NestedLayers]) -> bool:
+        known = tuple(schedules)
         return all(depth.fits_weights(known) for depth in self.router.depths)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,12 +244,12 @@ def bounded(schedule: Schedule, speedup: float | None, max_loss: float | None) -
     return Adaptive.choosing(schedule.router, schedule.way, speedup=speedup, max_loss=max_loss)
 
 
-def carried_ways(folder: Path, model: Any, tuned_under: Sequence[Schedule] = ()) -> dict[str, Adaptive]:
+def carried_ways(folder: Path, model: Any) -> dict[str, Adaptive]:
     """The `WAYS` of the router in a checkpoint's folder; none without one. Raises as `Router.load` and `check` do."""
     if not (folder / ROUTER_FILE).is_file():
         return {}
     router = Router.load(folder / ROUTER_FILE)
-    router.check(model, tuned_under)
+    router.check(model)
     return {way: Adaptive.choosing(router, way) for way in WAYS}
 
 

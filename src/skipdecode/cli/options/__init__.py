@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
@@ -15,9 +15,6 @@ from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
-
-if TYPE_CHECKING:
-    from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = [
     "MODEL",
@@ -30,7 +27,6 @@ __all__ = [
     "ThreadOptions",
     "check_files",
     "check_out",
-    "check_router",
     "check_schedule_options",
     "choose_schedule",
     "layers_of",
@@ -194,14 +190,6 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
     named = (options.schedule, options.nominal_speedup, options.prompt_layers)
     if model is not None and any(value is not None for value in named):
         choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
-
-
-def check_router(schedule: Schedule | None, loaded: LoadedModel) -> None:
-    """Refuse a schedule whose router was made for another model than the one that was just loaded."""
-    from skipdecode.engine.adaptive import Adaptive
-
-    if isinstance(schedule, Adaptive):
-        schedule.router.check(loaded.model, () if loaded.recipe is None else loaded.recipe.tuned_under)
 
 
 def layers_of(model: str) -> int:
