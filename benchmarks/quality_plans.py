@@ -58,6 +58,8 @@ class Plan:
         Measure speed apart, on the package's engine, which must know the model; else the evaluations do.
     calibration : sequence of str
         Options of every `skipdecode calibrate`; none where no schedule is learned.
+    request : bool
+        Also time requests one by one, and full depth through transformers.
     """
 
     prefix: str
@@ -74,11 +76,28 @@ class Plan:
     start: str = "full-a"
     timed: bool = True
     calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
+    request: bool = False
 
-    def schedule(self, name: str, speedup: int) -> Schedule:
+    @property
+    def speeds(self) -> str:
+        """Name of its times."""
+        return f"request-{self.prefix}" if self.request else self.prefix
+
+    def schedule(self, name: str, speedup: float) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
-        linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
         steepest = self.speedups[-1]
+        if name == "static":
+            # The same layers for the prompt and the answer, at every position.
+            order = Schedule.published("even", self.layers, steepest, self.seq_len).drop_order
+            return Schedule.constant(self.layers, round(self.layers / speedup), drop_order=order, prompt="max_exit")
+        if name.startswith("pop"):
+            return replace(Schedule.full(self.layers), prompt=range(int(name.removeprefix("pop"))))
+        linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
+        if name.startswith(("lower", "split")):
+            # The prompt runs the lower layers; the answer evenly spaced ones (lower), or the paper's (split).
+            prompted = replace(linear, prompt=range(int(name[5:])))
+            even = Schedule.published("even", self.layers, steepest, self.seq_len).drop_order
+            return prompted if name.startswith("split") else replace(prompted, drop_order=even)
         if name in ("even", "early_termination"):
             order = Schedule.published(name, self.layers, steepest, self.seq_len).drop_order
             return replace(linear, drop_order=order)
@@ -93,7 +112,7 @@ class Plan:
             return Schedule.from_speedup(self.layers, speedup, self.seq_len, warmup_layers=layers)
         others = {
             "paper": linear,
-            "flat": Schedule.constant(self.layers, self.layers // speedup),
+            "flat": Schedule.constant(self.layers, int(self.layers / speedup)),
             "max_exit": replace(linear, prompt="max_exit"),
             "median": Schedule.from_speedup(self.layers, speedup, E2E_MEDIAN),
         }
@@ -167,6 +186,14 @@ def _summaries(prefix: str, seq_len: int, steps: tuple[int, int], rate: str) -> 
     )
 
 
+_OWN = ["--steps", "450"]  # one schedule a checkpoint, from full depth's weights, without a teacher
+
+
+def requested(*words: str) -> dict[str, Checkpoint]:
+    """Checkpoints of their own for the schedules of request time, by names such as split15-3x."""
+    return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
+
+
 PLANS = {
     "e2e": Plan(
         "e2e",
@@ -185,6 +212,19 @@ PLANS = {
             "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),
         },
         yardstick="full-b",
+    ),
+    "request": Plan(
+        "e2e",
+        "request-e2e-smollm2-135m.json",
+        **_E2E,
+        checkpoints={
+            "full-a": _E2E_START,
+            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "pop20-1x.json"]),
+            **requested("split15-3x", "split10-3x", "split10-5x", "static-2.5x", "static-3x", "static-3.75x"),
+        },
+        yardstick="full-b",
+        calibration=(),
+        request=True,
     ),
     "ablations": Plan(
         "e2e",
