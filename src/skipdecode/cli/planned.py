@@ -79,8 +79,8 @@ def _prompts(plan: Plan) -> str:
     if config.target_speedup is None or config.prompt_layers is not None or config.phase == "decode":
         return text
     return (
-        f"{text}; by this rule: new tokens give up layers first, to half depth, then prompts, to half depth, then both "
-        "alike (--prompt-layers sets them; skipdecode calibrate learns them)"
+        f"{text}; by this rule: new tokens give up layers first, to half depth, then prompts, where that pays, to half "
+        "depth, then both alike (--prompt-layers sets them; skipdecode calibrate learns them)"
     )
 
 
