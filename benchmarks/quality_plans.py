@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,16 +89,14 @@ class Plan:
         steepest = self.speedups[-1]
         if name == "static":
             # The same layers for the prompt and the answer, at every position.
-            order = Schedule.published("even", self.layers, steepest, self.seq_len).drop_order
-            return Schedule.constant(self.layers, round(self.layers / speedup), drop_order=order, prompt="max_exit")
+            count = round(self.layers / speedup)
+            return Schedule.constant(self.layers, count, drop_order=self.learned, prompt="max_exit")
         if name.startswith("pop"):
             return replace(Schedule.full(self.layers), prompt=range(int(name.removeprefix("pop"))))
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
-        if name.startswith(("lower", "split")):
-            # The prompt runs the lower layers; the answer evenly spaced ones (lower), or the paper's (split).
-            prompted = replace(linear, prompt=range(int(name[5:])))
-            even = Schedule.published("even", self.layers, steepest, self.seq_len).drop_order
-            return prompted if name.startswith("split") else replace(prompted, drop_order=even)
+        if name.startswith("lower"):
+            # The prompt runs the lower layers, the answer those of the calibrated order.
+            return replace(linear, prompt=range(int(name.removeprefix("lower"))), drop_order=self.learned)
         if name in ("even", "early_termination"):
             order = Schedule.published(name, self.layers, steepest, self.seq_len).drop_order
             return replace(linear, drop_order=order)
@@ -117,6 +116,12 @@ class Plan:
             "median": Schedule.from_speedup(self.layers, speedup, E2E_MEDIAN),
         }
         return others[name]
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The published drop order that was calibrated for the task's highest speed-up."""
+        files = sorted((TASKS.parents[1] / "results").glob(f"calibration-{self.prefix}-*-*x.json"))
+        return tuple(json.loads(files[-1].read_text(encoding="utf-8"))["schedule"]["drop_order"])
 
     def calibrated(self, curve: Schedule, speedup: int) -> Mapping[str, Schedule]:
         """What a calibrated curve gives: its order under the paper's depths, itself, its order at one depth."""
@@ -190,9 +195,23 @@ _OWN = ["--steps", "450"]  # one schedule a checkpoint, from full depth's weight
 
 
 def requested(*words: str) -> dict[str, Checkpoint]:
-    """Checkpoints of their own for the schedules of request time, by names such as split15-3x."""
+    """Checkpoints of their own for the schedules of request time, by names such as lower15-3x."""
     return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
 
+
+def _summary_requests(plan: Plan, steps: int) -> Plan:
+    """Request time of the same task: a prompt of its own, and static pruning in as long, each from full depth."""
+    made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in ("lower12-2x", "static-2.3x")}
+    return replace(
+        plan,
+        results=f"request-{plan.results}",
+        checkpoints={"full-a": plan.checkpoints["full-a"], **made},
+        calibration=(),
+        request=True,
+    )
+
+
+_CNN_DM, _TLDR = _summaries("cnn_dm", 71, (80, 60), "2e-4"), _summaries("tldr", 70, (80, 120), "3e-4")
 
 PLANS = {
     "e2e": Plan(
@@ -220,7 +239,7 @@ PLANS = {
         checkpoints={
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "pop20-1x.json"]),
-            **requested("split15-3x", "split10-3x", "split10-5x", "static-2.5x", "static-3x", "static-3.75x"),
+            **requested("lower15-3x", "lower10-3x", "lower10-5x", "static-2.5x"),
         },
         yardstick="full-b",
         calibration=(),
@@ -246,8 +265,10 @@ PLANS = {
         },
         yardstick="full-b",
     ),
-    "cnn_dm": _summaries("cnn_dm", 71, (80, 60), "2e-4"),
-    "tldr": _summaries("tldr", 70, (80, 120), "3e-4"),
+    "cnn_dm": _CNN_DM,
+    "tldr": _TLDR,
+    "request-cnn_dm": _summary_requests(_CNN_DM, 120),
+    "request-tldr": _summary_requests(_TLDR, 120),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
