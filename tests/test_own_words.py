@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skipdecode.cli import main
-from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE
+from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, _cut
 from skipdecode.evaluation.own_words import followed, instructions
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
@@ -91,6 +91,13 @@ def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     # Words that were made otherwise are not gone on with.
     (out / "recipe.json").unlink()
     assert main([*arguments, "--self-tokens", "100"]) == 2
+
+
+def test_an_answer_at_its_limit_ends_with_a_sentence() -> None:
+    text = "Do this. And that!\n\n2. Then"
+    assert _cut({"text": text, "finish_reason": "length"})["text"] == "Do this. And that!"
+    for row in ({"text": text, "finish_reason": "eos"}, {"text": "No end", "finish_reason": "length"}, {"error": "x"}):
+        assert _cut(row) == row
 
 
 def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, capsys: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -43,6 +44,7 @@ _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
+_SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop behind a number may be a list's
 _USER = "@@what the user says@@"
 
 
@@ -142,7 +144,7 @@ class OwnWords:
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2))
         rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens)
-        kept = self._kept("answers", rows, set(), 2)
+        kept = self._kept("answers", map(_cut, rows), set(), 2)
         lines = [json_line({"id": records[i].line, **records[i].values, "response": text}) for i, text in kept]
         dev = max(1, min(held_out, len(lines) // _DEV_SHARE))
         places = {i * len(lines) // dev for i in range(dev)}
@@ -274,6 +276,12 @@ class _AsTheyAre(PromptEncoder):
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         ids = self._token_ids([str(record.prompt) for record in records], True)
         return [self._checked(record, str(record.prompt), i) for record, i in zip(records, ids, strict=True)]
+
+
+def _cut(row: dict[str, Any]) -> dict[str, Any]:
+    """An answer's row; of one that came to its limit, as far as its last whole sentence."""
+    whole = _SENTENCES.match(row["text"]) if row.get("finish_reason") == "length" else None
+    return row if whole is None else row | {"text": whole[0], "finish_reason": "eos"}
 
 
 def _key(text: str) -> str:
