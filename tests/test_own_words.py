@@ -181,6 +181,19 @@ def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
 
 
+def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.csv"
+    prompts.write_text("text\nhello\nHELLO\nhow are you\n")
+    asked = ["--prompts", str(prompts), "--self-tokens", "20", "--resamples", "20", "--methods"]
+    call = ["eval", model, "--self", "--out", str(tmp_path / "eval"), *asked, "unified:1.5"]
+    assert main([*call, "unified:1.5"]) == 2
+    assert main(call) == 0
+    document = json.loads((tmp_path / "eval" / "run.json").read_text())
+    assert document["n"] == 2
+    assert [row["name"] for row in document["rows"]] == ["untouched", "unified-1.5x"]
+    assert document["rows"][0]["measured_speedup"] == 1.0
+
+
 @pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])
 def test_eval_refuses_what_is_not_of_own_words(tuned: Path, tmp_path: Path, capsys: Any, more: list[str]) -> None:
     assert main(["eval", str(tuned), "--self", "--out", str(tmp_path / "eval"), *more]) == 2

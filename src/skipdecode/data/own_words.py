@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.engine.opening import EngineSource
+    from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["DEV_FILE", "TRAIN_FILE", "OwnWords", "OwnWordsOptions", "check_prompts", "own_template"]
@@ -100,6 +100,8 @@ class OwnWords:
 
     Parameters
     ----------
+    make_engine : callable
+        From a number of rows to an engine of the model at full depth.
     template : Template
         What prompts are put into; see `own_template`.
     seed : int
@@ -109,7 +111,7 @@ class OwnWords:
     """
 
     loaded: LoadedModel
-    engines: EngineSource
+    make_engine: Callable[[int], Engine]
     template: Template
     options: OwnWordsOptions
     directory: Path
@@ -160,17 +162,9 @@ class OwnWords:
     # ------------------------------------------------------------------ parts
 
     def _begun(self) -> dict[str, Any]:
-        """What the directory says of the words in it; refuses words that were made otherwise."""
-        path, settings = self.directory / _ABOUT, self._settings()
-        about: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
-        if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
-            raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
-        return about
-
-    def _settings(self) -> dict[str, Any]:
-        """All that the words depend on."""
-        prompts = self.options.prompts
-        settings = asdict(self.options) | {
+        """What the directory says of the words in it, at first what they depend on; refuses words made otherwise."""
+        path, prompts = self.directory / _ABOUT, self.options.prompts
+        depend_on = asdict(self.options) | {
             "prompts": prompts and hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
             "before_user": None if prompts else self._before_user(),
             "model": self.loaded.name,
@@ -178,7 +172,11 @@ class OwnWords:
             "template": self.template.to_dict(),
             "seed": self.seed,
         }
-        return dict(json.loads(json.dumps(settings)))
+        settings = json.loads(json.dumps(depend_on))
+        about: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
+        if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
+            raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
+        return about
 
     def _before_user(self) -> str:
         """What the chat template puts in front of a user's words."""
@@ -224,17 +222,18 @@ class OwnWords:
 
         path, model, tokenizer = self.directory / file, self.loaded.model, self.loaded.tokenizer
         if not path.exists():
-            write_whole(self.directory / _ABOUT, json.dumps(self._begun()) + "\n")
+            about = self._begun()
+            write_whole(self.directory / _ABOUT, json.dumps(about) + "\n")
             job = Job(
                 tokenizer=tokenizer,
                 sampling=sampling,
                 max_new_tokens=most,
                 ends=end_tokens(model, tokenizer),
                 encoder=encoder(tokenizer, context_length(model.config), template=self.template),
-                make_engine=lambda rows: self.engines.engine(max_rows=rows),
+                make_engine=self.make_engine,
                 batch_size=_GPU_ROWS if model.device.type == "cuda" else _ROWS,
             )
-            with closing(open_writer(str(path), self._settings())) as writer:
+            with closing(open_writer(str(path), about["settings"])) as writer:
                 left = [record for record in records if not writer.is_done(record.index)]
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
                     generate_rows(left, job, writer, len(left), progress=lambda ended, _: bar.update(ended))
