@@ -82,7 +82,7 @@ class Round:
 
     def document(self) -> dict[str, object]:
         """What was done where."""
-        settings = {k: str(v) for k, v in vars(self.options).items()}
+        settings = {k: str(v) for k, v in vars(self.options).items() if v is not None}
         return {"environment": environment(), "options": settings, "steps": self.steps}
 
     def _one(self, step: Step, left: float, seconds: float) -> None:
@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data"), help="folders e2e, cnn_dm, tldr")
     parser.add_argument("--model", default="smollm2-135m", help="what is tuned: a directory, or a name")
     parser.add_argument("--out", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--work", type=Path, help="directory for weights (default: a temporary one)")
+    parser.add_argument("--work", type=Path, help="directory for weights (default: a new one among temporary files)")
     parser.add_argument("--rehearse", action="store_true", help="all steps with tiny sizes, on a CPU too")
     for child in ("--graphs-of", "--tune", "--eval", "--seconds"):
         parser.add_argument(child, type=float if child == "--seconds" else str, help=argparse.SUPPRESS)
@@ -327,6 +327,7 @@ def main() -> None:
     if options.rehearse:
         options.data = rehearsal_data(running.work / "data")
     running.run(list(steps(options, running.work)))
+    print(f"results: {options.out}; weights: {running.work}")
 
 
 _CHILDREN = {"graphs_of": graphs_of, "tune": tune, "eval": evaluate}

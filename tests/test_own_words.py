@@ -70,7 +70,9 @@ def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, t
     assert words(tmp_path / "again") == words(tuned) != words(tmp_path / "other")
 
 
-@pytest.mark.parametrize("until", ["self-prompts.jsonl.partial", "self-answers.jsonl.partial"])
+@pytest.mark.parametrize(
+    "until", [pytest.param("self-prompts.jsonl.partial", marks=pytest.mark.slow), "self-answers.jsonl.partial"]
+)
 def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     model: str, tuned: Path, tmp_path: Path, until: str
 ) -> None:
