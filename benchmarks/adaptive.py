@@ -69,7 +69,7 @@ class Bench:
         self.tasks = {name: load_task(name) for name, _ in options.data}
         self.rows = [row for name, path in options.data for row in self._rows(name, path)]
         metric = MetricOptions(bertscore_model=options.bertscore_model)
-        self.metrics = make_metrics(check_metrics(["rougeL", "bertscore_f1"], metric, tell), metric)
+        self.metrics = make_metrics(check_metrics(options.metrics, metric, tell), metric)
         self.losses = [self._losses(depth) for depth in self.router.depths]  # before the engine fuses weights
         self.source: EngineSource = open_engines(self.model, "auto", tell)
 
@@ -254,6 +254,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--metrics", nargs="+", default=["rougeL", "bertscore_f1"])
     parser.add_argument("--bertscore-model", default="minilm")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()

@@ -137,8 +137,8 @@ class Router:
     @classmethod
     def load(cls, path: Path) -> Self:
         """The router of a file; raises DataError naming it."""
-        data = read_json(path)
         try:
+            data = read_json(path)
             if not isinstance(data, dict) or any(data.get(name) != value for name, value in _HEADING.items()):
                 raise DataError(f"format {_HEADING['format']} of kind {_HEADING['kind']} is needed")
             depths = tuple(Schedule.from_dict(each) for each in data["depths"])
