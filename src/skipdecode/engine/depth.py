@@ -19,7 +19,8 @@ __all__ = ["BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePol
 class RowView(NamedTuple):
     """What a policy sees of a row: the request's number, and of the token about to be fed the generation position
     (0: the first new token) and log-probability. `budget` are the layers of the token before (at position 0, of the
-    prompt, or what position 0 may run beyond it).
+    prompt, or what position 0 may run beyond it). The log-probability is the full head's, or NaN for a policy whose
+    `reads_logprob` is False.
     """
 
     request: int
@@ -29,7 +30,9 @@ class RowView(NamedTuple):
 
 
 class BudgetPolicy(Protocol):
-    """Grants layers."""
+    """Grants layers. One with an attribute `reads_logprob` that is False needs no log-probabilities: its rows may be
+    decoded without.
+    """
 
     schedule: Schedule
 
@@ -72,6 +75,8 @@ class PromptLayers(NamedTuple):
 
 class SchedulePolicy:
     """Budgets from a schedule's positions."""
+
+    reads_logprob = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
