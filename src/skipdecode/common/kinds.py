@@ -20,6 +20,7 @@ FORMATS: Mapping[str, int] = {
     "calibration": 1,
     "decode-speed": 1,
     "evaluation": 1,
+    "head": 1,
     "kernel-speed": 1,
     "quality-table": 1,
     "schedule-speed": 1,
