@@ -45,8 +45,9 @@ FORMS = (
     "What are the pros and cons of {}?",
     "Write a poem about {}.",
 )
-TOPICS = """bread volcanoes bicycles chess rivers languages photosynthesis trains gardening jazz Rome sleep bees mountains
-money libraries whales computers tea winter swimming friendship maps vaccines football painting deserts cats bridges
+TOPICS = """bread volcanoes bicycles chess rivers languages photosynthesis trains gardening jazz Rome sleep bees
+mountains money libraries whales computers tea winter swimming friendship maps vaccines football painting deserts
+cats bridges
 programming oceans rice dinosaurs museums wind running islands clocks"""
 
 
@@ -101,12 +102,9 @@ def jobs(prompts: list[tuple[int, ...]], layers: int, batch: int) -> Iterator[tu
 def same(options: argparse.Namespace, name: str, weights: str, steps: int) -> dict[str, Any]:
     """`steps` generated tokens, each the full head's."""
     loaded = load_model(str(ADAPTERS / f"{name}-smollm2-135m"), dtype="bfloat16")
-    fast = open_fast(loaded.model, "fast", print, weights)
-    assert isinstance(fast, NativeModel)
-    prompts, ends = (
-        (e2e if name == "e2e" else chat)(options, loaded.tokenizer),
-        end_tokens(loaded.model, loaded.tokenizer),
-    )
+    fast: Any = open_fast(loaded.model, "fast", print, weights)
+    prompts = (e2e if name == "e2e" else chat)(options, loaded.tokenizer)
+    ends = end_tokens(loaded.model, loaded.tokenizer)
     fast._head = compared = Compared(fast)
     done, bar = 0, tqdm(total=steps, desc=f"{name}, {weights}", unit="step")
     for schedule, texts in itertools.cycle(jobs(prompts, fast.num_layers, options.batch)):

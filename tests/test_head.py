@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
-from skipdecode.engine import FastEngine, Request, Sampling
+from skipdecode.engine import FastEngine, Request, Sampling, SchedulePolicy
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import head
 from skipdecode.engine.kernels.build import load_library
@@ -208,20 +208,15 @@ def test_what_needs_all_logits_has_them(monkeypatch):
 
 
 def test_a_policy_may_ask_for_log_probabilities(monkeypatch):
-    class Asking:
-        schedule = Schedule.full(LAYERS)
-
-        def prompt_budget(self):
-            return LAYERS
-
-        first_budget = prompt_budget
+    class Asking(SchedulePolicy):
+        reads_logprob = True
 
         def next_budget(self, row):
             assert row.logprob < 0
-            return LAYERS
+            return super().next_budget(row)
 
     monkeypatch.setattr(NativeHead, "short_from", 0)
-    engine = FastEngine(open_model(tiny_model("llama", vocab_size=3001)), Asking())
+    engine = FastEngine(open_model(tiny_model("llama", vocab_size=3001)), Asking(Schedule.full(LAYERS)))
     engine.decode([Request(PROMPTS[0], 5)])
     assert engine.stats.short_heads == 0
 

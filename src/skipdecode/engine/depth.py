@@ -13,28 +13,39 @@ from typing import NamedTuple, Protocol
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePolicy", "granted"]
+__all__ = ["WAYS", "BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePolicy", "granted"]
+
+
+WAYS = ("adaptive", "confident", "adaptive+confident")
+"""Of choosing a depth: by a router, by confidence from the deepest on, and both (see `skipdecode.engine.adaptive`)."""
 
 
 class RowView(NamedTuple):
     """What a policy sees of a row: the request's number, and of the token about to be fed the generation position
     (0: the first new token) and log-probability. `budget` are the layers of the token before (at position 0, of the
-    prompt, or what position 0 may run beyond it). The log-probability is the full head's, or NaN for a policy whose
-    `reads_logprob` is False.
+    prompt, or what position 0 may run beyond it). `first` are the request's `skipdecode.engine.adaptive.features`,
+    where its policy chooses among depths.
     """
 
     request: int
     position: int
     budget: int
     logprob: float
+    first: tuple[float, ...] = ()
 
 
 class BudgetPolicy(Protocol):
-    """Grants layers. One with an attribute `reads_logprob` that is False needs no log-probabilities: its rows may be
-    decoded without.
+    """Grants layers. `depths` are the schedules that rows may follow, the deepest first; `schedule` is that one.
+
+    Where `reads_logprob` is False, the log-probabilities that it is shown may be NaN; else they are the full head's.
     """
 
     schedule: Schedule
+    depths: tuple[Schedule, ...]
+    reads_logprob: bool
+
+    def of_row(self) -> BudgetPolicy:
+        """What grants the layers of one row; itself, where rows share what they ask."""
 
     def prompt_budget(self) -> int:
         """Layers of prompt tokens."""
@@ -76,10 +87,14 @@ class PromptLayers(NamedTuple):
 class SchedulePolicy:
     """Budgets from a schedule's positions."""
 
-    reads_logprob = False
+    reads_logprob: bool = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        self.depths: tuple[Schedule, ...] = (schedule,)
+
+    def of_row(self) -> SchedulePolicy:
+        return self
 
     def prompt_budget(self) -> int:
         return len(self.schedule.prompt_layers())

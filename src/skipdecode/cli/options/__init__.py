@@ -10,12 +10,15 @@ from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
+from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
+from skipdecode.schedule import order as layer_order
 
 __all__ = [
     "MODEL",
+    "AdaptiveOptions",
     "EngineOptions",
     "ModelOptions",
     "SamplingOptions",
@@ -30,6 +33,7 @@ __all__ = [
     "read_cost",
     "stop_text",
     "with_breaks",
+    "with_prompt_layers",
 ]
 
 
@@ -113,7 +117,7 @@ class ThreadOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """Which schedule: a file, a nominal speed-up, or the model's own."""
+    """Which schedule: a file, a nominal speed-up, or the model's own; and what prompts run."""
 
     schedule: str | None = option(
         "schedule file (JSON; skipdecode plan writes one); without it and --nominal-speedup: the one that the model's "
@@ -132,6 +136,36 @@ class ScheduleOptions(Options):
         default=None,
         least=1,
     )
+    prompt_layers: str | None = option(
+        "layers that prompt tokens run, whatever the schedule says: full, max_exit (those of the first generated "
+        "token), a number n (the lowest n), or a list such as 0-14,20; in layers that generated tokens run beyond "
+        "these, prompts leave keys and values and compute nothing else",
+        default=None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions(ScheduleOptions):
+    """A depth for each request, which is --schedule adaptive, confident (from the deepest on) or adaptive+confident."""
+
+    router: str | None = option(
+        "of --schedule adaptive, confident or adaptive+confident: the file that skipdecode calibrate --adaptive wrote "
+        "(default: router.json beside the checkpoint's weights)",
+        default=None,
+    )
+
+    def adaptive(self) -> ScheduleChoice | None:
+        """The schedule, where it is one that chooses; DataError without a router."""
+        if self.schedule not in WAYS and self.router is None:
+            return None
+        if self.schedule not in WAYS or self.prompt_layers is not None:
+            raise UsageError(f"--router belongs to --schedule {', '.join(WAYS)}, which take no --prompt-layers")
+        from skipdecode.engine.adaptive import ROUTER_FILE, Adaptive, Router
+        from skipdecode.models.loading.locate import adapter_dir, locate
+
+        model = getattr(self, "model", "")
+        place = Path(self.router or (adapter_dir(model) or locate(model).folder()) / ROUTER_FILE)
+        return ScheduleChoice(Adaptive.choosing(Router.load(place), self.schedule), f"depths by {place}")
 
 
 class ScheduleChoice(NamedTuple):
@@ -150,9 +184,11 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
-    if options.schedule is not None:
+    chosen = options.adaptive() if isinstance(options, AdaptiveOptions) else None
+    if options.schedule is not None and chosen is None:
         Schedule.load(options.schedule)
-    if model is not None and (options.schedule is not None or options.nominal_speedup is not None):
+    named = (options.schedule, options.nominal_speedup, options.prompt_layers)
+    if model is not None and any(value is not None for value in named):
         choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
 
 
@@ -173,7 +209,9 @@ def choose_schedule(
     contradict each other, ScheduleError if the schedule does not fit the model.
     """
     check_schedule_options(options)
-    if options.schedule is not None:
+    if isinstance(options, AdaptiveOptions) and (adaptive := options.adaptive()) is not None:
+        chosen = adaptive
+    elif options.schedule is not None:
         chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
@@ -185,7 +223,16 @@ def choose_schedule(
         origin = "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup"
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
-    return chosen
+    return with_prompt_layers(options, chosen)
+
+
+def with_prompt_layers(options: ScheduleOptions, chosen: ScheduleChoice) -> ScheduleChoice:
+    """The choice with the prompt set of --prompt-layers; raises ScheduleError if the schedule cannot have it."""
+    schedule, text = chosen.schedule, options.prompt_layers
+    if text is None:
+        return chosen
+    prompt = layer_order.prompt_set(text, schedule.num_layers)
+    return ScheduleChoice(schedule.with_prompt(prompt), f"{chosen.origin}; prompts as --prompt-layers {text} says")
 
 
 def read_cost(path: str) -> CostModel:
