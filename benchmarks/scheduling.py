@@ -183,9 +183,8 @@ def ideal_seconds(
     cost: CostModel, schedule: Schedule, prompts: Sequence[int], outputs: Sequence[int], rows: int
 ) -> Any:
     """Seconds of prompts and of decoding with every row in use: see the top of this file."""
-    depth = len(schedule.prompt_layers())
     chunk = 512
-    prompt = sum(prompts) / chunk * cost.prompt_seconds(chunk, depth)
+    prompt = sum(prompts) / chunk * cost.prompt_seconds(schedule, chunk)
     decode, step = 0.0, cost.at(rows)
     for length, new in zip(prompts, outputs, strict=True):
         for position in range(new - 1):

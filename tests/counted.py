@@ -10,8 +10,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from skipdecode.engine import base, fast, gated, sampling
 from skipdecode.engine.fast_model import DenseModel, NativeModel
 
-FIXED, LAYER, TOKEN, CACHED = 1.0, 0.25, 0.0625, 2**-10
-"""Seconds of a forward of the fast engine, of each layer that it runs, of each token in it, of each cached token read.
+FIXED, LAYER, TOKEN, CACHED, STORED = 1.0, 0.25, 0.0625, 2**-10, 2**-6
+"""Seconds of a forward of the fast engine, of each layer that it runs, of each token in it, of each cached token read,
+of each token that is projected.
 
 Powers of two, whose sums are exact. A forward through transformers costs its layers alone, at 1 s each.
 """
@@ -27,6 +28,7 @@ def count_time(monkeypatch: Any) -> SimpleNamespace:
 
     def counted_forward(model: Any, rows: Any, kv: Any) -> Any:
         clock.now += FIXED
+        clock.now += STORED * (sum(rows.stored or rows.counts) - sum(rows.counts))
         for count in filter(None, rows.counts):
             clock.now += LAYER + count * TOKEN
             if len(set(rows.slots)) == len(rows.slots):  # a decode step: prompts are not charged for attention

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
 
-from counted import CACHED, FIXED, LAYER, TOKEN, count_time
+from counted import CACHED, FIXED, LAYER, STORED, TOKEN, count_time
 from skipdecode import Schedule, attach
 from skipdecode.engine.fast_model import open_model
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
@@ -168,14 +168,17 @@ def test_prediction_takes_the_slower_of_reads_and_arithmetic():
     assert reads.step.layer_seconds == pytest.approx(3_540_096 * 2 / 30e9)
     assert reads.step.fixed_seconds == pytest.approx(49152 * 576 * 2 / 30e9, rel=0.001)
     assert reads.step.kv_seconds == pytest.approx(2 * 3 * 64 * 2 / 30e9)
-    assert reads.prompt_seconds(1000, 30) == pytest.approx(reads.step_seconds(30))
+    assert reads.prompt_seconds(Schedule.full(30), 1000) == pytest.approx(reads.step_seconds(30))
     slow = Machine(30e9, flops=1e9)
     busy = CostModel.predicted(geometry, slow, 4)
     assert busy.step.layer_seconds == pytest.approx(4 * 2 * 3_540_096 / 1e9)
     for rows, step in enumerate(CostModel.predicted(geometry, slow, 4, range(1, 5)).steps, start=1):
         assert step == CostModel.predicted(geometry, slow, rows).step
-    prompt = busy.prompt_seconds(100, 1) - busy.prompt_seconds(100, 0)
-    assert prompt == pytest.approx(100 * 2 * 3_540_096 / 1e9)
+    layer, projection = busy.prompt_layer_seconds(100)
+    assert layer == pytest.approx(100 * 2 * 3_540_096 / 1e9)
+    assert projection == pytest.approx(layer * 2 * 3 * 64 * 576 / 3_540_096, rel=0.001), (
+        "of grouped heads' keys, values"
+    )
     launched = CostModel.predicted(geometry, Machine(30e9, launch_seconds=1.0), 1)
     assert launched.step_seconds(30) == pytest.approx(reads.step_seconds(30) + 31)
 
@@ -226,7 +229,7 @@ def test_speedups_are_ordered(both, prompt_len, new_tokens):
 
 @given(costs)
 def test_json_round_trip(cost):
-    with_prompts = replace(cost, prompts=(PromptCost(16, 0.5), PromptCost(512, 2.0)))
+    with_prompts = replace(cost, prompts=(PromptCost(16, 0.5, 0.1), PromptCost(512, 2.0, 0.2)))
     for each in (cost, with_prompts):
         assert CostModel.from_dict(json.loads(json.dumps(each.to_dict()))) == each
 
@@ -237,6 +240,12 @@ def test_a_cost_model_of_the_first_format_is_read():
     assert cost.step == (4, 0.5, 0.25, 0.001)
     assert cost.step_seconds(10, 20) == pytest.approx(0.5 + 10 * (0.25 + 20 * 0.004))
     assert (cost.source, cost.residual) == ("measured", 0.02)
+
+
+def test_a_cost_model_without_projections_is_read_and_never_too_hopeful():
+    old = replace(smollm2(), prompts=(PromptCost(512, 2.0, 0.1),)).to_dict() | {"format": 2}
+    del old["prompts"][0]["projection_seconds"]
+    assert CostModel.from_dict(old).prompt_layer_seconds(512) == (2.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -285,15 +294,34 @@ def test_costs_between_measured_batches():
 
 
 def test_prompts_lie_on_lines_between_what_is_known():
-    cost = replace(CostModel.of_step(6, 1, 0.1, 0.2), prompts=(PromptCost(16, 0.2), PromptCost(64, 0.8)))
-    prompts = [cost.prompt_seconds(tokens, 2) for tokens in (1, 16, 40, 64, 128)]
-    assert prompts == pytest.approx([0.1 + 2 * layer for layer in (0.2, 0.2, 0.5, 0.8, 1.6)])
+    prompts = (PromptCost(16, 0.2, 0.01), PromptCost(64, 0.8, 0.05))
+    cost = replace(CostModel.of_step(6, 1, 0.1, 0.2), prompts=prompts)
+    layers, projections = zip(*(cost.prompt_layer_seconds(tokens) for tokens in (1, 16, 40, 64, 128)), strict=True)
+    assert layers == pytest.approx((0.2, 0.2, 0.5, 0.8, 1.6))
+    assert projections == pytest.approx((0.01, 0.01, 0.03, 0.05, 0.1))
 
 
 def test_prompts_of_unknown_cost_are_rows_of_the_largest_step():
     cost = CostModel(6, 8, (StepCost(1, 0.1, 0.2), StepCost(8, 0.3, 0.4)))
-    assert cost.prompt_seconds(3, 2) == pytest.approx(0.1 + 2 * 0.2)
-    assert cost.prompt_seconds(100, 2) == pytest.approx(0.1 + 2 * 100 * 0.4 / 8)
+    assert cost.prompt_layer_seconds(3) == pytest.approx((0.2, 0.2))
+    assert cost.prompt_layer_seconds(100) == pytest.approx((5.0, 5.0))
+
+
+def test_prompts_cost_forwards_of_the_engine_by_hand():
+    cost = CostModel(10, 8, (StepCost(1, 1, 0.1), StepCost(8, 8, 0.8)), (PromptCost(512, 512, 51.2),))
+    # Eight prompts of 100 tokens: 512 tokens with the ends of five rows, 288 with those of three.
+    assert cost.prompts_seconds(Schedule.full(10), 100) == pytest.approx(5 + 10 * 512 + 3 + 10 * 512)
+    split = Schedule.split(10, 4, [6, 4])
+    # Position 0 runs layers 0 and 5 to 9: five are projected, and run on the last tokens.
+    expected = 5 + 4 * 512 + 5 * (51.2 + 0.5) + 3 + 4 * 512 + 5 * (51.2 + 0.3)
+    assert cost.prompts_seconds(split, 100) == pytest.approx(expected)
+    long = replace(cost, batch=1)
+    # One prompt of 600: its first forward gives no token.
+    assert long.prompts_seconds(split, 600) == pytest.approx(2 * (1 + 4 * 512 + 5 * 51.2) + 5 * 0.1)
+    together = long.prompts_seconds(split, 600) + long.sequence_seconds(split, 600, 3)
+    assert long.request_seconds(split, 600, 3) == pytest.approx(together)
+    full = long.request_seconds(Schedule.full(10), 600, 3)
+    assert long.request_speedup(split, 600, 3) == pytest.approx(full / together)
 
 
 def test_wrong_numbers_are_refused():
@@ -320,7 +348,7 @@ def test_wrong_numbers_are_refused():
 @pytest.mark.parametrize("target", [1.0, 1.1, 1.5, 2.0, 3.0, 3.9])
 def test_lockstep_budgets_reach_the_target_and_no_more(target):
     cost = smollm2()
-    schedule = solve(cost, target, 64)
+    schedule = solve(cost, target, 64, phase="decode")
     assert target <= cost.speedup(schedule, 64, 65) <= target * 1.02
     assert schedule.drop_order == tuple(range(1, 29))
     steps = {a - b for a, b in pairwise(schedule.budgets)}
@@ -328,7 +356,7 @@ def test_lockstep_budgets_reach_the_target_and_no_more(target):
 
 
 def test_the_decay_is_the_papers():
-    schedule = solve(smollm2(), 2.0, 64)
+    schedule = solve(smollm2(), 2.0, 64, phase="decode")
     mean = schedule.mean_budget()
     assert schedule.budgets[0] == pytest.approx(mean * 4 / 3, abs=1)
     assert schedule.budgets[-1] == pytest.approx(mean * 2 / 3, abs=1)
@@ -340,7 +368,7 @@ def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_l
     warmup = min(warmup, cost.num_layers - 1)
     bound = cost.bound(warmup + 1, 8, seq_len + 1)
     target = 1 + share * (bound - 1) * 0.999
-    schedule = solve(cost, target, seq_len, use=use, warmup_layers=warmup, prompt_len=8)
+    schedule = solve(cost, target, seq_len, phase="decode", use=use, warmup_layers=warmup, prompt_len=8)
     assert cost.speedup(schedule, 8, seq_len + 1, use) >= target
     more = tuple(min(cost.num_layers, b + 1) for b in schedule.budgets)
     if more != schedule.budgets:
@@ -350,10 +378,10 @@ def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_l
 
 def test_continuous_use_gets_a_flat_schedule_and_says_why():
     cost = smollm2(batch=8)
-    flat = solve(cost, 1.5, 64, use="continuous")
+    flat = solve(cost, 1.5, 64, phase="decode", use="continuous")
     assert flat.is_flat
     assert cost.speedup(flat, 64, 65, "continuous") >= 1.5
-    linear = solve(cost, 1.5, 64)
+    linear = solve(cost, 1.5, 64, phase="decode")
     mixed = cost.speedup(linear, 64, 65, "continuous")
     assert mixed < 1.35
     reason = why_flat(cost, linear, 64, 65)
@@ -364,25 +392,25 @@ def test_continuous_use_gets_a_flat_schedule_and_says_why():
 def test_a_target_out_of_reach_says_the_bound_and_why():
     cost = smollm2(batch=1)
     with pytest.raises(TargetError) as error:
-        solve(cost, 5, 64)
+        solve(cost, 5, 64, phase="decode")
     text = str(error.value)
     bound = cost.bound(2, 64, 65)
     assert f"the bound is {int(bound * 100) / 100:.2f}x" in text
     assert f"{cost.fixed_share(64, 65):.0%} of a full step" in text
     assert "2 layers" in text
     assert "15 layers: 1.6" in text
-    assert solve(cost, bound * 0.9999, 64).budgets[-1] == 2
+    assert solve(cost, bound * 0.9999, 64, phase="decode").budgets[-1] == 2
     with pytest.raises(TargetError):
-        solve(cost, bound * 1.0001, 64)
+        solve(cost, bound * 1.0001, 64, phase="decode")
 
 
 def test_an_order_that_keeps_layers_limits_the_budget():
     cost = smollm2()
     order = (10, 11, 12, 13)
-    schedule = solve(cost, 1.05, 16, drop_order=order)
+    schedule = solve(cost, 1.05, 16, phase="decode", drop_order=order)
     assert schedule.drop_order == order
     with pytest.raises(TargetError, match="26 layers, the bound"):
-        solve(cost, 2, 16, drop_order=order)
+        solve(cost, 2, 16, phase="decode", drop_order=order)
 
 
 @pytest.mark.parametrize("target", [0.5, 0, -1, float("nan"), float("inf"), "2"])
@@ -394,7 +422,7 @@ def test_targets_that_are_none(target):
 def test_assessment_is_consistent():
     geometry = ModelGeometry.from_config(SMOLLM2)
     cost = smollm2()
-    schedule = solve(cost, 2, 64)
+    schedule = solve(cost, 2, 64, phase="decode")
     figures = assess(schedule, cost, geometry, use="lockstep", prompt_len=64, new_tokens=65)
     assert figures.predicted_decode_speedup == figures.decode_speedup_lockstep > figures.decode_speedup_continuous
     assert 1 < figures.predicted_request_speedup < figures.predicted_decode_speedup
@@ -412,13 +440,17 @@ TWELVE = ModelGeometry.from_config(SMOLLM2.to_dict() | {"num_hidden_layers": 12}
 
 
 def test_a_fit_finds_the_parts_it_was_made_from():
-    truth = CostModel(12, 4, (StepCost(1, 0.01, 0.002, 4e-7), StepCost(4, 0.02, 0.003, 2e-7)), (PromptCost(64, 0.5),))
+    truth = CostModel(
+        12, 4, (StepCost(1, 0.01, 0.002, 4e-7), StepCost(4, 0.02, 0.003, 2e-7)), (PromptCost(64, 0.5, 0.03),)
+    )
     steps = {
         (rows, depth, tokens): replace(truth, batch=rows).step_seconds(depth, tokens)
         for rows in (1, 4)
         for depth, tokens in ((12, 70), (6, 70), (2, 70), (12, 500))
     }
-    fit = fitted(TWELVE, steps, {64: truth.prompt_seconds(64, 12)})
+    by_run = {12: Schedule.full(12), 6: Schedule.split(12, 6, 12)}
+    prompts = {run: truth.prompt_seconds(schedule, 64, 2) for run, schedule in by_run.items()}
+    fit = fitted(TWELVE, steps, {(2, 32, run): seconds for run, seconds in prompts.items()})
     for found, true in zip((*fit.steps, *fit.prompts), (*truth.steps, *truth.prompts), strict=True):
         assert found == pytest.approx(true)
     assert fit.residual == pytest.approx(0, abs=1e-9)
@@ -439,16 +471,16 @@ def test_a_fit_of_nonsense_is_refused():
 def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatch):
     count_time(monkeypatch)
     model = tiny_model("llama")
-    meter = CostMeter(model, open_model(model, "dense"), rows=(1, 3), prompt_len=8, prompts=(8, 40), steps=4)
+    meter = CostMeter(model, open_model(model, "dense"), rows=(1, 5), prompt_len=8, prompts=(8, 40), steps=4)
     with pytest.raises(UsageError, match="run a round first"):
         meter.cost()
     meter.run(1)
     cost = meter.cost()
-    assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 3, "measured")
-    for found, rows in zip(cost.steps, (1, 3), strict=True):
+    assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 5, "measured")
+    for found, rows in zip(cost.steps, (1, 5), strict=True):
         assert found == pytest.approx((rows, FIXED, LAYER + rows * TOKEN, CACHED))
-    for found, tokens in zip(cost.prompts, (8, 40), strict=True):
-        assert found == pytest.approx((tokens, LAYER + tokens * TOKEN))
+    for found, tokens, ends in zip(cost.prompts, (8, 40), (1, 5), strict=True):
+        assert found == pytest.approx((tokens, LAYER + tokens * TOKEN, (tokens - ends) * STORED))
 
 
 def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypatch):
@@ -471,9 +503,13 @@ def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypa
     (file,) = (tmp_path / "costs").iterdir()
     file.write_text('{"key": ')
     assert measured(batch=2, prompt_len=8)[1]
-    assert measured(batch=2) == (first, False)
+    assert [prompt.tokens for prompt in first.prompts] == [8, 16]
+    assert [step.rows for step in first.steps] == [1, 2], "a prompt's end is a step of one row"
     assert measured(batch=1, prompt_len=8)[1]
-    assert len(list((tmp_path / "costs").iterdir())) == 2
+    longer, again = measured(batch=2, prompt_len=20)
+    assert again
+    assert [prompt.tokens for prompt in longer.prompts] == [20, 40]
+    assert len(list((tmp_path / "costs").iterdir())) == 3
 
 
 def test_calibrations_of_both_engines_are_kept_apart(tmp_path, monkeypatch):

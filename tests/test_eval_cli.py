@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +150,15 @@ def test_methods_by_name(place: Path, tmp_path: Path, method: str):
 def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     schedule = load_run(place / "skip").data["config"]["method"]["schedule"] | {"name": "mine / 2x"}
     (tmp_path / "mine.json").write_text(json.dumps(schedule))
-    words = ["full", "skipdecode:2", "even:1.5", str(tmp_path / "mine.json")]
+    words = ["full", "skipdecode:2", "even:1.5", str(tmp_path / "mine.json"), "even:1.5:3"]
     call = arguments(place, "--out", str(tmp_path / "out"), "--name", "base", "--seq-len", "6")
     call += ["--no-teacher-forced", "--methods", *words]
     assert main(call) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(i for i, line in enumerate(lines) if line.startswith("Scores"))
-    names = [line.split("|")[1].strip() for line in lines[title + 3 : title + 7]]
-    assert names == ["base full", "base skipdecode-2x", "base even-1.5x", "base mine / 2x"]
-    folders = ["full", "skipdecode-2x", "even-1.5x", "mine-2x"]
+    names = [line.split("|")[1].strip() for line in lines[title + 3 : title + 8]]
+    assert names == ["base full", "base skipdecode-2x", "base even-1.5x", "base mine / 2x", "base even-p3-1.5x"]
+    folders = ["full", "skipdecode-2x", "even-1.5x", "mine-2x", "even-p3-1.5x"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted([*folders, "report.html"])
     runs = {name: load_run(tmp_path / "out" / name) for name in folders}
     alone = {"full": load_run(place / "full"), "skipdecode-2x": load_run(place / "skip")}
@@ -167,7 +168,9 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     assert "kl" not in runs["skipdecode-2x"].data["metrics"]
     speeds = [runs[name].data["full_depth_speed"] for name in folders[1:]]
     full = runs["full"].data["speed"]
-    assert speeds[0] == speeds[1] == speeds[2] == {name: full[name] for name in speeds[0]}
+    assert speeds == [{name: full[name] for name in speeds[0]}] * 4
+    even, split = (Schedule.from_dict(runs[n].data["config"]["method"]["schedule"]) for n in folders[2::2])
+    assert split == replace(even, prompt=(0, 1, 2), name="even-p3-1.5x")
 
 
 @pytest.mark.parametrize(

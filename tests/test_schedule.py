@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError
+from skipdecode.schedule.order import prompt_set
 
 
 def test_paper_is_linear_bottom_up_with_warm_up_and_last_layer_kept():
@@ -70,6 +72,38 @@ def test_a_prompt_set_is_more_less_or_other_than_position_0():
     cheap_prompt = Schedule(6, (), (6,), prompt=(0, 1, 2))
     assert not cheap_prompt.is_full
     assert cheap_prompt.projected == (3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("full", "full"),
+        ("max_exit", "max_exit"),
+        ("4", (0, 1, 2, 3)),
+        ("12", "full"),
+        ("0-3,7", (0, 1, 2, 3, 7)),
+        ("7, 0-2,1", (0, 1, 2, 7)),
+        ("0,0", (0,)),
+        ("0-11", "full"),
+    ],
+)
+def test_a_prompt_set_is_read_from_text(text, prompt):
+    assert prompt_set(text, 12) == prompt
+
+
+@pytest.mark.parametrize("text", ["", "0", "13", "-3", "3-1", "0-12", "0-", "half", "0;3", "1.5", "0-999999999999"])
+def test_a_prompt_set_that_is_none_is_named(text):
+    with pytest.raises(ScheduleError, match=re.escape(repr(text))):
+        prompt_set(text, 12)
+
+
+def test_another_prompt_set_changes_nothing_else_and_shows_in_the_name():
+    schedule = Schedule.from_speedup(12, 3, 20)
+    other = schedule.with_prompt((0, 1, 2))
+    assert (other.prompt, other.budgets, other.name) == ((0, 1, 2), schedule.budgets, "skipdecode-p3-3x")
+    assert other.with_speedup(2).name == "skipdecode-p3-2x"
+    assert other.with_prompt("full").name == "skipdecode-p12-3x"
+    assert Schedule.full(12).with_prompt((0, 1)).projected == tuple(range(2, 12))
 
 
 def test_degenerate_schedules():

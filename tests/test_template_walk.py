@@ -9,6 +9,7 @@ import pytest
 
 from serve_tools import greedy, running
 from skipdecode.cli import main
+from skipdecode.evaluation.results import load_run
 from skipdecode.models.loading.hub import load_model
 from skipdecode.serving.service import open_service
 from textgen_tools import read_rows
@@ -18,6 +19,7 @@ ROWS = [{"mr": f"name[{r['thing']}]", "ref": r["ref"]} for r in records(8)]
 WAYS = {
     "template": (["--prompt-template", "{mr}\\n", "--response-field", "ref"], "name[{}]\n"),
     "task": (["--task", "e2e"], "name[{}]\n"),
+    "split": (["--task", "e2e", "--prompt-layers", "3"], "name[{}]\n"),
     "chat": (["--prompt-template", "Say {mr}.", "--response-field", "ref", "--chat"], "<user>Say name[{}].<assistant>"),
 }
 
@@ -36,7 +38,9 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
     assert main(["generate", out, "--input", data, "--include-prompt", "--output", rows, *common]) == 0
     found = read_rows(rows)
     assert [row["prompt"] for row in found] == expected
-    assert "not tuned under" not in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "not tuned under" not in told
+    assert ("prompts 3, new tokens" in told) == (way == "split")
 
     run = str(tmp_path / "run")
     scores = ["--metrics", "bleu", "--resamples", "20", "--no-teacher-forced"]
@@ -44,6 +48,9 @@ def test_what_it_was_tuned_on_is_what_every_verb_puts_prompts_into(way: str, tmp
     assert "not tuned under" not in capsys.readouterr().err
 
     loaded = load_model(out)
+    schedule = load_run(run).data["config"]["method"]["schedule"]
+    assert schedule == loaded.schedule.to_dict()
+    assert schedule["prompt"] == ([0, 1, 2] if way == "split" else "full")
     service = open_service(loaded.model, loaded.tokenizer, name="tuned", carried=loaded.schedule, recipe=loaded.recipe)
     with running(service) as client:
         body = greedy(prompt=ROWS[0]["mr"], max_tokens=4)

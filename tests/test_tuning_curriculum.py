@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import OptionError, ScheduleError, UsageError
+from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import Lower, make_curriculum
 
@@ -22,14 +23,17 @@ def test_without_a_curriculum_every_step_runs_the_target() -> None:
     assert {curriculum.schedule_at(step) for step in range(5)} == {TARGET}
 
 
-@given(st.integers(1, 50), st.integers(0, 60))
-def test_lowering_starts_at_full_depth_never_deepens_and_arrives(steps: int, step: int) -> None:
-    curriculum = Lower(TARGET, steps)
+@given(st.integers(1, 50), st.integers(0, 60), st.sampled_from(["full", "max_exit", (0, 1, 2), (0, 3, 7, 11)]))
+def test_lowering_starts_at_full_depth_never_deepens_and_arrives(steps: int, step: int, prompt: PromptDepth) -> None:
+    target = TARGET.with_prompt(prompt)
+    curriculum = Lower(target, steps)
     assert curriculum.schedule_at(0).is_full
-    assert curriculum.schedule_at(steps) == curriculum.schedule_at(steps + step) == TARGET
+    assert curriculum.schedule_at(steps) == curriculum.schedule_at(steps + step) == target
     now, later = curriculum.schedule_at(step), curriculum.schedule_at(step + 1)
-    assert all(set(later.layers(i)) <= set(now.layers(i)) for i in range(25))
-    assert all(set(TARGET.layers(i)) <= set(now.layers(i)) for i in range(25))
+    assert now.contains(later)
+    assert now.contains(target)
+    fewer = len(target.prompt_layers())
+    assert len(curriculum.schedule_at(steps // 2).prompt_layers()) >= (12 + fewer) // 2
 
 
 def test_lowering_takes_the_stated_part_of_the_run() -> None:
@@ -55,6 +59,14 @@ def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other()
     steep, flat = curriculum.goals
     assert flat.drop_order == even.drop_order
     assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
+
+
+def test_sampled_and_random_schedules_keep_the_targets_prompts_but_full_depth_is_full() -> None:
+    target = TARGET.with_prompt((0, 1, 2, 3))
+    goals = make_curriculum(target, TuneConfig(curriculum="sampled", sampled_speedups=(1, 2))).goals
+    assert [len(s.prompt_layers()) for s in goals] == [4, 12, 4]
+    drawn = make_curriculum(target, TuneConfig(curriculum="random")).schedule_at
+    assert {drawn(step).prompt for step in range(20)} == {target.prompt}
 
 
 def test_random_layers_are_left_out_each_step_but_never_the_first_and_last() -> None:

@@ -170,6 +170,7 @@ def _solved(config: Config, cost: CostModel, use: Use, order: tuple[int, ...] | 
         cost,
         cast("float", config.target_speedup),
         config.seq_len,
+        phase="decode",
         use=use,
         warmup_layers=config.warmup_layers,
         spread=config.spread,

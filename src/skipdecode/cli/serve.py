@@ -22,6 +22,7 @@ from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.order import prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         "--nominal-speedup with the same depth at every position, which gains most when requests of different ages "
         "run together",
         default=False,
+    )
+    prompt_layers: str | None = option(
+        "layers that prompts run under --schedule and --nominal-speedup, whatever those say: full, max_exit, a number "
+        "n (the lowest n), or a list such as 0-14,20",
+        default=None,
     )
     engine: str = option(
         "fast: the package's own engine (CPU; Llama, Mistral, OPT, Qwen2, Qwen3); auto: fast where it covers the "
@@ -91,12 +97,19 @@ def run(config: Config) -> int:
 def _check(config: Config) -> None:
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
+    if config.prompt_layers is not None and not (config.schedule or config.nominal_speedup):
+        raise UsageError("--prompt-layers belongs to --schedule or --nominal-speedup: the checkpoint's own stays as is")
     for path in config.schedule:
         Schedule.load(path)
     if config.schedule or config.nominal_speedup:
         layers = layers_of(config.model)
         for schedule in _schedules(config, layers):
             schedule.check_fits(layers)
+            if config.engine == "vllm" and schedule.projected:
+                raise UsageError(
+                    f"--engine vllm cannot run schedule {schedule.name!r}, whose prompts leave only keys and values in "
+                    f"{len(schedule.projected)} layers: give --prompt-layers full or max_exit"
+                )
 
 
 def _schedules(config: Config, num_layers: int) -> list[Schedule]:
@@ -104,7 +117,8 @@ def _schedules(config: Config, num_layers: int) -> list[Schedule]:
     for speedup in config.nominal_speedup:
         schedule = Schedule.from_speedup(num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
-    return found
+    text = config.prompt_layers
+    return found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
 
 
 def _name(config: Config) -> str:

@@ -184,6 +184,8 @@ def schedule_line(schedule: Schedule, origin: str) -> str:
         return f"full depth, {schedule.num_layers} layers ({origin})"
     first, last = schedule.budgets[0], schedule.budgets[-1]
     depth = f"{first}" if first == last else f"{first} to {last}"
+    if (prompt := len(schedule.prompt_layers())) < schedule.num_layers:
+        depth = f"prompts {prompt}, new tokens {depth}"
     return f"schedule {schedule.name}: {depth} of {schedule.num_layers} layers ({origin})"
 
 

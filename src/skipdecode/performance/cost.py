@@ -1,7 +1,7 @@
-"""What decode steps and prompts cost: a fixed part, a part per layer that runs, and the read of cached tokens.
+"""What requests cost, prompts and decode steps: a fixed part, a part per layer that runs, the read of cached tokens.
 
-Pure Python. The *decode phase* of a generation of n tokens has n - 1 steps: the first token comes out of the prompt's
-forward, which is not part of it, and the last one is never fed back.
+Pure Python. A *request* is a prompt and the tokens generated from it, as one of a batch of equals. Its *decode phase*
+has one step less than tokens: the first comes out of the prompt's forward, and the last one is never fed back.
 
 *Lockstep*: all rows have the same age, so the step at position i runs `budget(i)` layers. *Continuous*: each row of a
 stream has an age of its own, taken as independent and evenly spread over the positions; a step runs a layer if any row
@@ -15,49 +15,23 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.parts import PromptCost, StepCost, between, tokens_read
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.performance.machine import Machine  # brings torch, which costs read from files do without
 
-__all__ = ["CostModel", "PromptCost", "StepCost", "Use", "tokens_read"]
+__all__ = ["FORMAT", "PROMPT_TOKENS", "CostModel", "Phase", "PromptCost", "StepCost", "Use"]
 
 Use = Literal["lockstep", "continuous"]
-_FORMAT = 2  # 1 held one number of rows, its cache read for all of them together, and no prompts
-_PROMPT_TOKENS = 512  # of one forward, as in the engine: what a mixture of experts is read for
-_ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer than its weights' read
-
-
-class StepCost(NamedTuple):
-    """Seconds of the parts of a decode step of `rows` rows.
-
-    `fixed_seconds` do not depend on depth: embeddings, head, sampling, the host's loop. `layer_seconds` are those of
-    one layer on all rows without the cache read, `kv_seconds` of its attention over one cached token of one row.
-    """
-
-    rows: int
-    fixed_seconds: float
-    layer_seconds: float
-    kv_seconds: float = 0.0
-
-
-class PromptCost(NamedTuple):
-    """Seconds that one layer takes in a forward over `tokens` tokens of prompts."""
-
-    tokens: float
-    layer_seconds: float
-
-    @classmethod
-    def of_token(cls, token_seconds: float, least_seconds: float) -> Self:
-        """From a token's time in a layer, and the least that a layer takes: the read of its weights."""
-        if not token_seconds:
-            return cls(_ENDLESS, least_seconds)
-        tokens = max(1.0, least_seconds / token_seconds)
-        return cls(tokens, tokens * token_seconds)
+Phase = Literal["request", "decode"]
+FORMAT = 3  # 2 knew no projections; 1 held one number of rows, its cache read for all of them together, and no prompts
+PROMPT_TOKENS = 512
+"""Most prompt tokens of one forward, as in the engine."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +47,8 @@ class CostModel:
     steps : tuple of StepCost
         What is known, by rising number of rows.
     prompts : tuple of PromptCost
-        What is known, by rising number of tokens. Empty: a prompt token costs what a row of the largest step does, an
-        upper bound.
+        What is known, by rising number of tokens. Empty: a prompt token costs what a row of the largest step does, and
+        its projection as much, upper bounds.
     window, window_share : int, float
         Sliding-window attention: the tokens it sees, and the share of layers that have it.
     source : {"predicted", "measured"}
@@ -138,12 +112,14 @@ class CostModel:
             )
             for count in ((batch,) if rows is None else rows)
         )
-        read = machine.seconds(geometry.layer_bytes(_PROMPT_TOKENS), 0) + launch
+        read = machine.seconds(geometry.layer_bytes(PROMPT_TOKENS), 0) + launch
+        prompt = PromptCost.of_token(machine.seconds(0, geometry.layer_flops()), read)
+        projection = machine.seconds(geometry.projection_bytes(), prompt.tokens * geometry.projection_flops()) + launch
         return cls(
             geometry.num_layers,
             batch,
             steps,
-            (PromptCost.of_token(machine.seconds(0, geometry.layer_flops()), read),),
+            (prompt._replace(projection_seconds=min(projection, prompt.layer_seconds)),),
             window=geometry.window,
             window_share=geometry.window_share,
         )
@@ -153,20 +129,22 @@ class CostModel:
         """One model's costs at different numbers of rows, as one.
 
         `batch` is to plan for, by default the largest known. Prompts, windows and source are those of the model that
-        knows the most rows. Raises UsageError if the models differ in layers or share a number of rows.
+        knows the most rows; steps of as many rows in several models are those of the one for the smallest batch. Raises
+        UsageError if the models differ in layers or share a batch.
         """
         if not models:
             raise UsageError("no cost model was given: give one or more")
-        steps = sorted(step for model in models for step in model.steps)
-        counts = [step.rows for step in steps]
+        models = sorted(models, key=lambda m: m.batch)
+        counts = [model.batch for model in models]
         if len({m.num_layers for m in models}) > 1 or len(set(counts)) < len(counts):
             raise UsageError(
                 f"cost models of {[m.num_layers for m in models]} layers at batches {counts} do not go together: give "
                 "one model's, at different batch sizes"
             )
+        steps = {step.rows: step for model in reversed(models) for step in model.steps}
         last = max(models, key=lambda m: m.max_rows)
         rest = {name: getattr(last, name) for name in ("prompts", "window", "window_share", "source", "residual")}
-        return cls(last.num_layers, counts[-1] if batch is None else batch, tuple(steps), **rest)
+        return cls(last.num_layers, last.max_rows if batch is None else batch, tuple(sorted(steps.values())), **rest)
 
     # ------------------------------------------------------------------ one forward
 
@@ -182,7 +160,7 @@ class CostModel:
         """
         if not 1 <= rows <= self.max_rows:
             raise UsageError(f"rows={rows} is not accepted: the cost is known for 1 to {self.max_rows} rows")
-        return StepCost(rows, *_between(self.steps, rows))
+        return StepCost(rows, *between(self.steps, rows))
 
     @cached_property
     def step(self) -> StepCost:
@@ -193,19 +171,27 @@ class CostModel:
         """One step of `batch` rows that runs `active_layers` layers, with `kv_tokens` cached tokens in every row."""
         return self.step.fixed_seconds + active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
 
-    def prompt_seconds(self, tokens: int, layers: int) -> float:
-        """One forward over `tokens` tokens of prompts through `layers` layers."""
-        return self.at(1).fixed_seconds + layers * self.prompt_layer_seconds(tokens)
+    def prompt_seconds(self, schedule: Schedule, tokens: int, ends: int = 1) -> float:
+        """One forward over `tokens` tokens of prompts, `ends` of them the last of their prompt.
 
-    def prompt_layer_seconds(self, tokens: int) -> float:
-        """One layer in a forward over `tokens` tokens of prompts, without the cache read.
+        These give new tokens, and run the layers that are projected for the others.
+        """
+        layer, projection = self.prompt_layer_seconds(tokens)
+        last = self.at(max(1, ends))
+        above = projection + (last.layer_seconds if ends else 0.0)
+        return last.fixed_seconds + len(schedule.prompt_layers()) * layer + len(schedule.projected) * above
+
+    def prompt_layer_seconds(self, tokens: int) -> tuple[float, float]:
+        """One layer in a forward over `tokens` tokens of prompts, run and projected, without the cache read.
 
         Level below the least known number of tokens, on straight lines between those known, in proportion beyond.
         """
         row = self.steps[-1].layer_seconds / self.max_rows
-        known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds),)
+        known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds, 1.0),)
         last = known[-1]
-        return last.layer_seconds * tokens / last.tokens if tokens > last.tokens else _between(known, tokens)[0]
+        beyond = max(1.0, tokens / last.tokens)
+        layer, projection = between(known, tokens) if beyond == 1 else last[1:]
+        return beyond * layer, beyond * projection
 
     def _reads(self, kv_tokens: float) -> float:
         """The cache read of a layer."""
@@ -244,21 +230,13 @@ class CostModel:
         shallower = (bisect_left(listed, depth) / steps for depth in range(1, self.num_layers + 1))
         return sum(1 - share**self.batch for share in shallower)
 
-    def speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
-        """Wall-clock speed-up of the decode phase over full depth."""
-        full = Schedule.full(self.num_layers)
-        before = self.sequence_seconds(full, prompt_len, new_tokens, use)
-        return before / self.sequence_seconds(schedule, prompt_len, new_tokens, use)
-
-    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
-        """Wall-clock speed-up of whole requests over full depth: the batch's prompts, in one forward, and its steps."""
-        full = Schedule.full(self.num_layers)
-
-        def seconds(each: Schedule) -> float:
-            prompts = self.prompt_seconds(self.batch * prompt_len, len(each.prompt_layers()))
-            return prompts + self.sequence_seconds(each, prompt_len, new_tokens, use)
-
-        return seconds(full) / seconds(schedule)
+    def speedup(
+        self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep", phase: Phase = "decode"
+    ) -> float:
+        """Wall-clock speed-up over full depth: of the decode phase, or of whole requests."""
+        seconds = self.request_seconds if phase == "request" else self.sequence_seconds
+        full = seconds(Schedule.full(self.num_layers), prompt_len, new_tokens, use)
+        return full / seconds(schedule, prompt_len, new_tokens, use)
 
     def bound(self, budget: int, prompt_len: int, new_tokens: int) -> float:
         """Speed-up when every decode step runs `budget` layers: with the least budget, what no schedule exceeds."""
@@ -269,18 +247,45 @@ class CostModel:
         full = self.sequence_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
         return (new_tokens - 1) * self.step.fixed_seconds / full
 
+    # ------------------------------------------------------------------ the whole request
+
+    def prompts_seconds(self, schedule: Schedule, prompt_len: int) -> float:
+        """The prompts of a batch, `prompt_len` tokens each, in forwards of `PROMPT_TOKENS` tokens at most.
+
+        In the engine, prompts without layers of their own share forwards with rows that decode already. They are
+        counted apart all the same: a token costs about as much in either.
+        """
+        schedule.check_fits(self.num_layers)
+        total, seconds = self.batch * prompt_len, 0.0
+        for start in range(0, total, PROMPT_TOKENS):
+            end = min(start + PROMPT_TOKENS, total)
+            seconds += self.prompt_seconds(schedule, end - start, end // prompt_len - start // prompt_len)
+        return seconds
+
+    def request_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+        """A batch's whole requests: its prompts and its decode phase; see `sequence_seconds`."""
+        decode = self.sequence_seconds(schedule, prompt_len, new_tokens, use)
+        return self.prompts_seconds(schedule, prompt_len) + decode
+
+    def request_speedup(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
+        """Wall-clock speed-up of whole requests over full depth."""
+        return self.speedup(schedule, prompt_len, new_tokens, use, "request")
+
     # ------------------------------------------------------------------ JSON
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
         parts = {name: [each._asdict() for each in getattr(self, name)] for name in ("steps", "prompts")}
-        return {"format": _FORMAT} | asdict(self) | parts
+        return {"format": FORMAT} | asdict(self) | parts
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """A cost model from `to_dict`'s dictionary, of this format or the one before; raises DataError on all else."""
-        if not isinstance(data, dict) or data.get("format") not in (1, _FORMAT):
-            raise DataError(f"not a cost model: a JSON object with format {_FORMAT} or 1 is needed")
+        """A cost model from `to_dict`'s dictionary, of this format or one before; raises DataError on all else.
+
+        Where a file knows no projections, they are taken to cost what the layer does, an upper bound.
+        """
+        if not isinstance(data, dict) or data.get("format") not in range(1, FORMAT + 1):
+            raise DataError(f"not a cost model: a JSON object with format 1 to {FORMAT} is needed")
         values = {name: value for name, value in data.items() if name != "format"}
         try:
             if data["format"] == 1:
@@ -288,25 +293,11 @@ class CostModel:
             if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
                 raise DataError(f"unknown cost model field {unknown[0]!r}")
             values["steps"] = tuple(StepCost(**step) for step in values["steps"])
-            values["prompts"] = tuple(PromptCost(**prompt) for prompt in values.get("prompts", ()))
+            prompts = ({"projection_seconds": p["layer_seconds"]} | p for p in values.get("prompts", ()))
+            values["prompts"] = tuple(PromptCost(**prompt) for prompt in prompts)
             return cls(**values)
         except (KeyError, TypeError, ZeroDivisionError, UsageError) as e:
             raise DataError(f"not a cost model: {e}") from None
-
-
-def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
-    """Cached tokens of a row that a layer reads, averaged over full and sliding-window attention."""
-    return kv_tokens - window_share * max(0, kv_tokens - window)
-
-
-def _between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]:
-    """Values at `place` on straight lines between `known`, each a place and its values; level before the first."""
-    right = bisect_left(known, (place,))
-    if right == 0 or known[right][0] == place:
-        return known[right][1:]
-    (low, *below), (high, *above) = known[right - 1 : right + 1]
-    share = (place - low) / (high - low)
-    return [least + share * (most - least) for least, most in zip(below, above, strict=True)]
 
 
 def _first_format(values: dict[str, Any]) -> dict[str, Any]:

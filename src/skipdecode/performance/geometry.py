@@ -128,6 +128,14 @@ class ModelGeometry:
         """Floating-point operations of one layer for one token, attention over the cache not counted."""
         return 2 * (self.layer_params + self._expert_share * self.experts_per_token * self.expert_params)
 
+    def projection_bytes(self) -> float:
+        """Weight bytes of a layer's keys and values alone: what a prompt reads where it does not run the layer."""
+        return self.hidden_size * 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def projection_flops(self) -> float:
+        """Floating-point operations of one token's keys and values in one layer."""
+        return 2.0 * self.hidden_size * 2 * self.num_kv_heads * self.head_dim
+
     def fixed_bytes(self, batch: int = 1) -> float:
         """Bytes that a step of `batch` rows reads whatever its depth: head, final norm, embedding rows."""
         return (self.head_params + batch * self.hidden_size) * self.dtype_bytes

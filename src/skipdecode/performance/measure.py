@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,14 @@ from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.performance.bench.peers import Rows
 from skipdecode.performance.bench.peers.own import FastPeer, GatedPeer
-from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_read
+from skipdecode.performance.cost import FORMAT, PROMPT_TOKENS, CostModel, PromptCost, StepCost
 from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.parts import tokens_read
 from skipdecode.schedule import Schedule
 
 __all__ = ["CostMeter", "fitted", "kernels_version", "machine_key", "measure_cost"]
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
-_PROMPT_TOKENS = 512  # of one forward, as in the engine
 _LEAST_SECONDS = 0.1  # timed of each kind of step
 _MOST_REPEATS = 20
 _VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")
@@ -52,9 +54,9 @@ def measure_cost(
     reuse: bool = True,
     progress: bool = False,
 ) -> CostModel:
-    """The cost model of a transformers causal LM on this machine, for steps of `batch` rows.
+    """The cost model of a transformers causal LM on this machine, for steps of `batch` rows and of one.
 
-    Kept per model, dtype, batch, engine, machine and versions in the user's cache.
+    Kept per model, dtype, batch, prompt length, engine, machine and versions in the user's cache.
 
     Parameters
     ----------
@@ -65,7 +67,7 @@ def measure_cost(
     repeats : int
         Runs of each kind. The median over all of their steps counts.
     reuse : bool
-        Return the figures of an earlier calibration of the same model, batch, machine and versions, if there are any.
+        Return the figures of an earlier calibration of all the same, if there are any.
 
     Raises
     ------
@@ -77,9 +79,9 @@ def measure_cost(
     if repeats < 1:
         raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
     inner = unwrap(model)
-    prompts = (prompt_len, min(batch * prompt_len, _PROMPT_TOKENS))
-    meter = CostMeter(inner, fast, rows=(batch,), prompt_len=prompt_len, prompts=prompts, steps=steps)
-    key = _key(inner, batch, fast)
+    prompts = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
+    meter = CostMeter(inner, fast, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
+    key = _key(inner, fast) | {"batch": batch, "prompt_len": prompt_len}
     path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
     if reuse and (kept := _read(path, key)) is not None:
         return kept
@@ -90,8 +92,8 @@ def measure_cost(
     return cost
 
 
-def _key(model: Any, batch: int, fast: FastModel | None) -> dict[str, Any]:
-    """All that a calibration holds for: sizes and kernels, dtype, batch, engine, machine, threads and versions."""
+def _key(model: Any, fast: FastModel | None) -> dict[str, Any]:
+    """What a calibration holds for, rows aside: sizes and kernels, dtype, engine, machine, threads and versions."""
     config = model.config
     settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
     engine = "transformers"
@@ -101,7 +103,6 @@ def _key(model: Any, batch: int, fast: FastModel | None) -> dict[str, Any]:
         "model": hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest(),
         "attention": str(config._attn_implementation),
         "dtype": str(model.dtype),
-        "batch": batch,
         "engine": engine,
         **machine_key(model.device),
     }
@@ -119,6 +120,7 @@ def machine_key(device: torch.device) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": cpu_model(),
         "cores": usable_cores(),
+        "costs": FORMAT,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -188,7 +190,10 @@ class CostMeter:
             if more:
                 self._steps[count, prompt_len + more] = {layers: []}
         sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
-        self._prompts: dict[tuple[int, int], list[float]] = {size: [] for size in sizes}
+        # By rows, tokens of each, and the layers that they run; the others are projected.
+        self._prompts: dict[tuple[int, int, int], list[float]] = {
+            (*size, depth): [] for size in sizes for depth in (layers, (layers + 1) // 2)
+        }
         self._peer = GatedPeer(model) if fast is None else FastPeer(model, fast)
 
     def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
@@ -211,8 +216,10 @@ class CostMeter:
                 seconds = self._peer.step_seconds(schedule, Rows(rows, tokens + 1, self._length + 1))
                 times += seconds if keep else []
                 bar.update()
-        for (rows, tokens), times in self._prompts.items():
-            took = self._peer.prompt_seconds(rows, tokens)
+        layers = self._geometry.num_layers
+        for (rows, tokens, run), times in self._prompts.items():
+            schedule = Schedule.full(layers) if run == layers else Schedule.split(layers, run, layers)
+            took = self._peer.prompt_seconds(schedule, rows, tokens)
             times += [took] if keep else []
             bar.update()
 
@@ -225,12 +232,14 @@ class CostMeter:
             for (rows, tokens), depths in self._steps.items()
             for depth, times in depths.items()
         }
-        prompts = {rows * tokens: statistics.median(times) for (rows, tokens), times in self._prompts.items()}
+        prompts = {size: statistics.median(times) for size, times in self._prompts.items()}
         return fitted(self._geometry, steps, prompts)
 
 
 def fitted(
-    geometry: ModelGeometry, steps: Mapping[tuple[int, int, float], float], prompts: Mapping[int, float]
+    geometry: ModelGeometry,
+    steps: Mapping[tuple[int, int, float], float],
+    prompts: Mapping[tuple[int, int, int], float],
 ) -> CostModel:
     """The cost model behind measured seconds, least squares over the depths.
 
@@ -241,22 +250,37 @@ def fitted(
         depths or more with equally many tokens, full depth among them. Full depth behind a longer text gives the cost
         of the cache read.
     prompts : mapping
-        Seconds of a full-depth forward by its prompt tokens.
+        Seconds of a forward over prompts by their number, the tokens of each, and the lowest layers that they run: all,
+        and fewer, which gives the cost of the others' projection.
 
     Raises UsageError if depths are missing, or fewer layers took no less time.
     """
     found = [_fitted_step(geometry, rows, steps) for rows in sorted({rows for rows, _, _ in steps})]
-    fixed = found[0][0].fixed_seconds
-    return CostModel(
+    cost = CostModel(
         geometry.num_layers,
         found[-1][0].rows,
         tuple(step for step, _ in found),
-        tuple(PromptCost(n, max(0.0, took - fixed) / geometry.num_layers) for n, took in sorted(prompts.items())),
-        geometry.window,
-        geometry.window_share,
-        "measured",
-        max(residual for _, residual in found),
+        window=geometry.window,
+        window_share=geometry.window_share,
+        source="measured",
+        residual=max(residual for _, residual in found),
     )
+    sizes = {(rows, tokens) for rows, tokens, _ in prompts}
+    return replace(cost, prompts=tuple(sorted(_fitted_prompt(cost, *size, prompts) for size in sizes)))
+
+
+def _fitted_prompt(
+    cost: CostModel, rows: int, tokens: int, prompts: Mapping[tuple[int, int, int], float]
+) -> PromptCost:
+    """A layer's time with prompts: that of full depth, shared out, and what is left of fewer layers' without theirs."""
+    full, last = cost.num_layers, cost.at(min(rows, cost.max_rows))
+    by_depth = {run: took for (*size, run), took in prompts.items() if size == [rows, tokens]}
+    layer = max(0.0, by_depth[full] - last.fixed_seconds) / full
+    run = min(by_depth)
+    above = (by_depth[run] - last.fixed_seconds - run * layer) / max(1, full - run) - last.layer_seconds
+    projection = min(max(0.0, above), layer) if run < full else layer
+    forwards = math.ceil(rows * tokens / PROMPT_TOKENS)
+    return PromptCost(rows * tokens / forwards, layer / forwards, projection / forwards)
 
 
 def _fitted_step(

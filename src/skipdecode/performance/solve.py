@@ -1,19 +1,24 @@
-"""Budgets solved for a wall-clock speed-up of the decode phase, and what a schedule brings, in figures. Pure Python."""
+"""Schedules solved for a wall-clock speed-up of requests or of decoding, and what they bring. Pure Python."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from skipdecode.errors import TargetError
-from skipdecode.performance.cost import CostModel, Use
+from skipdecode.performance.cost import CostModel, Phase, Use
 from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.parts import between
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
+from skipdecode.schedule.schedule import PromptDepth
 
-__all__ = ["Assessment", "assess", "solve", "why_flat"]
+__all__ = ["Assessment", "Auto", "assess", "solve", "why_flat"]
 
+Auto = Literal["auto"]
+"""What prompts run follows from the target; see `solve`."""
 _ROUNDS = 60
 
 
@@ -22,57 +27,95 @@ def solve(
     target_speedup: float,
     seq_len: int,
     *,
+    phase: Phase = "request",
+    prompt: PromptDepth | Auto = "auto",
     use: Use = "lockstep",
     warmup_layers: int = 1,
     spread: float = 1 / 3,
     drop_order: Sequence[int] | None = None,
     prompt_len: int = 64,
 ) -> Schedule:
-    """The schedule that skips least among those that reach a wall-clock speed-up of the decode phase.
+    """The schedule that skips least among those that reach a wall-clock speed-up.
 
     Lockstep: the paper's linear decay, from mean·(1 + spread) to mean·(1 - spread) layers, with the largest mean that
-    reaches the target. Continuous: a flat schedule with the largest budget that does (`why_flat`).
+    reaches the target. Continuous: the largest flat budget that does (`why_flat`).
 
     Parameters
     ----------
     cost : CostModel
-        What a step costs, with the batch to plan for.
+        What prompts and steps cost, with the batch to plan for.
     target_speedup : float
-        Wall-clock speed-up over full depth, 1 or more. Prompts are not part of the decode phase.
-    seq_len : int
-        Generation positions over which the budgets fall.
+        Over full depth, 1 or more.
+    seq_len, prompt_len : int
+        Generation positions over which the budgets fall, one step each; tokens of a row's prompt.
+    phase : {"request", "decode"}
+        What is to be so much faster: prompt and steps together, or the steps alone.
+    prompt : {"auto"} or as in `Schedule`
+        What prompts run. auto: new tokens give up layers first, to half depth; then prompts, which run the lowest
+        layers and project the others, to half depth; then both alike. Prompts stay at full depth where that spares new
+        tokens nothing, as where a forward's time is the read of its weights, and for the decode phase.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
         Default: bottom up. Layers that it does not list always run.
-    prompt_len : int
-        Tokens of a row's prompt. New ones are `seq_len` + 1, whose steps run each position once.
 
-    Raises
-    ------
-    TargetError
-        No schedule of this kind reaches the target; states the bound and what sets it.
+    Raises TargetError if no schedule of this kind reaches the target; it states the bound and what sets it.
     """
     _check(target_speedup, spread, seq_len)
     order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
-    least = max(1, cost.num_layers - len(order))
-    tokens = seq_len + 1
     decay, positions = (0.0, 1) if use == "continuous" else (spread, seq_len)
     label = f"{'flat' if use == 'continuous' else 'skipdecode'}-{target_speedup:g}x-wall"
-
-    def schedule_of(mean: float) -> Schedule:
-        budgets = _decay(mean, decay, positions, least, cost.num_layers)
-        return Schedule(cost.num_layers, order, budgets, warmup_layers, name=label)
+    family = _Family(cost.num_layers, order, warmup_layers, decay, positions, label)
+    tokens = prompt_len, seq_len + 1
 
     def reaches(schedule: Schedule) -> bool:
-        return cost.speedup(schedule, prompt_len, tokens, use) >= target_speedup
+        return cost.speedup(schedule, *tokens, use, phase) >= target_speedup
 
-    if reaches(full := schedule_of(cost.num_layers)):
-        return full
-    fewest = least / (1 + spread)
-    if not reaches(schedule_of(fewest)):
-        raise TargetError(_out_of_reach(cost, target_speedup, least, prompt_len, tokens))
-    return schedule_of(_largest(lambda mean: reaches(schedule_of(mean)), fewest, cost.num_layers))
+    asked = "full" if prompt == "auto" and phase == "decode" else prompt
+    found = family.deepest(asked, reaches)
+    if asked == "auto":
+        plain = family.deepest("full", reaches)
+        if plain is not None and (found is None or plain.mean_budget() >= found.mean_budget()):
+            return plain
+    if found is None:
+        raise TargetError(_out_of_reach(cost, target_speedup, family.schedule(0.0, asked), phase, tokens))
+    return found
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Schedules that differ in depth alone."""
+
+    layers: int
+    order: tuple[int, ...]
+    warmup: int
+    spread: float
+    positions: int
+    label: str
+
+    def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
+        """From 0, the least, to 3, full depth; auto: by way of half depth with prompts at half, and at full depth."""
+        least, most = float(max(1, self.layers - len(self.order))), float(self.layers)
+        half, ends = max(least, most / 2), ((0.0, least / (1 + self.spread), least), (3.0, most, most))
+        stages = (ends[0], (1.0, half, half), (2.0, half, most), ends[1]) if prompt == "auto" else ends
+        mean, lowest = between(stages, depth)
+        if prompt == "auto":
+            run = max(self.warmup, round(lowest))
+            prompt = "full" if run == self.layers else tuple(range(run))
+        budgets = _decay(mean, self.spread, self.positions, int(least), self.layers)
+        return Schedule(self.layers, self.order, budgets, self.warmup, prompt, self.label)
+
+    def deepest(self, prompt: PromptDepth | Auto, reaches: Callable[[Schedule], bool]) -> Schedule | None:
+        """The deepest that reaches it, by bisection: as depth falls, no budget and no prompt set grows."""
+        if reaches(full := self.schedule(3.0, prompt)):
+            return full
+        if not reaches(self.schedule(0.0, prompt)):
+            return None
+        low, high = 0.0, 3.0
+        for _ in range(_ROUNDS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if reaches(self.schedule(middle, prompt)) else (low, middle)
+        return self.schedule(low, prompt)
 
 
 def _decay(mean: float, spread: float, positions: int, least: int, most: int) -> tuple[int, ...]:
@@ -84,22 +127,11 @@ def _decay(mean: float, spread: float, positions: int, least: int, most: int) ->
     return layer_order.linear(first, last, positions)
 
 
-def _largest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """By bisection, the largest value that `holds`; it does at `low`, and not at `high`.
-
-    Both ends of the decay grow with the mean, so the budget at every position does, and the speed-up falls.
-    """
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int) -> str:
+def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int, phase: Phase = "decode") -> str:
     """Why continuous use gets a flat schedule: what `linear`, solved for lockstep, would bring in a stream instead."""
     layers = cost.layers_per_step(linear, new_tokens, "continuous")
-    together = cost.speedup(linear, prompt_len, new_tokens)
-    mixed = cost.speedup(linear, prompt_len, new_tokens, "continuous")
+    together = cost.speedup(linear, prompt_len, new_tokens, "lockstep", phase)
+    mixed = cost.speedup(linear, prompt_len, new_tokens, "continuous", phase)
     return (
         f"flat, because rows of mixed ages share a step and the youngest sets its depth: the linear schedule that "
         f"brings {together:.2f}x in lockstep would run {layers:.1f} of {cost.num_layers} layers a step at batch "
@@ -120,15 +152,25 @@ def _rounded(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-def _out_of_reach(cost: CostModel, target: float, least: int, prompt_len: int, new_tokens: int) -> str:
-    share = cost.fixed_share(prompt_len, new_tokens)
-    bound = cost.bound(least, prompt_len, new_tokens)
-    half = max(least, _rounded(cost.num_layers / 2))
+def _out_of_reach(cost: CostModel, target: float, least: Schedule, phase: Phase, tokens: tuple[int, int]) -> str:
+    """What the bound is, and what sets it; `least` is the shortest schedule, `tokens` of prompt and output."""
+    layers, fewest, bound = cost.num_layers, least.budgets[-1], cost.speedup(least, *tokens, phase=phase)
+    what = f"target_speedup={target:g} is out of reach for {layers} layers at batch {cost.batch}"
+    if phase == "request":
+        seconds = cost.request_seconds(least, *tokens)
+        prompts = cost.prompts_seconds(least, tokens[0]) / seconds
+        outside = (tokens[1] - 1) * cost.step.fixed_seconds / seconds
+        return (
+            f"{what} with {tokens[0]} prompt and {tokens[1]} new tokens: with {fewest} layers for new tokens, the "
+            f"fewest, and {len(least.prompt_layers())} for prompts the bound of the whole request is "
+            f"{_floored(bound)}x, and of that time prompts take {prompts:.0%}, embeddings, head and all else outside "
+            f"the layers {outside:.0%}"
+        )
+    half = max(fewest, _rounded(layers / 2))
     return (
-        f"target_speedup={target:g} is out of reach for {cost.num_layers} layers at batch {cost.batch}: embeddings, "
-        f"head and all else outside the layers take {share:.0%} of a full step and cannot be skipped; with the least "
-        f"budget, {least} layers, the bound is {_floored(bound)}x ({half} layers: "
-        f"{_floored(cost.bound(half, prompt_len, new_tokens))}x)"
+        f"{what}: embeddings, head and all else outside the layers take {cost.fixed_share(*tokens):.0%} of a full step "
+        f"and cannot be skipped; with the least budget, {fewest} layers, the bound is {_floored(bound)}x "
+        f"({half} layers: {_floored(cost.bound(half, *tokens))}x)"
     )
 
 
@@ -147,8 +189,10 @@ class Assessment:
         Layers of the model / mean layers of a row's token over the decode phase. Not wall-clock.
     predicted_decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
         Wall-clock speed-up of the decode phase over full depth: in `use`, and in each.
-    predicted_request_speedup : float
-        The same of whole requests, prompts included.
+    predicted_request_speedup, request_bound : float
+        The same of whole requests, prompts included, and with the least budget behind the same prompts.
+    request_seconds, request_seconds_full, prompt_share : float
+        A batch's requests in `use`, at full depth, and the share of the former that prompts take.
     layers_per_step : float
         Layers that a step runs for any of its rows, on average, in `use`.
     step_seconds, step_seconds_full : float
@@ -169,6 +213,10 @@ class Assessment:
     decode_speedup_lockstep: float
     decode_speedup_continuous: float
     predicted_request_speedup: float
+    request_bound: float
+    request_seconds: float
+    request_seconds_full: float
+    prompt_share: float
     layers_per_step: float
     step_seconds: float
     step_seconds_full: float
@@ -194,6 +242,8 @@ def assess(
     uses: tuple[Use, Use] = ("lockstep", "continuous")
     lockstep, continuous = (cost.speedup(schedule, prompt_len, new_tokens, u) for u in uses)
     full = cost.sequence_seconds(Schedule.full(cost.num_layers), prompt_len, new_tokens) / (new_tokens - 1)
+    request = cost.request_seconds(schedule, prompt_len, new_tokens, use)
+    gain = cost.request_speedup(schedule, prompt_len, new_tokens, use)
     least = max(1, cost.num_layers - len(schedule.drop_order))
     half = max(least, _rounded(cost.num_layers / 2))
     speedup = lockstep if use == "lockstep" else continuous
@@ -203,7 +253,11 @@ def assess(
         predicted_decode_speedup=speedup,
         decode_speedup_lockstep=lockstep,
         decode_speedup_continuous=continuous,
-        predicted_request_speedup=cost.request_speedup(schedule, prompt_len, new_tokens, use),
+        predicted_request_speedup=gain,
+        request_bound=cost.request_speedup(replace(schedule, budgets=(least,)), prompt_len, new_tokens, use),
+        request_seconds=request,
+        request_seconds_full=request * gain,
+        prompt_share=cost.prompts_seconds(schedule, prompt_len) / request,
         layers_per_step=cost.layers_per_step(schedule, new_tokens, use),
         step_seconds=full / speedup,
         step_seconds_full=full,

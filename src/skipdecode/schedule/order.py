@@ -6,6 +6,7 @@ Each order keeps the warm-up layers, and all but `top_down` the last layer.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from skipdecode.errors import ScheduleError
 
 __all__ = [
     "Order",
+    "PromptDepth",
     "bottom_up",
     "check_budgets",
     "check_layers",
@@ -24,12 +26,14 @@ __all__ = [
     "linear",
     "make_order",
     "one_or_more",
+    "prompt_set",
     "require_int",
     "require_positive",
     "top_down",
 ]
 
 Order = Literal["bottom-up", "even", "top-down"]
+PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 
 
 # ---------------------------------------------------------------------- plain values
@@ -165,6 +169,28 @@ def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int,
             f"{warmup_layers}); give them too, or 'full' or 'max_exit'"
         )
     return tuple(sorted(chosen))
+
+
+def prompt_set(text: str, num_layers: int) -> PromptDepth:
+    """What `Schedule(prompt=…)` takes, from text: "full", "max_exit", a number n (the lower n layers), or "0-14,20".
+
+    Every layer, however it is written, is "full". Raises ScheduleError for anything else, or layers out of range.
+    """
+    if text == "full":
+        return "full"
+    if text == "max_exit":
+        return "max_exit"
+    ends = [re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip()) for part in text.split(",")]
+    ranges = [(int(found[1]), int(found[2] or found[1])) for found in ends if found is not None]
+    if text.strip().isdecimal() and ranges:
+        ranges = [(0, ranges[0][0] - 1)]
+    if len(ranges) < len(ends) or any(not first <= last < num_layers for first, last in ranges):
+        raise ScheduleError(
+            f"prompt layers {text!r} are not accepted: give full, max_exit (those of position 0), a number from 1 to "
+            f"{num_layers} (that many of the lowest), or a list of layers from 0 to {num_layers - 1} such as 0-14,20"
+        )
+    layers = {layer for first, last in ranges for layer in range(first, last + 1)}
+    return "full" if len(layers) == num_layers else tuple(sorted(layers))
 
 
 # ---------------------------------------------------------------------- budgets

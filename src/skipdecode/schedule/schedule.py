@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from skipdecode.common.files import write_whole
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule.order import (
     Order,
+    PromptDepth,
     check_budgets,
     check_layers,
     check_order,
@@ -30,10 +31,10 @@ from skipdecode.schedule.order import (
 
 __all__ = ["NestedLayers", "PromptDepth", "curve_name"]
 
-PromptDepth = Literal["full", "max_exit"] | tuple[int, ...]
 _REQUIRED = ("num_layers", "drop_order", "budgets")
 _FIELDS = (*_REQUIRED, "warmup_layers", "prompt", "name")
 _SPEED_ENDING = re.compile(r"[-_@ ]\d+(\.\d+)?x$")
+_PROMPT_ENDING = re.compile(r"-p\d+$")
 
 
 def curve_name(name: str) -> str:
@@ -181,6 +182,14 @@ class NestedLayers:
         """The same budgets, and so the same cost, with layers dropped in another order."""
         drop_order = make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1])
         return replace(self, drop_order=drop_order, name=self.name if name is None else name)
+
+    def with_prompt(self, prompt: PromptDepth) -> Self:
+        """The same with another prompt set; the name counts its layers, as in "skipdecode-p15-3x"."""
+        if prompt == self.prompt:
+            return self
+        changed, curve = replace(self, prompt=prompt), curve_name(self.name)
+        label = f"{_PROMPT_ENDING.sub('', curve)}-p{len(changed.prompt_layers())}{self.name[len(curve) :]}"
+        return replace(changed, name=label)
 
     def contains(self, other: NestedLayers) -> bool:
         """Whether it runs, in the prompt and at every position, all layers that `other` runs."""

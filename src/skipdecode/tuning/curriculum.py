@@ -33,7 +33,8 @@ class Lower(Curriculum):
     """From full depth down to the target over `steps` steps, then the target.
 
     Each budget moves in a straight line from all layers to the target's; rounding keeps the budgets non-increasing
-    because it is the same monotone map at every position.
+    because it is the same monotone map at every position. Prompts with a set of their own start at all layers too, and
+    lose those that it leaves out from the top.
     """
 
     steps: int
@@ -44,7 +45,11 @@ class Lower(Curriculum):
             return self.target
         layers = self.target.num_layers
         budgets = tuple(layers - (layers - b) * step // self.steps for b in self.target.budgets)
-        return replace(self.target, budgets=budgets, name=f"{self.target.name}-{step}/{self.steps}")
+        prompt = self.target.prompt
+        if not isinstance(prompt, str):
+            out = sorted(set(range(layers)) - set(prompt))
+            prompt = (*prompt, *out[: len(out) - len(out) * step // self.steps])
+        return replace(self.target, budgets=budgets, prompt=prompt, name=f"{self.target.name}-{step}/{self.steps}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from skipdecode.engine.base import ENGINES, WEIGHTS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
+from skipdecode.schedule import order as layer_order
 
 __all__ = [
     "MODEL",
@@ -30,6 +31,7 @@ __all__ = [
     "read_cost",
     "stop_text",
     "with_breaks",
+    "with_prompt_layers",
 ]
 
 
@@ -113,7 +115,7 @@ class ThreadOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """Which schedule: a file, a nominal speed-up, or the model's own."""
+    """Which schedule: a file, a nominal speed-up, or the model's own; and what prompts run."""
 
     schedule: str | None = option(
         "schedule file (JSON; skipdecode plan writes one); without it and --nominal-speedup: the one that the model's "
@@ -131,6 +133,12 @@ class ScheduleOptions(Options):
         "many as are generated at most)",
         default=None,
         least=1,
+    )
+    prompt_layers: str | None = option(
+        "layers that prompt tokens run, whatever the schedule says: full, max_exit (those of the first generated "
+        "token), a number n (the lowest n), or a list such as 0-14,20; in layers that generated tokens run beyond "
+        "these, prompts leave keys and values and compute nothing else",
+        default=None,
     )
 
 
@@ -152,7 +160,8 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
     if options.schedule is not None:
         Schedule.load(options.schedule)
-    if model is not None and (options.schedule is not None or options.nominal_speedup is not None):
+    named = (options.schedule, options.nominal_speedup, options.prompt_layers)
+    if model is not None and any(value is not None for value in named):
         choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
 
 
@@ -185,7 +194,16 @@ def choose_schedule(
         origin = "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup"
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
-    return chosen
+    return with_prompt_layers(options, chosen)
+
+
+def with_prompt_layers(options: ScheduleOptions, chosen: ScheduleChoice) -> ScheduleChoice:
+    """The choice with the prompt set of --prompt-layers; raises ScheduleError if the schedule cannot have it."""
+    schedule, text = chosen.schedule, options.prompt_layers
+    if text is None:
+        return chosen
+    prompt = layer_order.prompt_set(text, schedule.num_layers)
+    return ScheduleChoice(schedule.with_prompt(prompt), f"{chosen.origin}; prompts as --prompt-layers {text} says")
 
 
 def read_cost(path: str) -> CostModel:

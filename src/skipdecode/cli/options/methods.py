@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options import (
+    ScheduleChoice,
+    ScheduleOptions,
+    check_schedule_options,
+    choose_schedule,
+    with_prompt_layers,
+)
 from skipdecode.common.options import option
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
@@ -65,8 +71,8 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
     """The options of each of several methods that were asked for in short.
 
     `options` is what they have in common; `wanted` are words such as ``full`` and ``calm``, ``even:3`` (a schedule by
-    name and nominal speed-up) and schedule files (*.json). Raises UsageError if one is not understood, `options` name
-    a method too, or a drop order that none of them takes.
+    name and nominal speed-up), ``even:3:15`` (its prompt layers too) and schedule files (*.json). Raises UsageError if
+    one is not understood, `options` name a method too, or a drop order that none of them takes.
     """
     for name in _ONE_ONLY:
         if getattr(options, name) is not None:
@@ -84,16 +90,20 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
 def _from_word(options: OptionsT, word: str) -> OptionsT:
     if word.endswith(".json"):
         return replace(options, schedule=word, seq_len=None, drop_order=None)
-    name, colon, speedup = word.partition(":")
+    name, colon, rest = word.partition(":")
+    speedup, _, prompt = rest.partition(":")
     if name not in (*_OTHERS, *_SCHEDULES):
         hint = near(name, (*_OTHERS, *_SCHEDULES))
         accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}{hint}: accepted are {accepted}")
     if not colon:
-        return replace(options, method=name, seq_len=None, drop_order=None)
+        return replace(options, method=name, seq_len=None, drop_order=None, prompt_layers=None)
     order = options.drop_order if name in _TAKE_ORDER else None
+    prompt_layers = prompt or options.prompt_layers
     try:
-        return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order)
+        return replace(
+            options, method=name, nominal_speedup=float(speedup), drop_order=order, prompt_layers=prompt_layers
+        )
     except OptionError as e:
         raise UsageError(f"--methods {word}: a speed-up of {speedup} is not accepted: give {e.accepted}") from None
     except ValueError:
@@ -103,8 +113,10 @@ def _from_word(options: OptionsT, word: str) -> OptionsT:
 def check_method_options(options: MethodOptions) -> None:
     """Refuse, before a model is loaded, options that contradict each other."""
     check_schedule_options(options)
-    if options.method in _OTHERS and (options.schedule or options.nominal_speedup):
-        raise UsageError(f"--method {options.method} has no schedule: leave out --schedule and --nominal-speedup")
+    if options.method in _OTHERS:
+        for name in ("schedule", "nominal_speedup", "prompt_layers"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--method {options.method} has no schedule: leave out {flag(name)}")
     if options.method in _SCHEDULES and options.nominal_speedup is None:
         raise UsageError(f"--method {options.method} needs --nominal-speedup")
     if options.drop_order is not None and options.nominal_speedup is None:
@@ -142,6 +154,7 @@ def choose_method(
         )
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
+        schedule, origin = with_prompt_layers(options, ScheduleChoice(schedule, origin))
     elif options.method == "full":
         schedule, origin = Schedule.full(num_layers), "every layer"
     else:

@@ -14,7 +14,8 @@ import numpy as np
 
 from skipdecode.engine.depth import BudgetPolicy, RowView, granted
 from skipdecode.engine.scheduler import RequestSize, Scheduler
-from skipdecode.performance.cost import CostModel, tokens_read
+from skipdecode.performance.cost import CostModel
+from skipdecode.performance.parts import tokens_read
 from skipdecode.performance.simulate.traces import Arrival
 
 __all__ = ["Simulation", "Worker", "spread"]
@@ -220,7 +221,7 @@ class Worker:
                 read += tokens_read(row.arrival.prompt_tokens + row.output, cost.window, cost.window_share)
             if layers := depth - below:
                 step = self._steps[max(count, 1) - 1]
-                layer = cost.prompt_layer_seconds(tokens + count) if tokens else step.layer_seconds
+                layer = cost.prompt_layer_seconds(tokens + count)[0] if tokens else step.layer_seconds
                 seconds += layers * (layer + step.kv_seconds * read)
         prompt_layers, layers = tokens * prompt_depth, sum(budgets)
         result.prompt_tokens += tokens

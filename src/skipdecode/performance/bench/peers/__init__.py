@@ -86,10 +86,10 @@ class Peer(ABC):
         """Seconds of the `new` - 1 steps behind the prompt, all of the batch's rows in each."""
         return sum(self.step_seconds(schedule, rows))
 
-    def prompt_seconds(self, batch: int, prompt: int) -> float:
-        """Seconds of a full-depth forward over the rows' prompts, with the choice of the first token."""
+    def prompt_seconds(self, schedule: Schedule, batch: int, prompt: int) -> float:
+        """Seconds of a forward over the rows' prompts, with the choice of the first token."""
         rows = Rows(batch, prompt, 1)
-        engine = self.engine(Schedule.full(self._geometry.num_layers), rows)
+        engine = self.engine(schedule, rows)
         engine.decode(self.requests(rows))
         return engine.stats.seconds
 
