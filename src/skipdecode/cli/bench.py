@@ -38,11 +38,11 @@ class Config(Workload, ThreadOptions):
     dtype: str = option("of the weights", default="bfloat16", choices=("bfloat16", "float32"))
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
     engines: tuple[str, ...] = option(
-        "fast, fast-int8, fast-int4: the package's own, with the model's weights or quantized ones; transformers, "
-        "transformers-static: its generate, untouched, with its dynamic or a static cache; gated: transformers under "
-        "the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; llama.cpp-TYPE: "
-        "llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast ones and gated run "
-        "schedules, the others full depth",
+        "fast, fast-int8, fast-int4, fast-w8a8: the package's own, with the model's weights or quantized ones; "
+        "transformers, transformers-static: its generate, untouched, with its dynamic or a static cache; gated: "
+        "transformers under the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; "
+        "llama.cpp-TYPE: llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast "
+        "ones and gated run schedules, the others full depth",
         default=("fast", "transformers"),
         choices=PEERS,
     )

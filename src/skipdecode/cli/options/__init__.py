@@ -53,8 +53,8 @@ class EngineOptions(Options):
         choices=ENGINES,
     )
     weights: str = option(
-        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster "
-        "(CPUs only)",
+        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact, faster; "
+        "w8a8: activations in 8 bits too, for batches and long prompts (CPUs only; w8a8: those with AVX512_VNNI)",
         default="model",
         choices=WEIGHTS,
     )

@@ -34,7 +34,7 @@ class FastPeer(Peer):
     ----------
     fast : FastModel, optional
         Its fast path, where it is open already.
-    quantization : {"int8", "int4"}, optional
+    quantization : {"int8", "int4", "w8a8"}, optional
         Type of the weights that the fast path is to read. Default: the model's own.
 
     Raises UsageError if the model has no fast path.
