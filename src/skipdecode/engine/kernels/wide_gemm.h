@@ -19,31 +19,6 @@ constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
 constexpr int64_t kWideRows = 512;  // activation rows packed at a time
 constexpr int kTileRows = 6, kTileVectors = 3;
 
-// 16 x 16 words in place.
-INLINE void turn(vf* t) {
-  vf u[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i += 4) {
-    const __m512 a = _mm512_unpacklo_ps((__m512)t[i], (__m512)t[i + 1]), b = _mm512_unpackhi_ps((__m512)t[i], (__m512)t[i + 1]);
-    const __m512 c = _mm512_unpacklo_ps((__m512)t[i + 2], (__m512)t[i + 3]);
-    const __m512 d = _mm512_unpackhi_ps((__m512)t[i + 2], (__m512)t[i + 3]);
-    u[i] = (vf)_mm512_unpacklo_pd((__m512d)a, (__m512d)c), u[i + 1] = (vf)_mm512_unpackhi_pd((__m512d)a, (__m512d)c);
-    u[i + 2] = (vf)_mm512_unpacklo_pd((__m512d)b, (__m512d)d), u[i + 3] = (vf)_mm512_unpackhi_pd((__m512d)b, (__m512d)d);
-  }
-  // u[i + c]: words c, c + 4, c + 8, c + 12 of rows i to i + 3, a block of four lanes each.
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    const __m512 a = (__m512)u[c], b = (__m512)u[4 + c], x = (__m512)u[8 + c], y = (__m512)u[12 + c];
-    const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x88), ab2 = _mm512_shuffle_f32x4(a, b, 0xdd);
-    const __m512 xy = _mm512_shuffle_f32x4(x, y, 0x88), xy2 = _mm512_shuffle_f32x4(x, y, 0xdd);
-    t[c] = (vf)_mm512_shuffle_f32x4(ab, xy, 0x88), t[c + 8] = (vf)_mm512_shuffle_f32x4(ab, xy, 0xdd);
-    t[c + 4] = (vf)_mm512_shuffle_f32x4(ab2, xy2, 0x88), t[c + 12] = (vf)_mm512_shuffle_f32x4(ab2, xy2, 0xdd);
-  }
-}
-
-// The chain that is the `order`-th to be added.
-INLINE int64_t chain(int64_t order) { return order >> 3 | order >> 1 & 2 | order << 1 & 4 | order << 3 & 8; }
-
 // out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors; x: M rows, `ldx`
 // floats apart, of [chain, part] words; both in the order in which chains are added. `ahead`: floats from the weights that are
 // read to those that are fetched.
@@ -62,7 +37,7 @@ __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx,
       }
 #pragma GCC unroll 8
       for (int r = 0; r < M; r++) {
-        const vf word = hold((vf)_mm512_broadcastss_ps(_mm_load_ss(x + r * ldx + i)));
+        const vf word = splat_word(x + r * ldx + i);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) acc[r][v] = T::add_product(part[v], word, acc[r][v]);
       }
@@ -85,9 +60,6 @@ struct Turned {
   static int64_t parts(const LinearArgs& a) { return parts_of(a.k, kStep) * F::kParts; }
   INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
   INLINE vf output(vf sum, const float*) { return sum; }
-
-  // The order-th chain to be added: 4 bits backwards.
-  INLINE int64_t chain(int64_t order) { return order >> 3 | (order >> 1 & 2) | (order << 1 & 4) | (order << 3 & 8); }
 
   // An activation row through the prologue.
   static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {

@@ -46,6 +46,7 @@ class FastPeer(Peer):
         super().__init__(model)
         self.name = "fast" if quantization is None else f"fast-{quantization}"
         self.weights = quantization or self.weights
+        self.arithmetic = "w8a8" if quantization == "w8a8" else self.arithmetic
         try:
             self.fast = open_model(model, quantization=quantization) if fast is None else fast
         except UnfitModelError as e:
