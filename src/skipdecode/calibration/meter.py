@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
+from skipdecode.engine.adaptive import features
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
@@ -86,6 +87,22 @@ class LossMeter:
         """Cross-entropy per response token of each schedule."""
         return [sum(sums) / sum(self.counts) for sums in self.sums(schedules)]
 
+    def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
+        """Each record under each schedule, all of one prompt set; in no order.
+
+        "prompt" is the number of its tokens, "features" are the `skipdecode.engine.adaptive.features`; "losses" and
+        "likely" (the likeliest token's log-probability) are lists by schedule and index of the response.
+        """
+        found: list[dict[str, Any]] = []
+        for number, batch in enumerate(self._batches):
+            key = f"{self._part}/{number}/records/{';'.join(map(_behaviour, schedules))}"
+            if self._store.get(key) is None:
+                with torch.inference_mode():
+                    self._store.put(key, self._shared_prompt(number, batch).records(schedules))
+            self._advance()
+            found += self._store.get(key)
+        return found
+
     def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
         keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
         if any(self._store.get(key) is None for key in keys):
@@ -124,13 +141,7 @@ class _SharedPrompt:
 
     def sums(self, schedule: Schedule) -> list[float]:
         """Summed loss at each index of the responses under a schedule."""
-        targets = self._batch.targets
-        logits = self._first
-        if targets.shape[1] > 1:
-            self._attachment.schedule = schedule
-            # The last response token is not fed: nothing follows it.
-            rest = self._forward(self._prompt, -1, copy.deepcopy(self._cache))
-            logits = torch.cat([logits, rest], dim=1)
+        targets, logits = self._batch.targets, self._logits(schedule)
         # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
         rows = zip(logits, targets, strict=True)
         each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
@@ -142,6 +153,29 @@ class _SharedPrompt:
                 f"the loss is no number on records {names}, …: the model's arithmetic overflows on them"
             )
         return sums
+
+    def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
+        """See `LossMeter.records`."""
+        sizes = self._batch.attention_mask[:, : self._prompt].sum(1).tolist()
+        found: list[dict[str, Any]] = [
+            {"prompt": size, "features": features(logits[0], size), "losses": [], "likely": []}
+            for size, logits in zip(sizes, self._first, strict=True)
+        ]
+        for schedule in schedules:
+            for record, logits, targets in zip(found, self._logits(schedule), self._batch.targets, strict=True):
+                wanted = targets[targets != IGNORE]
+                guesses = logits[: len(wanted)].float().log_softmax(-1)
+                for name, values in (("losses", -guesses.gather(-1, wanted[:, None])), ("likely", guesses.amax(-1))):
+                    record[name].append([round(value, 5) for value in values.flatten().tolist()])
+        return found
+
+    def _logits(self, schedule: Schedule) -> Tensor:
+        """Of every index of the responses, under a schedule."""
+        if self._batch.targets.shape[1] == 1:
+            return self._first
+        self._attachment.schedule = schedule
+        # The last response token is not fed: nothing follows it.
+        return torch.cat([self._first, self._forward(self._prompt, -1, copy.deepcopy(self._cache))], dim=1)
 
     def _forward(self, start: int, end: int, cache: SkipCache) -> Tensor:
         batch = self._batch

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
+    AdaptiveOptions,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
     ScheduleChoice,
-    ScheduleOptions,
     ThreadOptions,
     check_files,
     check_schedule_options,
@@ -53,7 +53,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, AdaptiveOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option(MODEL, positional=True)
@@ -148,7 +148,6 @@ def run(config: Config) -> int:
 def _checked_sampling(config: Config) -> Sampling:
     from skipdecode.engine.requests import Sampling
 
-    check_schedule_options(config)
     if config.prompts and config.input is not None:
         raise UsageError("prompts were given both as arguments and with --input: give one of them")
     if not config.prompts and config.input is None and sys.stdin.isatty():
@@ -312,7 +311,6 @@ def _tell_comparison(found: dict[str, Any] | None) -> None:
     many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
     note(f"{many} once more, in turn with full depth, all rows of a batch to the same length:")
     cells = {
-        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
         "decode": (
             "{full_decode_tokens_per_s:.1f} tokens/s",
             "{decode_tokens_per_s:.1f} tokens/s",
@@ -323,6 +321,7 @@ def _tell_comparison(found: dict[str, Any] | None) -> None:
             "{request_tokens_per_s:.1f} tokens/s",
             "{measured_request_speedup:.2f}x",
         ),
+        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
     }
     filled = {name: [form.format_map(found) for form in forms] for name, forms in cells.items()}
     for line in speedups(["full depth", "the schedule", "measured"], filled):

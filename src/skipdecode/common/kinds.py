@@ -22,6 +22,7 @@ FORMATS: Mapping[str, int] = {
     "evaluation": 1,
     "kernel-speed": 1,
     "own-words": 1,
+    "prediction": 1,
     "product-speed": 1,
     "quality-table": 1,
     "schedule-speed": 1,

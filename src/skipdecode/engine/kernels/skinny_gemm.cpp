@@ -1,8 +1,8 @@
 // y[m, n] = epilogue(prologue(x)[m, k] * w[n, k]^T): a few rows of activations against a weight matrix, at memory speed.
 //
-// Weights are row-major and read once for up to kMostRows rows; sums are fp32. Of more rows, and for bytes, see wide_gemm.h. A block of weight rows meets a block of activation
+// Weights are row-major and read once for up to kMostRows rows; sums are fp32. A block of weight rows meets a block of activation
 // rows in registers. Every output is one chain of vector sums in the order of k, whatever the other rows are, so a row's result
-// does not depend on its batch, bit for bit.
+// does not depend on its batch, bit for bit. Many rows, and products of bytes, are in wide_gemm.h.
 #include <algorithm>
 #include <vector>
 
