@@ -14,14 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import (
-    ScheduleChoice,
-    ScheduleOptions,
-    check_out,
-    check_schedule_options,
-    choose_schedule,
-    with_prompt_layers,
-)
+from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -179,11 +172,8 @@ def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> 
     layers = loaded.num_layers
     longest = lengths[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
-    if stored is not None and all(getattr(config, n) is None for n in _SCHEDULE_OPTIONS if n != "prompt_layers"):
-        choice = with_prompt_layers(config, ScheduleChoice(Schedule.from_dict(stored), "the recipe's"))
-        choice.schedule.check_fits(layers)
-    else:
-        choice = choose_schedule(config, layers, carried=loaded.schedule, default_seq_len=longest)
+    carried, own = (loaded.schedule, None) if stored is None else (Schedule.from_dict(stored), "the recipe's")
+    choice = choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
     note(f"schedule {choice.schedule.name}: {choice.origin}")
     return choice.schedule
 
