@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ class Plan:
         Measure speed apart, on the package's engine, which must know the model; else the evaluations do.
     calibration : sequence of str
         Options of every `skipdecode calibrate`; none where no schedule is learned.
+    request : bool
+        Also time requests one by one, and full depth through transformers.
     """
 
     prefix: str
@@ -74,11 +77,26 @@ class Plan:
     start: str = "full-a"
     timed: bool = True
     calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
+    request: bool = False
 
-    def schedule(self, name: str, speedup: int) -> Schedule:
+    @property
+    def speeds(self) -> str:
+        """Name of its times."""
+        return f"request-{self.prefix}" if self.request else self.prefix
+
+    def schedule(self, name: str, speedup: float) -> Schedule:
         """A schedule that needs no calibration, by the name of its method."""
-        linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
         steepest = self.speedups[-1]
+        if name == "static":
+            # The same layers for the prompt and the answer, at every position.
+            count = round(self.layers / speedup)
+            return Schedule.constant(self.layers, count, drop_order=self.learned, prompt="max_exit")
+        if name.startswith("pop"):
+            return replace(Schedule.full(self.layers), prompt=range(int(name.removeprefix("pop"))))
+        linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
+        if name.startswith("lower"):
+            # The prompt runs the lower layers, the answer those of the calibrated order.
+            return replace(linear, prompt=range(int(name.removeprefix("lower"))), drop_order=self.learned)
         if name in ("even", "early_termination"):
             order = Schedule.published(name, self.layers, steepest, self.seq_len).drop_order
             return replace(linear, drop_order=order)
@@ -93,11 +111,17 @@ class Plan:
             return Schedule.from_speedup(self.layers, speedup, self.seq_len, warmup_layers=layers)
         others = {
             "paper": linear,
-            "flat": Schedule.constant(self.layers, self.layers // speedup),
+            "flat": Schedule.constant(self.layers, int(self.layers / speedup)),
             "max_exit": replace(linear, prompt="max_exit"),
             "median": Schedule.from_speedup(self.layers, speedup, E2E_MEDIAN),
         }
         return others[name]
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """The published drop order that was calibrated for the task's highest speed-up."""
+        files = sorted((TASKS.parents[1] / "results").glob(f"calibration-{self.prefix}-*-*x.json"))
+        return tuple(json.loads(files[-1].read_text(encoding="utf-8"))["schedule"]["drop_order"])
 
     def calibrated(self, curve: Schedule, speedup: int) -> Mapping[str, Schedule]:
         """What a calibrated curve gives: its order under the paper's depths, itself, its order at one depth."""
@@ -167,6 +191,28 @@ def _summaries(prefix: str, seq_len: int, steps: tuple[int, int], rate: str) -> 
     )
 
 
+_OWN = ["--steps", "450"]  # one schedule a checkpoint, from full depth's weights, without a teacher
+
+
+def requested(*words: str) -> dict[str, Checkpoint]:
+    """Checkpoints of their own for the schedules of request time, by names such as lower15-3x."""
+    return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
+
+
+def _summary_requests(plan: Plan, steps: int) -> Plan:
+    """Request time of the same task: a prompt of its own, and static pruning in as long, each from full depth."""
+    made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in ("lower12-2x", "static-2.3x")}
+    return replace(
+        plan,
+        results=f"request-{plan.results}",
+        checkpoints={"full-a": plan.checkpoints["full-a"], **made},
+        calibration=(),
+        request=True,
+    )
+
+
+_CNN_DM, _TLDR = _summaries("cnn_dm", 71, (80, 60), "2e-4"), _summaries("tldr", 70, (80, 120), "3e-4")
+
 PLANS = {
     "e2e": Plan(
         "e2e",
@@ -185,6 +231,19 @@ PLANS = {
             "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),
         },
         yardstick="full-b",
+    ),
+    "request": Plan(
+        "e2e",
+        "request-e2e-smollm2-135m.json",
+        **_E2E,
+        checkpoints={
+            "full-a": _E2E_START,
+            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "pop20-1x.json"]),
+            **requested("lower15-3x", "lower10-3x", "lower10-5x", "static-2.5x"),
+        },
+        yardstick="full-b",
+        calibration=(),
+        request=True,
     ),
     "ablations": Plan(
         "e2e",
@@ -206,8 +265,10 @@ PLANS = {
         },
         yardstick="full-b",
     ),
-    "cnn_dm": _summaries("cnn_dm", 71, (80, 60), "2e-4"),
-    "tldr": _summaries("tldr", 70, (80, 120), "3e-4"),
+    "cnn_dm": _CNN_DM,
+    "tldr": _TLDR,
+    "request-cnn_dm": _summary_requests(_CNN_DM, 120),
+    "request-tldr": _summary_requests(_TLDR, 120),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",

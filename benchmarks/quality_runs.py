@@ -63,7 +63,7 @@ class Steps:
         path = self.schedules / word
         name, speedup = word.removesuffix("x.json").rsplit("-", 1)
         if not path.exists() and name not in CALIBRATED:
-            self.save(self.plan.schedule(name, int(speedup)), path)
+            self.save(self.plan.schedule(name, float(speedup)), path)
         return str(path)
 
     def save(self, schedule: Schedule, path: Path) -> None:
@@ -148,15 +148,22 @@ class Steps:
             self.evaluate(name, made.methods)
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
         # Of all tables with the same records and lengths.
-        speed = self.runs / f"speed-{plan.prefix}.json"
-        if plan.timed:
-            model = self.checkpoint(plan.yardstick)
-            timing = [sys.executable, HERE / "schedule_speed.py", *evaluations, "--model", model]
-            self.call(*timing, *plan.evaluation, "--out", speed)
+        speeds = self.time(evaluations) if plan.timed else []
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py", *evaluations, "--full", full]
-        self.call(*script, *(["--speed", speed] if plan.timed else []), "--out", out)
+        self.call(*script, *speeds, "--out", out)
+
+    def time(self, evaluations: Sequence[Path]) -> list[str | Path]:
+        """All schedules in turn; returns the table's options that name the files."""
+        plan = self.plan
+        timing = [sys.executable, HERE / "schedule_speed.py", *evaluations, "--model", self.checkpoint(plan.yardstick)]
+        speed, alone = (self.runs / f"speed-{name}.json" for name in (plan.speeds, f"{plan.speeds}-1"))
+        self.call(*timing, *plan.evaluation, *(["--transformers"] if plan.request else []), "--out", speed)
+        if not plan.request:
+            return ["--speed", speed]
+        self.call(*timing, "--batch-size", "1", "--limit", "24", "--out", alone)
+        return ["--speed", speed, "--speed-alone", alone]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import RUN_FILE, Run, load_run
-from skipdecode.schedule import curve_name
+from skipdecode.schedule import Schedule, curve_name
 
 NEEDED = ("bleu", "rougeL", "bertscore_f1")
 
@@ -64,21 +64,46 @@ def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Speed-up and where it is from."""
     if speed is None or not (run.full_depth or "schedule" in run.data["config"]["method"]):
         return own_speed(run)
-    about = {k: v for k, v in speed.items() if k not in ("kind", "format", "rows", "full_depth", "environment")}
+    parts = ("kind", "format", "rows", "full_depth", "transformers", "environment")
+    about = {k: v for k, v in speed.items() if k not in parts}
     source = {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
+    theirs = speed.get("transformers")
     if run.full_depth:
         same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
-        return {**same, "measured_speedup_interval": None, "speed_from": source}
+        found = {**same, "measured_speedup_interval": None, "speed_from": source}
+        return found | over(theirs, speed.get("full_depth"))
     wanted = work_of(run.data["config"]["method"]["schedule"])
     for row in speed["rows"]:
         if row["work"] == wanted:
-            return {k: v for k, v in row.items() if k.startswith("measured_speedup")} | {"speed_from": source}
+            found = {k: v for k, v in row.items() if k.startswith("measured_speedup")} | {"speed_from": source}
+            return found | over(theirs, row["speed"])
     raise DataError(f"the file of --speed does not have the depths of {run.path}: measure all in one call")
 
 
+def over(theirs: Mapping[str, Any] | None, ours: Any) -> dict[str, float]:
+    """Whole-request speed-up over full depth through transformers, where that was measured."""
+    return {} if theirs is None else {"request_speedup_over_transformers": theirs["seconds"] / ours["seconds"]}
+
+
+def named_speeds(run: Run, columns: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The columns of tables of request time: `columns` by their short names, and the same of one row at a time."""
+    schedule = run.data["config"]["method"].get("schedule")
+    short = {"request_speedup": "measured_speedup_with_prompt", "decode_speedup": "measured_speedup"}
+    found = {name: columns[long] for name, long in short.items()}
+    layers = round(run.layers_per_token) if schedule is None else len(Schedule.from_dict(schedule).prompt_layers())
+    if alone is not None:
+        one = speed_columns(run, alone)
+        found |= {f"{name}_batch_1": one[long] for name, long in short.items()}
+    return {"prompt_layers": layers, **found}
+
+
 def work_of(schedule: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a schedule decides its time: the depths, for one layer takes the time of another."""
-    return {name: schedule[name] for name in ("num_layers", "budgets", "prompt")}
+    """What of a schedule decides its time: the depths, for one layer takes the time of another.
+
+    Where prompts have layers of their own, how many more are projected depends on the order.
+    """
+    names = ("num_layers", "budgets", "prompt")
+    return {name: schedule[name] for name in (*names, *([] if isinstance(schedule["prompt"], str) else ["drop_order"]))}
 
 
 def own_speed(run: Run) -> dict[str, Any]:
@@ -124,7 +149,7 @@ def retained(run: Run, full: Run, resamples: int) -> dict[str, Any]:
 def row(
     run: Run,
     full: Run,
-    speed: Mapping[str, Any] | None,
+    speeds: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
     label: Mapping[str, str],
     common: Mapping[str, Any],
     resamples: int,
@@ -133,10 +158,12 @@ def row(
     data, config = run.data, run.data["config"]
     recipe = config.get("recipe")
     own = {k: v for k, v in options_of(run).items() if k not in common}
+    columns = speed_columns(run, speeds[0])
     return {
         **label,
         "nominal_speedup": data["nominal_speedup"],
-        **speed_columns(run, speed),
+        **named_speeds(run, columns, speeds[1]),
+        **columns,
         "mean_layers": run.layers_per_token,
         "n": data["n"],
         **scores(run),
@@ -188,7 +215,11 @@ def labels(runs: Sequence[Run], full: Run) -> dict[Path, dict[str, str]]:
 
 
 def build(
-    runs: Sequence[Run], full: Run, speed: Mapping[str, Any] | None, resamples: int, model: str | None = None
+    runs: Sequence[Run],
+    full: Run,
+    speeds: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
+    resamples: int,
+    model: str | None = None,
 ) -> dict[str, Any]:
     """The document."""
     runs = runs if any(run.path == full.path for run in runs) else [full, *runs]
@@ -196,10 +227,10 @@ def build(
     common = {k: v for k, v in tuned[0].items() if all(o.get(k) == v for o in tuned)} if tuned else {}
     config = full.data["config"]
     named = labels(runs, full)
-    rows = [row(run, full, speed, named[run.path], common, resamples) for run in runs]
+    rows = [row(run, full, speeds, named[run.path], common, resamples) for run in runs]
     return {
         **heading("quality-table"),
-        "environment": full.data["environment"] if speed is None else speed["environment"],
+        "environment": full.data["environment"] if speeds[0] is None else speeds[0]["environment"],
         "model": model or named[full.path]["checkpoint"],
         "task": {
             "name": config["task"]["name"],
@@ -224,14 +255,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", help="the run at full depth that all are compared with (default: the only one)")
     parser.add_argument("--model", help="what all checkpoints were tuned from (default: the yardstick's checkpoint)")
     parser.add_argument("--speed", type=Path, help="what schedule_speed.py wrote (default: the runs' own speed)")
+    parser.add_argument("--speed-alone", type=Path, help="the same of one row at a time, for columns of its own")
     parser.add_argument("--resamples", type=int, default=1000, help="draws of the bootstrap (default: 1000)")
     parser.add_argument("--out", required=True, help="file for the table as JSON")
     options = parser.parse_args(argv)
     try:
         runs = load_runs(options.runs)
         full = yardstick(runs, options.full)
-        speed = None if options.speed is None else read_result(options.speed, "schedule-speed")
-        document = build(runs, full, speed, options.resamples, options.model)
+        files = (options.speed, options.speed_alone)
+        speeds = tuple(None if file is None else read_result(file, "schedule-speed") for file in files)
+        document = build(runs, full, speeds, options.resamples, options.model)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except (SkipDecodeError, OSError) as e:
         print(f"quality_table: {e}", file=sys.stderr)

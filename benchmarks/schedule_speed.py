@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--limit", type=int, default=192, help="records (default: 192)")
+    parser.add_argument("--transformers", action="store_true", help="also full depth through transformers")
     parser.add_argument("--out", type=Path, required=True, help="file for the speeds as JSON")
     options = parser.parse_args(argv)
     try:
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"schedule_speed: {e}", file=sys.stderr)
         return 1
     methods = [Full(source), *(Scheduled(any_order(work), source) for work in works)]
+    methods += [Full()] if options.transformers else []
     prompts, lengths = records_of(runs[0].path, options.limit)
     size = options.batch_size
     with progress_bar(ROUNDS * len(prompts), "record") as bar:
@@ -85,7 +87,8 @@ def works_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def any_order(work: dict[str, Any]) -> Schedule:
     """A schedule that does the work."""
     layers = work["num_layers"]
-    return Schedule(layers, tuple(range(1, layers - 1)), tuple(work["budgets"]), prompt=work["prompt"])
+    order = work.get("drop_order", range(1, layers - 1))
+    return Schedule(layers, tuple(order), tuple(work["budgets"]), prompt=work["prompt"])
 
 
 def measured(out: Path) -> list[dict[str, Any]]:
@@ -97,7 +100,8 @@ def document(timings: Sequence[Timing], works: Sequence[dict[str, Any]], about: 
     """What is written; full depth's times come first."""
     full, *others = timings
     rows = []
-    for timing, work in zip(others, works, strict=True):
+    theirs = others[len(works)] if len(others) > len(works) else None
+    for timing, work in zip(others, works, strict=False):
         found = speed_entries(timing, full, EvaluationSettings(), {})
         bounds = {name: value and [value["low"], value["high"]] for name, value in found.items() if "_interval" in name}
         rows.append({"work": work, **found, **bounds})
@@ -109,6 +113,7 @@ def document(timings: Sequence[Timing], works: Sequence[dict[str, Any]], about: 
         "rounds": ROUNDS,
         **about,
         "full_depth": full.to_dict(),
+        "transformers": theirs and theirs.to_dict(),
         "rows": rows,
     }
 

@@ -109,7 +109,7 @@ def quality(document: dict[str, Any]) -> list[list[str]]:
             [
                 row["method"],
                 *([row["checkpoint"]] if several else []),
-                f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-",
+                nominal(row),
                 times(row["measured_speedup"]),
                 times(row.get("measured_speedup_with_prompt")),
                 f"{row['mean_layers']:.1f}",
@@ -118,6 +118,61 @@ def quality(document: dict[str, Any]) -> list[list[str]]:
             for row in document["runs"]
         ),
     ]
+
+
+def requests(document: dict[str, Any]) -> list[list[str]]:
+    """Whole-request speed-ups beside what is kept: by rising speed-up."""
+    head = ["method", "prompt layers", "nominal", "request", "request, batch 1", "decode", "layers a token"]
+    return [
+        [*head, *(cell for name in METRICS.values() for cell in (name, "kept"))],
+        *(
+            [
+                row["checkpoint"] if row["nominal_speedup"] > 1 else f"{row['method']}, {row['checkpoint']}",
+                str(row["prompt_layers"]),
+                nominal(row),
+                times(row["request_speedup"]),
+                times(row.get("request_speedup_batch_1")),
+                times(row["decode_speedup"]),
+                f"{row['mean_layers']:.1f}",
+                *(cell for name in METRICS for cell in (scored(row, name), kept(row["retained"][name]))),
+            ]
+            for row in sorted(document["runs"], key=lambda row: row["request_speedup"])
+        ),
+    ]
+
+
+def headline(document: dict[str, Any]) -> list[list[str]]:
+    """Of `requests` the rows that no other beats in both time and quality, against transformers too."""
+    ratios = ["whole request, x transformers", "x our full depth", "decoding alone", "quality kept"]
+    best = list[dict[str, Any]]()
+    for row in sorted(document["runs"], key=lambda row: -row["request_speedup"]):
+        if not best or least_kept(row) > least_kept(best[-1]):
+            best.append(row)
+    layers = max(row["prompt_layers"] for row in document["runs"])
+    return [
+        ["prompt tokens run", "new tokens run", *ratios],
+        *(
+            [
+                f"{row['prompt_layers']} of {layers} layers",
+                f"{row['mean_layers']:.1f} (nominal {nominal(row)})",
+                f"{row['request_speedup_over_transformers']:.1f}x",
+                times(row["request_speedup"]),
+                times(row["decode_speedup"]),
+                f"{least_kept(row):.1%}",
+            ]
+            for row in reversed(best)
+        ),
+    ]
+
+
+def least_kept(row: dict[str, Any]) -> float:
+    """The least of the shares of the scores that a row keeps."""
+    return min(float(row["retained"][name]["share"]) for name in METRICS)
+
+
+def nominal(row: dict[str, Any]) -> str:
+    """The nominal speed-up."""
+    return f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-"
 
 
 def times(speedup: float | None) -> str:
@@ -168,8 +223,10 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
     "decode": ("decode-speed", decode),
+    "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
     "quality": ("quality-table", quality),
+    "requests": ("quality-table", requests),
     "speeds": ("bench", speeds),
     "vllm": ("vllm-speed", vllm),
 }

@@ -376,6 +376,51 @@ def test_solved_budgets_reach_the_target_with_the_most_layers(cost, share, seq_l
         assert cost.speedup(deeper, 8, seq_len + 1, use) < target
 
 
+prompt_costs = st.tuples(st.floats(1, 600), st.floats(0.01, 100), st.floats(0, 1)).map(
+    lambda parts: PromptCost(parts[0], parts[1], parts[1] * parts[2])
+)
+
+
+@given(costs, prompt_costs, st.floats(0, 1), st.integers(1, 200), st.sampled_from(["auto", "full", "max_exit"]))
+def test_targets_of_the_whole_request_are_reached(cost, prompts, share, prompt_len, prompt):
+    cost = replace(cost, prompts=(prompts,))
+    shortest = Schedule.constant(cost.num_layers, 2, prompt=(0, 1) if prompt == "auto" else prompt)
+    bound = min(cost.request_speedup(each, prompt_len, 17) for each in (shortest, replace(shortest, prompt="full")))
+    target = 1 + share * (bound - 1) * 0.999
+    schedule = solve(cost, max(1.0, target), 16, prompt_len=prompt_len, prompt=prompt)
+    assert cost.request_speedup(schedule, prompt_len, 17) >= target
+    assert schedule.is_full or target > 1
+
+
+def test_a_higher_target_of_the_request_deepens_nothing():
+    cost = replace(smollm2(32), prompts=(PromptCost(512, 0.002, 0.0001),))
+    found = [solve(cost, 1 + step / 5, 24, prompt_len=35) for step in range(16)]
+    assert found[0].is_full
+    assert len(found[1].prompt_layers()) == 30
+    assert len(found[-1].prompt_layers()) < 15
+    for milder, harder in pairwise(found):
+        assert set(harder.prompt_layers()) <= set(milder.prompt_layers())
+        assert all(a >= b for a, b in zip(milder.budgets, harder.budgets, strict=True))
+        assert harder.prompt == "full" or harder.mean_budget() <= 15.5, "prompts give up layers after half depth only"
+
+
+def test_prompts_stay_full_where_giving_up_their_layers_saves_nothing():
+    cost = smollm2(batch=1)  # reads alone: the last token reads what the prompt's others leave out
+    for target in (1.3, 2.0, 3.0):
+        assert solve(cost, target, 64, prompt_len=32).prompt == "full"
+
+
+def test_a_request_out_of_reach_says_the_bound_and_what_sets_it():
+    cost = replace(smollm2(32), prompts=(PromptCost(512, 0.002, 0.0001),))
+    with pytest.raises(TargetError) as error:
+        solve(cost, 9, 24, prompt_len=200, prompt="full")
+    shortest = Schedule.constant(30, 2)
+    bound = cost.request_speedup(shortest, 200, 25)
+    share = cost.prompts_seconds(shortest, 200) / cost.request_seconds(shortest, 200, 25)
+    assert f"request is {int(bound * 100) / 100:.2f}x" in str(error.value)
+    assert f"prompts take {share:.0%}" in str(error.value)
+
+
 def test_continuous_use_gets_a_flat_schedule_and_says_why():
     cost = smollm2(batch=8)
     flat = solve(cost, 1.5, 64, phase="decode", use="continuous")

@@ -82,19 +82,60 @@ def test_a_wall_clock_target_for_a_config(config_file, capsys):
     assert document["weight_bytes"] == pytest.approx(269e6, rel=0.01)
     assert (document["prompt_len"], document["new_tokens"]) == (64, 65)
     assert figures["predicted_decode_speedup"] == pytest.approx(cost.speedup(schedule, 64, 65))
-    assert 1.5 <= figures["predicted_decode_speedup"] < 1.53 < figures["nominal_speedup"]
+    assert figures["predicted_request_speedup"] == pytest.approx(cost.request_speedup(schedule, 64, 65))
+    assert 1.5 <= figures["predicted_request_speedup"] < 1.53 < figures["nominal_speedup"]
+    seconds = figures["request_seconds_full"] / figures["request_seconds"]
+    assert seconds == pytest.approx(figures["predicted_request_speedup"])
     assert figures["bound"] > figures["bound_at_half"] == pytest.approx(1.65, abs=0.03)
     assert figures["kv_bytes_saved"] > 0
     assert document["reason"] is None
+
+
+def test_a_target_for_decoding_alone(config_file, capsys):
+    command = (config_file, "--target-speedup", "1.5", "--phase", "decode", "--json")
+    document = json.loads(plan(capsys, *command))
+    figures = document["figures"]
+    assert 1.5 <= figures["predicted_decode_speedup"] < 1.53
+    assert figures["predicted_request_speedup"] < figures["predicted_decode_speedup"]
+    assert (document["phase"], document["schedule"]["prompt"]) == ("decode", "full")
+
+
+def test_prompts_give_up_layers_as_the_target_asks_and_the_report_says_so(config_file, capsys):
+    command = (config_file, "--batch", "32", "--prompt-len", "200", "--seq-len", "50")
+    shown = []
+    for target in ("1.1", "1.5", "2.5"):
+        document = json.loads(plan(capsys, *command, "--target-speedup", target, "--json"))
+        schedule = Schedule.from_dict(document["schedule"])
+        assert document["figures"]["predicted_request_speedup"] >= float(target)
+        shown.append((len(schedule.prompt_layers()), schedule.mean_budget()))
+        text = " ".join(plan(capsys, *command, "--target-speedup", target).split())
+        assert f"prompts {shown[-1][0]} of 30 layers" in text
+    assert shown[0][0] == 30
+    assert shown == sorted(shown, reverse=True), "a higher target deepens nothing"
+    assert shown[-1][0] < 15
+
+
+def test_prompt_layers_are_the_users(config_file, capsys):
+    command = (config_file, "--target-speedup", "1.5", "--batch", "32", "--prompt-layers")
+    for text, run in (("12", 12), ("0-9,20", 11), ("full", 30)):
+        document = json.loads(plan(capsys, *command, text, "--json"))
+        schedule = Schedule.from_dict(document["schedule"])
+        assert len(schedule.prompt_layers()) == run
+        assert document["figures"]["predicted_request_speedup"] >= 1.5
+    nominal = (config_file, "--nominal-speedup", "2", "--prompt-layers", "max_exit", "--json")
+    assert json.loads(plan(capsys, *nominal))["schedule"]["prompt"] == "max_exit"
 
 
 def test_the_report_has_the_figures_of_the_document(config_file, capsys):
     command = (config_file, "--nominal-speedup", "2", "--batch", "4", "--seq-len", "32")
     figures = json.loads(plan(capsys, *command, "--json"))["figures"]
     text = " ".join(plan(capsys, *command).split())
-    assert f"nominal {figures['nominal_speedup']:.2f}x layers" in text
-    assert f"decode {figures['predicted_decode_speedup']:.2f}x time" in text
-    assert f"request {figures['predicted_request_speedup']:.2f}x time" in text
+    table = (
+        f"request {figures['predicted_request_speedup']:.2f}x time of prompt and steps together "
+        f"decode {figures['predicted_decode_speedup']:.2f}x time of the steps after the prompt "
+        f"nominal {figures['nominal_speedup']:.2f}x layers"
+    )
+    assert table in text, "the whole request comes first"
     assert 1 < figures["predicted_request_speedup"] < figures["predicted_decode_speedup"] < figures["nominal_speedup"]
     assert "of weights in bfloat16" in text
     assert "for 4 x (64 prompt + 33 new tokens), lockstep" in text
@@ -150,7 +191,7 @@ def test_continuous_use_is_flat_and_says_why(config_file, capsys):
     command = (config_file, "--target-speedup", "1.5", "--use", "continuous", "--batch", "8")
     document = json.loads(plan(capsys, *command, "--json"))
     assert len(set(document["schedule"]["budgets"])) == 1
-    assert document["figures"]["predicted_decode_speedup"] >= 1.5
+    assert document["figures"]["predicted_request_speedup"] >= 1.5
     assert document["reason"].startswith("flat, because rows of mixed ages")
     assert "flat, because rows of mixed ages share a step" in " ".join(plan(capsys, *command).split())
 
@@ -167,7 +208,7 @@ def test_orders(order, first, config_file, capsys):
         kept = schedule.layers(10**6)
         gaps = {b - a for a, b in pairwise(kept)}
         assert max(gaps) - min(gaps) <= 1
-    assert document["figures"]["predicted_decode_speedup"] >= 1.5
+    assert document["figures"]["predicted_request_speedup"] >= 1.5
 
 
 def test_explicit_exits_are_the_papers_schedule(config_file, capsys):
@@ -250,6 +291,17 @@ def test_the_picture_shows_what_runs(schedule):
             assert set(shown) == {"█" if layer in schedule.layers(position) else "·"}
 
 
+def test_the_picture_shows_what_prompts_do():
+    def prompt(schedule: Schedule) -> str:
+        """What each layer does with prompt tokens, from layer 0 up."""
+        lines = schedule_picture(schedule, 12, blocks=False).splitlines()[1 : schedule.num_layers + 1]
+        return "".join(line.partition("|")[0].split()[1][0] for line in reversed(lines))
+
+    assert prompt(Schedule.split(8, 3, [5, 4])) == "###.===="
+    assert prompt(Schedule.split(8, 4, [6, 4])) == "####===="
+    assert prompt(Schedule.from_speedup(8, 2, 12)) == "########"
+
+
 def test_a_long_schedule_is_binned_to_the_width():
     schedule = Schedule.from_speedup(30, 2, 1000)
     for width in (40, 80):
@@ -257,7 +309,7 @@ def test_a_long_schedule_is_binned_to_the_width():
         assert max(map(len, picture.splitlines())) <= width
         filled = sum(row.count("█") for row in cells(picture, 30)) / sum(map(len, cells(picture, 30)))
         assert filled == pytest.approx(schedule.mean_budget() / 30, abs=0.02)
-    numbers = [int(n) for n in picture.splitlines()[-1].split()]
+    numbers = [int(n) for n in picture.splitlines()[-1].split()[1:]]
     assert numbers[0] == 0
     assert numbers[-1] == pytest.approx(750, abs=20)
 
@@ -298,6 +350,12 @@ def test_plain_ascii_where_the_terminal_has_no_blocks(config_file, monkeypatch):
         (("--min-exit-layer", "9", "--max-exit-layer", "40"), "give 2 to 30"),
         (("--nominal-speedup", "2", "--warmup-layers", "31"), "warmup"),
         (("--nominal-speedup", "2", "--order", "inside-out"), "inside-out"),
+        (("--nominal-speedup", "2", "--phase", "decode"), "--phase"),
+        (("--target-speedup", "2", "--phase", "prompt"), "--phase"),
+        (("--target-speedup", "2", "--prompt-layers", "31"), "31"),
+        (("--target-speedup", "2", "--prompt-layers", "some"), "some"),
+        (("--target-speedup", "2", "--prompt-layers", "5-9"), "warm"),
+        (("--target-speedup", "2.5", "--prompt-layers", "full", "--batch", "32", "--seq-len", "16"), "prompts take"),
     ],
 )
 def test_wrong_options_are_told(arguments, message, config_file, capsys):

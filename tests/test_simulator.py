@@ -79,6 +79,21 @@ def test_a_prompt_in_chunks_shares_its_forwards_with_a_running_row_by_hand():
     assert sorted(result.between_tokens) == pytest.approx([1, 1, 2, 3, 3])
 
 
+def test_prompts_with_layers_of_their_own_share_no_forward_by_hand():
+    cost = CostModel(4, 2, (StepCost(1, 1, 2), StepCost(2, 1, 3)), (PromptCost(1000, 5, 0.5),))
+    schedule = Schedule.split(4, 2, [3, 3], warmup_layers=1)
+    # A prompt: 1 + 2·5, and layers 2 and 3 projected and run on its last token, 2·(0.5 + 2) -> 16. A step: 1 + 3·2.
+    # 0: -> 16, -> 23. Request 1 came at 17, its prompt puts out its token alone -> 39, then both step: 1 + 3·3 -> 49.
+    result = simulate(requests((0, 4, 3), (17, 4, 2)), cost, schedule, max_rows=2)
+    assert list(result.whole) == pytest.approx([49, 32])
+    assert list(result.first_token) == pytest.approx([16, 22])
+    assert (result.prompt_seconds, result.decode_seconds) == pytest.approx((32, 17))
+    # In forwards of 3 tokens the first part of 1's prompt gives no token, so row 0 steps after it: -> 23, then 1's
+    # part 1 + 2·5 + 2·0.5 -> 35, and row 0's last step -> 42; 1's second part -> 58, its step -> 65.
+    parts = simulate(requests((0, 3, 3), (17, 4, 2)), cost, schedule, max_rows=2, prompt_chunk=3)
+    assert list(parts.whole) == pytest.approx([42, 48])
+
+
 def test_cached_tokens_are_read_to_the_window_by_hand():
     cost = CostModel(2, 1, (StepCost(1, 0, 0, 1),), (PromptCost(1000, 0),), window=4, window_share=0.5)
     # Steps find 3, 4, 5 and 6 tokens: one layer reads them all, the other 4 at most.
@@ -100,7 +115,9 @@ def test_waves_start_together_and_a_stream_fills_free_rows_by_hand():
     sizes=st.lists(st.tuples(st.floats(0, 0.2), st.integers(1, 30), st.integers(1, 25)), min_size=1, max_size=25),
     max_rows=st.integers(1, 8),
     policy=st.sampled_from(list(POLICIES)),
-    schedule=st.sampled_from([PAPER, FULL, PAPER.flattened(), replace(PAPER, prompt="max_exit")]),
+    schedule=st.sampled_from(
+        [PAPER, FULL, PAPER.flattened(), replace(PAPER, prompt="max_exit"), replace(PAPER, prompt=(0, 1, 3))]
+    ),
     chunk=st.sampled_from([7, 512]),
     workers=st.integers(1, 3),
 )
@@ -127,6 +144,14 @@ def test_lockstep_equals_the_cost_model(schedule, policy):
     result = simulate(requests(*[(0, 16, 40)] * 4), model, schedule, max_rows=4, policy=policy)
     assert result.decode_seconds == pytest.approx(model.sequence_seconds(schedule, 16, 40))
     assert result.layers_per_step == pytest.approx(model.layers_per_step(schedule, 40))
+
+
+@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2)], ids=str)
+def test_a_wave_of_whole_requests_equals_the_cost_model(prompt):
+    schedule = replace(PAPER, prompt=prompt)
+    cost = replace(MODELS[1], prompts=(PromptCost(64, 0.01, 0.001),))
+    result = simulate(requests(*[(0, 16, 40)] * 4), cost, schedule, max_rows=4, policy="waves")
+    assert result.seconds == pytest.approx(cost.request_seconds(schedule, 16, 40))
 
 
 def test_continuous_with_one_row_equals_waves_of_one():

@@ -12,9 +12,9 @@ __all__ = ["SPEEDUPS", "figures", "side_by_side", "speedups", "table"]
 _LEAST_WIDTH = 22
 _GAP = 2
 SPEEDUPS = {
-    "nominal": "layers that a new token runs, fewer by this factor",
-    "decode": "time of the steps after the prompt",
     "request": "time of prompt and steps together",
+    "decode": "time of the steps after the prompt",
+    "nominal": "layers that a new token runs, fewer by this factor",
 }
 """What each of the three speed-ups counts."""
 _NO_GLYPH = "\N{WHITE SQUARE}"
@@ -69,7 +69,7 @@ def figures(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, ab
 
 
 def speedups(header: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
-    """A table of the three speed-ups with what each counts; `cells` by "nominal", "decode" and "request"."""
+    """A table of the three speed-ups with what each counts; `cells` by "request", "decode" and "nominal"."""
     last = max(map(len, SPEEDUPS.values()))
     rows = [[name, *cells[name], counts.ljust(last)] for name, counts in SPEEDUPS.items()]
     return table(["speed-up", *header, "what it counts".ljust(last)], rows)

@@ -283,9 +283,9 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
     columns = {
         f"{rows}, {part['engine']} engine": "{name}",
         "layers": "{layers_per_token:.1f}",
-        "nominal": "{nominal_speedup:.2f}x",
-        "decode": "{measured_decode_speedup:.2f}x",
         "request": "{measured_request_speedup:.2f}x",
+        "decode": "{measured_decode_speedup:.2f}x",
+        "nominal": "{nominal_speedup:.2f}x",
         "decode s": "{decode_s:.2f}",
         "request s": "{request_s:.2f}",
         "tokens/s": "{decode_tokens_per_s:.0f}",

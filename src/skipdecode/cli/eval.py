@@ -3,6 +3,7 @@
   skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
   skipdecode eval MODEL --task e2e --data test.jsonl --methods skipdecode:2 even:2 mine.json --out runs
   skipdecode eval --compare runs/full runs/2x --report report.html
+  skipdecode eval MODEL --self --out runs
 
 The first form generates an output for every record, under the method and at full depth, and scores both: what is kept
 of full depth comes first. Speed is measured on a few batches whose outputs get the same lengths under both. It writes
@@ -12,6 +13,7 @@ The second does so for several methods, which share full depth; each gets a dire
 Full depth and schedules run on the fast engine where it covers the model (--engine); calm, self_speculation and
 prompt_lookup run through transformers, and are timed next to full depth there.
 The third form reads such runs and compares all of them to the first.
+The fourth needs no records: KL to the untouched model, its perplexity of the schedules' texts, instructions followed.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_fil
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
+from skipdecode.data.own_words import OwnWordsOptions, check_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 
@@ -42,11 +45,11 @@ if TYPE_CHECKING:
     from skipdecode.models.loading.recipe import Recipe
     from skipdecode.schedule import Schedule
 
-__all__ = ["Config", "run"]
+__all__ = ["Config", "recipe_of", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
+class Config(EvaluationSettings, OwnWordsOptions, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option(MODEL, default="", positional=True)
@@ -85,10 +88,17 @@ class Config(EvaluationSettings, MethodOptions, ModelOptions, EngineOptions, Met
         "file for an HTML report (default: report.html in --out; with --compare, none)", default=None
     )
     json: bool = option("print one JSON document instead of tables", default=False)
+    base: str | None = option("with --self: the untouched model (default: what it was tuned from)", default=None)
+    self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
 
 
 def run(config: Config) -> int:
     """Evaluate or compare."""
+    check_prompts(config)
+    if config.self:
+        from skipdecode.cli.eval_self import evaluate_own_words
+
+        return evaluate_own_words(config)
     if config.compare:
         if config.model or config.task or config.out or config.methods:
             raise UsageError("--compare reads finished runs: leave out MODEL, --task, --methods and --out")
@@ -198,7 +208,7 @@ def _runs(
     from skipdecode.models.loading.hub import load_model
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    recipe = _recipe(loaded)
+    recipe = recipe_of(loaded)
     _check_template(loaded.recipe, task)
     chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
     _tell(chosen, loaded.recipe, config.model)
@@ -272,7 +282,7 @@ def _folder(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
 
 
-def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
+def recipe_of(loaded: LoadedModel) -> dict[str, Any] | None:
     """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
     from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
 

@@ -312,7 +312,6 @@ def _tell_comparison(found: dict[str, Any] | None) -> None:
     many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
     note(f"{many} once more, in turn with full depth, all rows of a batch to the same length:")
     cells = {
-        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
         "decode": (
             "{full_decode_tokens_per_s:.1f} tokens/s",
             "{decode_tokens_per_s:.1f} tokens/s",
@@ -323,6 +322,7 @@ def _tell_comparison(found: dict[str, Any] | None) -> None:
             "{request_tokens_per_s:.1f} tokens/s",
             "{measured_request_speedup:.2f}x",
         ),
+        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
     }
     filled = {name: [form.format_map(found) for form in forms] for name, forms in cells.items()}
     for line in speedups(["full depth", "the schedule", "measured"], filled):

@@ -18,7 +18,7 @@ from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choo
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import CostModel, PromptCost
+from skipdecode.performance.cost import PROMPT_TOKENS, CostModel, PromptCost
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
 from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
@@ -154,8 +154,9 @@ def _cost(config: Config) -> CostModel:
         cost = CostModel.joined([read_cost(path) for path in config.cost], config.max_rows)
         if config.prompt_token_ms is None:
             return cost
-        seconds = config.prompt_token_ms / 1e3 / cost.num_layers
-        return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds),))
+        layer, projection = cost.prompt_layer_seconds(PROMPT_TOKENS)
+        seconds, share = config.prompt_token_ms / 1e3 / cost.num_layers, projection / layer if layer else 0.0
+        return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds, share),))
     from skipdecode.models.loading.hub import choose_device
     from skipdecode.performance.cost_source import find_geometry
     from skipdecode.performance.machine import Machine, measure_machine
@@ -253,7 +254,7 @@ def _table(runs: list[_Run]) -> list[str]:
     }
     lines += [[name, *map(form.format, results)] for name, form in figures.items()]
     documents = [s.to_dict() for s in results]
-    for name, field in (("first token", "first_token_s"), ("inter-token", "inter_token_s"), ("request", "request_s")):
+    for name, field in (("request", "request_s"), ("first token", "first_token_s"), ("inter-token", "inter_token_s")):
         for which in ("p50", "p99"):
             lines.append([f"{name} {which}, ms", *(f"{1e3 * each[field][which]:.2f}" for each in documents)])
     shown = table(lines[0], lines[1:])
@@ -263,9 +264,11 @@ def _table(runs: list[_Run]) -> list[str]:
 
 
 def _gain(full: _Run, other: _Run) -> str:
-    """What a schedule buys: in a stream that both can serve the tokens/s are the same, so there capacity counts."""
+    """What a schedule buys: in a stream that both can serve the rates are the same, so there capacity counts."""
     nominal = f"(nominal {other.schedule.nominal_speedup:.2f}x)"
     if full.capacity is None or other.capacity is None:
-        gain = other.result.tokens_per_second / full.result.tokens_per_second
-        return f"{gain:.2f}x the tokens/s of full depth {nominal}"
+        gain = other.result.requests_per_second / full.result.requests_per_second
+        before, after = full.result.decode_seconds, other.result.decode_seconds
+        decode = f"; decode {before / after:.2f}x" if after else ""
+        return f"{gain:.2f}x the requests/s of full depth{decode} {nominal}"
     return f"{other.capacity / full.capacity:.2f}x the requests/s that full depth can serve {nominal}"

@@ -1,6 +1,9 @@
 """Fine-tune a model under a schedule, as a LoRA adapter or in all weights.
 
 Every response token runs only the layers that the schedule gives it, so a skipped layer costs nothing here either.
+Without responses: --self takes prompts from a file, or has the model draw them, and its own answers at full depth; it
+is then distilled under the schedule and milder ones. Prompts and answers stay in OUT/self.jsonl, held out ones in
+OUT/self-dev.jsonl.
 On several devices: accelerate launch -m skipdecode.cli tune ...
 """
 
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
@@ -20,6 +23,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
+from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWordsOptions, check_prompts
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.locate import adapter_dir
@@ -38,10 +42,13 @@ __all__ = ["Config", "prepare_parser", "run"]
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
+# On its own words a model has no mistakes to learn from, only full depth; milder schedules cost it next to nothing.
+_SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
+_SELF_SPEEDUP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TuneConfig, RecordOptions, ScheduleOptions):
+class Config(TuneConfig, OwnWordsOptions, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
@@ -58,11 +65,15 @@ class Config(TuneConfig, RecordOptions, ScheduleOptions):
         least=1,
     )
     train_records: int | None = option("only the first N lines of --train", default=None, least=1)
-    dev_records: int | None = option("only the first N lines of --dev", default=256, least=1)
+    dev_records: int | None = option(
+        "only the first N lines of --dev; with --self, most records to hold out", default=256, least=1
+    )
 
 
 def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Take the options of `--recipe` as defaults."""
+    """Take the options of `--recipe` as defaults, and what goes with --self."""
+    if "--self" in arguments:
+        parser.set_defaults(**_SELF_DEFAULTS)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")
     path = early.parse_known_args(arguments)[0].recipe
@@ -84,14 +95,14 @@ def run(config: Config) -> int:
     _check(config)
     from skipdecode.tuning.setup import process_state
 
-    out = Path(config.out)
+    out, state = Path(config.out), process_state()
+    options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
+    config, words = _with_own_words(config, state) if config.self else (config, {})
     loaded = _load(config)
     limits = {"train": config.train_records, "dev": config.dev_records}
     examples = {n: read_examples(config, n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
     schedule = _schedule(config, loaded, examples["train"][0])
-    data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()}
-    options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
-    state = process_state()
+    data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | words
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
     recipe = make_recipe(options, make_template(config), schedule, data, environment(), base=base, processes=processes)
     if config.resume and (out / RECIPE_FILE).is_file():
@@ -113,12 +124,16 @@ def run(config: Config) -> int:
 
 def _check(config: Config) -> None:
     """Refuse, before weights are loaded, what can be known to be wrong without them."""
-    for name in ("model", "train", "dev", "out"):
+    check_prompts(config)
+    for name in ("model", "out") if config.self else ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
     check_out(Path(config.out), "the run in it", resume=config.resume)
     check_schedule_options(config, config.model)
-    check_records(config, "train", "dev")
+    if not config.self:
+        check_records(config, "train", "dev")
+    elif wrong := [n for n in ("train", "dev", "task", "response_field") if getattr(config, n)]:
+        raise UsageError(f"--self makes its own records from --prompts: leave out --{wrong[0].replace('_', '-')}")
     if not config.full and find_spec("peft") is None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:
@@ -131,6 +146,37 @@ def _check(config: Config) -> None:
         import skipdecode.tuning.setup  # noqa: F401
     except ImportError:
         raise MissingExtraError("tuning", "tune") from None
+
+
+def _with_own_words(config: Config, state: Any) -> tuple[Config, dict[str, Any]]:
+    """The config with the model's own words as its records, made first if need be, and what a recipe says of them."""
+    from skipdecode.data.own_words import OwnWords, own_template
+    from skipdecode.data.records import Template
+    from skipdecode.engine.opening import open_engines
+    from skipdecode.models.loading.hub import load_model
+
+    out, field = Path(config.out), config.prompt_field
+    text = config.prompt_template or (None if field is None else f"{{{field}}}")
+    state.wait_for_everyone()
+    with state.main_process_first():  # the others find it done
+        loaded = load_model(config.model)
+        asked = None if text is None else Template(text, "response", chat=config.chat)
+        template = own_template(loaded.tokenizer, asked)
+        engines = open_engines(loaded.model, "auto", note)
+        options, skip_bad = config.part(OwnWordsOptions), config.bad_records == "skip"
+        words = OwnWords(loaded, engines, template, options, out, seed=config.seed, skip_bad=skip_bad)
+        made = words.write_records(config.dev_records or 0)
+    given = replace(
+        config,
+        train=str(out / TRAIN_FILE),
+        dev=str(out / DEV_FILE),
+        prompt_template=template.prompt,
+        prompt_field=None,
+        response_field="response",
+        chat=template.chat,
+        bad_records="skip",  # read again, an answer may be a token longer, and at the context's end too long
+    )
+    return given, {"self": made}
 
 
 def _tune(
@@ -172,7 +218,12 @@ def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> 
     layers = loaded.num_layers
     longest = lengths[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
-    carried, own = (loaded.schedule, None) if stored is None else (Schedule.from_dict(stored), "the recipe's")
+    carried, own = loaded.schedule, None
+    if stored is not None:
+        carried, own = Schedule.from_dict(stored), "the recipe's"
+    elif config.self and config.schedule is None and config.nominal_speedup is None and carried is None:
+        carried = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
+        own = "evenly spaced layers left out, as none is named"
     choice = choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
     note(f"schedule {choice.schedule.name}: {choice.origin}")
     return choice.schedule

@@ -21,6 +21,8 @@ FORMATS: Mapping[str, int] = {
     "decode-speed": 1,
     "evaluation": 1,
     "kernel-speed": 1,
+    "own-words": 1,
+    "prediction": 1,
     "quality-table": 1,
     "schedule-speed": 1,
     "scheduling": 1,

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from skipdecode.evaluation.bootstrap import Table
@@ -17,7 +19,7 @@ from skipdecode.evaluation.scores import table_of
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 
-__all__ = ["reference_loss", "teacher_forced"]
+__all__ = ["reference_loss", "teacher_forced", "token_fidelity", "token_losses"]
 
 
 def teacher_forced(
@@ -39,16 +41,37 @@ def teacher_forced(
     dict of str to ndarray, shape (rows, 2)
         Tables of top1_agreement and kl.
     """
+    rows = token_fidelity(model, schedule, prompts, full)
+    return {name: table_of([[row[name].sum(), len(row[name])] for row in rows]) for name in ("top1_agreement", "kl")}
+
+
+def token_fidelity(
+    model: Any,
+    schedule: Schedule,
+    prompts: Sequence[Sequence[int]],
+    full: Sequence[Sequence[int]],
+    teacher: Any = None,
+) -> list[dict[str, NDArray[np.float64]]]:
+    """top1_agreement and kl at every token of each row's output; see `teacher_forced`.
+
+    `teacher` is who says at full depth what is expected, by default the model itself.
+    """
     batch = _Batch(prompts, full, model.device)
     with torch.inference_mode(), Attachment(model, schedule) as attachment:
-        with attachment.paused():
-            output = model(**batch.call)
+        if teacher is None:
+            with attachment.paused():
+                output = model(**batch.call)
+        else:
+            output = teacher(**batch.call)
         shallow = model(**batch.call, prompt_length=batch.prompt_lengths)
-        agreement, divergence = [], []
-        for expected, got in zip(batch.log_probabilities(output), batch.log_probabilities(shallow), strict=True):
-            agreement.append(got.argmax(-1) == expected.argmax(-1))
-            divergence.append((expected.exp() * (expected - got)).sum(-1))
-    return {"top1_agreement": _sums(agreement), "kl": _sums(divergence)}
+        pairs = zip(batch.log_probabilities(output), batch.log_probabilities(shallow), strict=True)
+        return [
+            {
+                "top1_agreement": (got.argmax(-1) == expected.argmax(-1)).double().cpu().numpy(),
+                "kl": (expected.exp() * (expected - got)).sum(-1).double().cpu().numpy(),
+            }
+            for expected, got in pairs
+        ]
 
 
 def reference_loss(
@@ -58,12 +81,19 @@ def reference_loss(
 
     Arguments and table are as those of `teacher_forced`.
     """
-    batch = _Batch(prompts, references, model.device)
+    rows = token_losses(model, schedule, prompts, references)
+    return {"loss": table_of([[row.sum(), len(row)] for row in rows])}
+
+
+def token_losses(
+    model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> list[NDArray[np.float64]]:
+    """Cross-entropy at every token of each row's text, in nats; arguments as those of `teacher_forced`."""
+    batch = _Batch(prompts, texts, model.device)
     with torch.inference_mode(), Attachment(model, schedule):
         output = model(**batch.call, prompt_length=batch.prompt_lengths)
         guesses = zip(batch.log_probabilities(output), batch.outputs, strict=True)
-        losses = [-guess.gather(-1, ids[:, None]).squeeze(-1) for guess, ids in guesses]
-    return {"loss": _sums(losses)}
+        return [-guess.gather(-1, ids[:, None]).squeeze(-1).double().cpu().numpy() for guess, ids in guesses]
 
 
 class _Batch:
@@ -88,7 +118,3 @@ class _Batch:
         """Of the next token at each place of a row's output, (tokens, vocabulary), row by row to spare memory."""
         for logits, start, ids in zip(output.logits, self._starts, self.outputs, strict=True):
             yield torch.log_softmax(logits[start : start + len(ids)].float(), dim=-1)
-
-
-def _sums(rows: Sequence[Tensor]) -> Table:
-    return table_of([[row.double().sum().item(), len(row)] for row in rows])

@@ -20,6 +20,7 @@ __all__ = ["Assessment", "Auto", "assess", "solve", "why_flat"]
 Auto = Literal["auto"]
 """What prompts run follows from the target; see `solve`."""
 _ROUNDS = 60
+_PAYS = 0.9
 
 
 def solve(
@@ -52,8 +53,9 @@ def solve(
         What is to be so much faster: prompt and steps together, or the steps alone.
     prompt : {"auto"} or as in `Schedule`
         What prompts run. auto: new tokens give up layers first, to half depth; then prompts, which run the lowest
-        layers and project the others, to half depth; then both alike. Prompts stay at full depth where that spares new
-        tokens nothing, as where a forward's time is the read of its weights, and for the decode phase.
+        layers and project the others, to half depth; then both alike. Prompts stay at full depth for the decode phase,
+        and where halving theirs saves less than a tenth of their time: where that is the read of the weights, the last
+        token, which runs the upper layers too, takes as long as all.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
@@ -71,14 +73,13 @@ def solve(
     def reaches(schedule: Schedule) -> bool:
         return cost.speedup(schedule, *tokens, use, phase) >= target_speedup
 
-    asked = "full" if prompt == "auto" and phase == "decode" else prompt
-    found = family.deepest(asked, reaches)
-    if asked == "auto":
-        plain = family.deepest("full", reaches)
-        if plain is not None and (found is None or plain.mean_budget() >= found.mean_budget()):
-            return plain
+    if prompt == "auto":
+        halved = cost.prompts_seconds(family.schedule(1.0, prompt), prompt_len)
+        full = cost.prompts_seconds(Schedule.full(cost.num_layers), prompt_len)
+        prompt = prompt if phase == "request" and halved < _PAYS * full else "full"
+    found = family.deepest(prompt, reaches)
     if found is None:
-        raise TargetError(_out_of_reach(cost, target_speedup, family.schedule(0.0, asked), phase, tokens))
+        raise TargetError(_out_of_reach(cost, target_speedup, family.schedule(0.0, prompt), phase, tokens))
     return found
 
 

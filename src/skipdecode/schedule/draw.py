@@ -1,4 +1,4 @@
-"""A schedule as text: layers × generation positions, top layer first. Pure Python."""
+"""A schedule as text: layers × prompt and generation positions, top layer first. Pure Python."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from skipdecode.schedule import Schedule
 
 __all__ = ["schedule_picture", "shows_blocks"]
 
-_BLOCKS = ("█", "·", "└", "│", "─")
-_ASCII = ("#", ".", "+", "|", "-")
+_BLOCKS = ("█", "·", "▒", "└", "│", "─")
+_ASCII = ("#", ".", "=", "+", "|", "-")
 _WIDEST_POSITION = 8
+_PROMPT = "prompt"
 
 
 def shows_blocks(encoding: str | None) -> bool:
@@ -23,25 +24,27 @@ def shows_blocks(encoding: str | None) -> bool:
 
 
 def schedule_picture(schedule: Schedule, positions: int | None = None, *, width: int = 80, blocks: bool = True) -> str:
-    """Layers × positions: filled where a layer runs.
+    """Layers × positions: filled where a layer runs; left of the axis what it does with prompt tokens.
 
-    Where positions outnumber the columns, a column stands for several and is filled if the layer runs at half of them
-    or more; where they are few, a position takes several columns. Shows `positions` of them (by default the schedule's
-    `seq_len`): a heading, one line a layer, an axis and its numbers, of at most `width` characters, in block characters
-    or plain ASCII; no line end after the last.
+    Half filled: it leaves their keys and values and does nothing else. Where positions outnumber the columns, a column
+    stands for several and is filled if the layer runs at half of them or more; where they are few, a position takes
+    several columns. Shows `positions` of them (by default the schedule's `seq_len`): a heading, one line a layer, an
+    axis and its numbers, of at most `width` characters, in block characters or plain ASCII; no line end after the last.
     """
     shown = schedule.seq_len if positions is None else max(1, positions)
-    margin = max(len(str(schedule.num_layers - 1)), len("layer")) + 2
+    margin = max(len(str(schedule.num_layers - 1)), len("layer")) + len(_PROMPT) + 3
     columns = max(1, min(shown, width - margin))
     stretch = max(1, min((width - margin) // columns, _WIDEST_POSITION))
-    runs, left_out, corner, side, floor = _BLOCKS if blocks else _ASCII
+    runs, left_out, stored, corner, side, floor = _BLOCKS if blocks else _ASCII
+    prompt = dict.fromkeys(schedule.projected, stored) | dict.fromkeys(schedule.prompt_layers(), runs)
     edges = [shown * column // columns for column in range(columns + 1)]
-    lines = ["layer, by generation position"]
+    lines = ["layer, by generation position" + (f"; {stored} keys and values alone" if schedule.projected else "")]
     for layer in reversed(range(schedule.num_layers)):
         end = schedule.drop_position(layer)
         middles = (left + right for left, right in pairwise(edges))
         cells = (runs if end is None or 2 * end >= twice else left_out for twice in middles)
-        lines.append(f"{layer:>{margin - 2}} {side}" + "".join(cell * stretch for cell in cells))
+        before = f"{layer:>{margin - len(_PROMPT) - 3}} {prompt.get(layer, left_out) * len(_PROMPT)} {side}"
+        lines.append(before + "".join(cell * stretch for cell in cells))
     lines.append(" " * (margin - 1) + corner + floor * (columns * stretch))
     lines.append(_numbers(edges[:-1], margin, stretch))
     return "\n".join(lines)
@@ -50,7 +53,7 @@ def schedule_picture(schedule: Schedule, positions: int | None = None, *, width:
 def _numbers(starts: list[int], margin: int, stretch: int) -> str:
     """The axis' numbers: the position at which a column begins, about every quarter."""
     columns = len(starts)
-    line = " " * margin
+    line = f"{_PROMPT} ".rjust(margin - 1) + " "
     for column in sorted({columns * quarter // 4 for quarter in range(4)}):
         at = margin + column * stretch
         if at == margin or at > len(line):

@@ -5,8 +5,8 @@ percentiles and layers per step come out. Admission is the engine's own `Schedul
 so what is simulated is what runs. Memory grows by a number for every token put out.
 
 Not modelled: time in Python and in sampling beyond the cost's fixed part, the limit on KV memory, a prefix cache, the
-forwards of their own that prompts have on a GPU, attention inside a prompt, noise. A result is only as good as its cost
-model: compare it with a real run before relying on it.
+forwards of their own that all prompts have on a GPU, attention inside a prompt, noise. A result is only as good as its
+cost model: compare it with a real run before relying on it.
 """
 
 from __future__ import annotations

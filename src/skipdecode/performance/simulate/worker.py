@@ -174,7 +174,10 @@ class Worker:
         return idle
 
     def step(self, now: float) -> float | None:
-        """As `FastEngine.step` on a CPU: admit, then one forward; returns when it ends, None with nothing to do."""
+        """As `FastEngine.step` on a CPU: admit, then one forward; returns when it ends, None with nothing to do.
+
+        Prompts with layers of their own have a forward to themselves; rows step after it only if it put out nothing.
+        """
         self.finished = 0
         self._scheduler.submit(self._new)
         self._new = []
@@ -185,14 +188,20 @@ class Worker:
         if not self._starting and not self._running:
             self._idle = True
             return None
-        rows, tokens = list(self._running), self._take_prompts()
+        tokens = self._take_prompts()
+        done = [row for row in self._starting if not row.left]
+        rows = list(self._running)
+        if tokens and not isinstance(self._policy.schedule.prompt, str):
+            now += self._own_prompts(tokens, len(done))
+            tokens, rows = 0, [] if done else rows
         for row in rows:
             row.budget = granted(self._policy, RowView(row.number, row.output - 1, row.budget, 0.0))
         rows.sort(key=attrgetter("budget"), reverse=True)
-        now += self._forward(rows, tokens)
-        self._running += [row for row in self._starting if not row.left]
+        if rows or tokens:
+            now += self._forward(rows, tokens, len(done))
+        self._running += done
         self._starting = [row for row in self._starting if row.left]
-        for row in list(self._running):
+        for row in (*rows, *done):
             self._put_out(row, now)
         return now
 
@@ -207,12 +216,19 @@ class Worker:
                 break
         return self._chunk - room
 
-    def _forward(self, rows: list[_Row], tokens: int) -> float:
-        """Seconds of a forward over a token of each row, by falling depth, and tokens of prompts."""
+    def _own_prompts(self, tokens: int, ends: int) -> float:
+        """Seconds of a forward over tokens of prompts alone, of which so many end."""
+        seconds = self._cost.prompt_seconds(self._policy.schedule, tokens, ends)
+        self._result.prompt_tokens += tokens
+        self._result.prompt_seconds += seconds
+        return seconds
+
+    def _forward(self, rows: list[_Row], tokens: int, ends: int) -> float:
+        """Seconds of a forward over a token of each row, by falling depth, and tokens of prompts, of which some end."""
         result, cost = self._result, self._cost
         budgets = [row.budget for row in rows]
         prompt_depth = self._policy.prompt_budget() if tokens else 0
-        seconds = self._steps[max(len(rows), 1) - 1].fixed_seconds
+        seconds = self._steps[max(len(rows) + ends, 1) - 1].fixed_seconds
         read = 0.0
         # The layers between two depths run on exactly the rows that are at least that deep, and on the prompts.
         for count, (depth, below) in enumerate(pairwise([max([prompt_depth, *budgets[:1]]), *budgets, 0])):

@@ -25,7 +25,7 @@ __all__ = [
     "speed_png",
 ]
 
-_RUNS, _BARS = COLORS[0], COLORS[1]
+_RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
 _WINDOW, _DRAWN = 15, 120
 _SPEED_TIP = "{decode_speedup:.2f}x at nominal {nominal_speedup:g}x, {decode_tokens_per_s:.0f} tokens/s"
 _Rows = Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ _Rows = Sequence[Mapping[str, Any]]
 def depth_figure(
     schedule: Schedule, positions: int | None = None, *, title: str = "", size: tuple[float, float] = (8.0, 4.5)
 ) -> Any:
-    """Layers × generation positions.
+    """Layers × generation positions, and left of them what layers do with prompt tokens.
 
     Parameters
     ----------
@@ -92,17 +92,26 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 
     shown = schedule.seq_len if positions is None else max(1, positions)
     ends = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
-    axes.axhspan(-0.5, schedule.num_layers - 0.5, color=LEFT_OUT, linewidth=0)
+    left, right = -0.1 * shown, -0.02 * shown  # of the strip for the prompt
+    for span in ((left, right), (0, shown)):
+        axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
+    prompts = {_RUNS: (schedule.prompt_layers(), "runs on"), _STORED: (schedule.projected, "leaves keys and values of")}
+    for color, (layers, does) in prompts.items():
+        for layer, bar in zip(layers, axes.barh(layers, right - left, 0.94, left, color=color), strict=True):
+            tip(bar, f"layer {layer} {does} prompt tokens")
+    below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=7)
     widths = [shown if e is None else min(e, shown) for e in ends]
     run = [layer for layer, width in enumerate(widths) if width]
     bars = axes.barh(run, [widths[layer] for layer in run], 0.94, color=_RUNS, clip_on=False)
     for layer, bar in zip(run, bars, strict=True):
         end = ends[layer]
         tip(bar, f"layer {layer} runs " + ("always" if end is None else f"at the first {end} positions"))
-    axes.set(xlim=(0, shown), ylim=(-0.5, schedule.num_layers - 0.5), xlabel="generation position")
+    axes.set(xlim=(left, shown), ylim=(-0.5, schedule.num_layers - 0.5), xlabel="generation position")
     axes.locator_params(integer=True)
-    handles = [Patch(color=_RUNS, label="runs"), Patch(color=LEFT_OUT, label="left out")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    shades = {"runs": _RUNS, "keys and values alone": _STORED if schedule.projected else None, "left out": LEFT_OUT}
+    handles = [Patch(color=color, label=label) for label, color in shades.items() if color]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
 # ---------------------------------------------------------------------- speed

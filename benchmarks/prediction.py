@@ -1,0 +1,135 @@
+"""Predicted beside measured: the speed-up of whole requests, and of decoding, under several schedules.
+
+The model is SmolLM2-135M with the bundled adapter for E2E, bf16, on the fast engine. Rows have one length each: of E2E
+(35 + 25 tokens) and of summaries of cut CNN/DailyMail articles (192 + 60), alone and 32 together. Schedules are the
+paper's at nominal 2x, 3x and 5x with prompts at full depth, through the lowest 20, 15 and 10 layers, and `max_exit`.
+Each and full depth take turns on the same rows, and the median of the rounds counts (`skipdecode.evaluation.speed`).
+What is predicted comes from costs measured right before and after, in the same process, as `skipdecode plan` measures
+them: it knows nothing of the runs. Nothing else should run meanwhile.
+
+    python benchmarks/prediction.py --out results/request-prediction-smollm2-135m.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skipdecode import Schedule
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
+from skipdecode.common.progress import progress_bar
+from skipdecode.engine.opening import EngineSource, open_engines
+from skipdecode.errors import SkipDecodeError
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
+from skipdecode.models.families import unwrap
+from skipdecode.models.loading.hub import load_model
+from skipdecode.performance.cost import PROMPT_TOKENS, CostModel
+from skipdecode.performance.measure import CostMeter
+
+LENGTHS = {"e2e": (35, 25), "cnn_dm": (192, 60)}
+PROMPTS = ("full", 20, 15, 10, "max_exit")
+
+
+def schedules(layers: int, new_tokens: int, speedups: Sequence[float], prompts: Sequence[Any]) -> list[Schedule]:
+    """The paper's, with every prompt set."""
+    sets = [tuple(range(p)) if isinstance(p, int) else p for p in prompts]
+    return [
+        Schedule.from_speedup(layers, nominal, new_tokens - 1, prompt=prompt) for nominal in speedups for prompt in sets
+    ]
+
+
+def cell(
+    source: EngineSource, model: Any, lengths: str, batch: int, chosen: Sequence[Schedule]
+) -> list[dict[str, Any]]:
+    """The runs of one length and batch."""
+    prompt_len, new_tokens = LENGTHS[lengths]
+    rows = max(batch, 4)
+    # Texts say nothing: what counts is how long they are. No two begin alike.
+    prompts = [[3 + (7 * i + j) % 50 for j in range(prompt_len)] for i in range(rows)]
+    forwards = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
+    meter = CostMeter(unwrap(model), source.fast, rows={1, batch}, prompt_len=prompt_len, prompts=forwards)
+    methods = [Full(source), *(Scheduled(schedule, source) for schedule in chosen)]
+    meter.run(3, 0.1)
+    with progress_bar(ROUNDS * rows, "row", name=f"{lengths} x {batch}") as bar:
+        full, *others = time_equal_lengths(
+            model, methods, prompts, [new_tokens] * rows, batch_size=batch, progress=bar.update
+        )
+    meter.run(3, 0.1)
+    cost = meter.cost()
+    return [
+        row(cost, schedule, (prompt_len, new_tokens), speed_entries(timing, full, EvaluationSettings(), {}))
+        | {"lengths": lengths, "batch": batch, "prompt_len": prompt_len, "new_tokens": new_tokens}
+        for schedule, timing in zip(chosen, others, strict=True)
+    ]
+
+
+def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:
+    """Predicted beside measured."""
+    request, decode = cost.request_speedup(schedule, *tokens), cost.speedup(schedule, *tokens)
+    prompt, _ = cost.prompt_layer_seconds(PROMPT_TOKENS)
+    return {
+        "prompt_layers": len(schedule.prompt_layers()),
+        "prompt": schedule.prompt if isinstance(schedule.prompt, str) else "lowest",
+        "nominal_speedup": schedule.nominal_speedup,
+        "request_speedup": found["measured_speedup_with_prompt"],
+        "predicted_request_speedup": request,
+        "request_error": request / found["measured_speedup_with_prompt"] - 1,
+        "decode_speedup": found["measured_speedup"],
+        "predicted_decode_speedup": decode,
+        "decode_error": decode / found["measured_speedup"] - 1,
+        "projection_share": cost.prompt_layer_seconds(PROMPT_TOKENS)[1] / prompt if prompt else None,
+        "seconds": found["speed"]["seconds"],
+        "residual": cost.residual,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write; returns 0, or 1 with one line that says what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="e2e-smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--speedups", type=float, nargs="+", default=[2, 3, 5])
+    parser.add_argument("--out", type=Path, required=True, help="file for the result as JSON")
+    options = parser.parse_args(argv)
+    runs: list[dict[str, Any]] = []
+    try:
+        loaded = load_model(options.model, dtype=options.dtype)
+        source = open_engines(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
+        for lengths in options.lengths:
+            for batch in options.batches:
+                layers = unwrap(loaded.model).config.num_hidden_layers
+                chosen = schedules(layers, LENGTHS[lengths][1], options.speedups, PROMPTS)
+                runs += cell(source, loaded.model, lengths, batch, chosen)
+                worst = max(abs(run["request_error"]) for run in runs[-len(chosen) :])
+                print(f"{lengths}, batch {batch}: request speed-ups within {worst:.1%}", file=sys.stderr)
+    except SkipDecodeError as e:
+        print(f"prediction: {e}", file=sys.stderr)
+        return 1
+    document = {
+        **heading("prediction"),
+        "environment": environment(),
+        "what": WHAT,
+        "rounds": ROUNDS,
+        "model": options.model,
+        "dtype": options.dtype,
+        "engine": source.name,
+        "worst_request_error": max(abs(run["request_error"]) for run in runs),
+        "worst_decode_error": max(abs(run["decode_error"]) for run in runs),
+        "runs": runs,
+    }
+    write_whole(options.out, json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""`skipdecode eval MODEL --self`: what schedules leave of the untouched model, on its own texts."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.cli.arguments import flag
+from skipdecode.cli.columns import figures, table
+from skipdecode.cli.options import ScheduleChoice, with_prompt_layers
+from skipdecode.cli.options.methods import check_method_options, choose_method, each_method
+from skipdecode.common.jsonl import read_objects
+from skipdecode.common.progress import note
+from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWords, OwnWordsOptions, own_template
+from skipdecode.errors import UsageError
+from skipdecode.evaluation.settings import EvaluationSettings
+
+if TYPE_CHECKING:
+    from skipdecode.cli.eval import Config
+    from skipdecode.data.records import Record, Template
+    from skipdecode.engine.opening import EngineSource
+    from skipdecode.evaluation.methods.base import Method
+    from skipdecode.models.loading.hub import LoadedModel
+
+__all__ = ["evaluate_own_words"]
+
+_HELD_OUT = 3  # prompts of other draws than those of `skipdecode tune --self`
+_TITLE = (
+    "{n} prompts; KL, same token: along the untouched model's texts; perplexity: what that model finds in each\n"
+    "schedule's texts, and its ratio [95% interval]; request, decode: times as fast as full depth, same engine\n"
+)
+_COLUMNS = {
+    "schedule": "{name}",
+    "request": "{measured_speedup_with_prompt:.2f}x",
+    "decode": "{measured_speedup:.2f}x",
+    "nominal": "{nominal_speedup:.2f}x",
+    "KL": "{kl[estimate]:.3f}",
+    "same token": "{top1_agreement[estimate]:.1f}%",
+    "perplexity": "{perplexity:.2f}",
+    "of untouched": "{of_untouched[estimate]:.3f} [{of_untouched[low]:.3f}, {of_untouched[high]:.3f}]",
+    "instructions": "{instructions[followed]:.1%}",
+}
+
+
+def evaluate_own_words(config: Config) -> int:
+    """Measure, save and show; returns 0."""
+    from skipdecode.cli.eval import recipe_of
+    from skipdecode.evaluation.results import check_directory, is_unfinished, save_run
+    from skipdecode.models.loading.hub import load_model
+    from skipdecode.models.loading.locate import adapter_dir, base_name
+
+    for name in ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"):
+        if getattr(config, name):
+            raise UsageError(f"--self takes no {flag(name)}: see --prompts, --self-records and --self-tokens")
+    if not config.model or not config.out:
+        raise UsageError(f"{'--out' if config.model else 'MODEL'} is needed")
+    for one in each_method(config, config.methods):
+        check_method_options(one)
+    out, adapter = Path(config.out), adapter_dir(config.model)
+    check_directory(out, overwrite=config.overwrite or is_unfinished(out))
+    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    tuned_from = (recipe_of(loaded) or {}).get("options", {}).get("model")
+    name = config.base or (base_name(adapter) if adapter is not None else tuned_from) or config.model
+    base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
+    document, rows = _measured(config, loaded, base, *_methods(config, loaded))
+    save_run(out, document, rows)
+    print(json.dumps(document, indent=1) if config.json else "\n".join(_lines(document, out)))
+    return 0
+
+
+def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]:
+    """The schedules that are asked for, or all that the checkpoint was tuned under; and full depth on their engine."""
+    from skipdecode.evaluation.methods import METHODS
+    from skipdecode.evaluation.methods.scheduled import on_engine
+
+    named = config.methods or config.method or config.schedule or config.nominal_speedup
+    if named or loaded.recipe is None:
+        each = each_method(config, config.methods) if config.methods else [config]
+        kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
+        found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
+    else:
+        tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
+        found = [METHODS.get("schedule")(with_prompt_layers(config, choice).schedule) for choice in tuned]
+    found = [method for method in found if not method.full_depth and not (method.schedule and method.schedule.is_full)]
+    if not found or any(method.schedule is None for method in found):
+        raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")
+    bound, full = on_engine(found, loaded.model, config.engine, note, config.weights)
+    return bound, next(method for method in full if method.engine == bound[0].engine)
+
+
+def _measured(
+    config: Config, loaded: LoadedModel, base: LoadedModel, methods: list[Method], full: Method
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The document, and the texts as rows."""
+    from skipdecode.common.environment import environment
+    from skipdecode.common.kinds import heading
+    from skipdecode.engine.opening import end_tokens, open_engines
+    from skipdecode.evaluation.methods.scheduled import Full
+    from skipdecode.evaluation.own_words import Judge, Speaker
+    from skipdecode.evaluation.results import OUTPUTS_FILE, keep_unfinished
+    from skipdecode.evaluation.speed import measured_speeds
+
+    engines = open_engines(base.model, config.engine, note)  # with weights of its own, whatever schedules read
+    note(f"untouched model: {base.name}; engine: {full.engine}")
+    template, records, prompts = _prompts(config, loaded, base, engines)
+    settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
+    about = {name: getattr(config, name) for name in ("name", "model", "weights", "dtype")} | {
+        "untouched": base.name,
+        "own_words": asdict(config.part(OwnWordsOptions)),
+        "template": template.to_dict(),
+        "settings": asdict(settings),
+        "methods": [method.settings() for method in methods],
+    }
+    untouched = Speaker("untouched", base.model, Full(engines))
+    beside = [] if base is loaded else [full]
+    speakers = [untouched, *(Speaker(method.name, loaded.model, method) for method in (*beside, *methods))]
+    tokenizer: Any = base.tokenizer
+    ends = end_tokens(base.model, tokenizer)
+    with closing(keep_unfinished(Path(config.out or ""), about | {"prompts": prompts})) as kept:
+        judge = Judge(untouched, tokenizer, prompts, config.answers(config.seed), ends, settings, kept)
+        texts = {speaker: judge.texts(speaker) for speaker in speakers}
+        rows = judge.rows(texts, chat=template.chat)
+        lengths = [len(text) for text in texts[untouched]]
+        speeds = measured_speeds(loaded.model, [full, *methods], prompts, lengths, settings, kept, True)
+        kept.remove()
+    for speaker, row in zip(speakers, rows, strict=True):
+        row |= speeds.get(speaker.method, {})
+    said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in speakers}
+    document = heading("own-words") | {"n": len(prompts), "engine": full.engine, "rows": rows}
+    document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
+    return document, [
+        {"id": record.id, "prompt": record.prompt, "texts": {name: each[i] for name, each in said.items()}}
+        for i, record in enumerate(records)
+    ]
+
+
+def _prompts(
+    config: Config, loaded: LoadedModel, base: LoadedModel, engines: EngineSource
+) -> tuple[Template, list[Record], list[list[int]]]:
+    """The template, prompts that the checkpoint was not tuned on, and their tokens."""
+    from skipdecode.data.forms import recipe_template
+    from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
+    from skipdecode.data.records import Template
+    from skipdecode.data.source import Records
+    from skipdecode.engine.requests import row_seed
+    from skipdecode.evaluation.run import note_left_out
+
+    asked = Template("{prompt}", chat=True) if config.chat else recipe_template(loaded.recipe)
+    template, options = own_template(base.tokenizer, asked), config.part(OwnWordsOptions)
+    seed, skip_bad = row_seed(config.seed, _HELD_OUT), config.bad_records == "skip"
+    words = OwnWords(base, engines, template, options, Path(config.out or ""), seed, skip_bad)
+    known = (
+        row
+        for file in (TRAIN_FILE, DEV_FILE)
+        if (loaded.path / file).is_file()
+        for _, row in read_objects(loaded.path / file)
+    )
+    found = words.prompts(template.render(row) for row in known if isinstance(row, dict))
+    room = prompt_room(context_length(base.model.config), config.self_tokens)
+    fitting, ids = encode_prompts(template, Records(tuple(found)), base.tokenizer, room=room, skip_bad=True)
+    note_left_out(fitting.skipped)
+    return template, list(fitting.items), ids
+
+
+def _lines(document: dict[str, Any], out: Path) -> list[str]:
+    """Tables for a terminal."""
+    absent = (
+        "kl",
+        "top1_agreement",
+        "of_untouched",
+        "instructions",
+        "measured_speedup",
+        "measured_speedup_with_prompt",
+    )
+    rows = [dict.fromkeys(absent) | row for row in document["rows"]]
+    columns = {k: v for k, v in _COLUMNS.items() if k != "instructions" or rows[0][k]}
+    lines = [_TITLE.format(n=document["n"]), *figures(columns, rows)]
+    for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
+        shown = {row["name"]: row["by_position"].get(name, ()) for row in rows}
+        heads = [f"{bucket['low']}-{bucket['high']}" for bucket in max(shown.values(), key=len)]
+        cells = [[form.format(b["score"]) for b in buckets] for buckets in shown.values()]
+        filled = [[which, *row, *["-"] * (len(heads) - len(row))] for which, row in zip(shown, cells, strict=True)]
+        lines += ["", *table([title, *heads], filled)]
+    return [*lines, "", f"{out / 'run.json'}, {document['outputs']} beside it"]

@@ -1,0 +1,280 @@
+"""A model's own words: prompts from a file or drawn from the model, and its answers at full depth.
+
+A prompt is drawn by giving the model what its chat template puts in front of a user's words, and nothing else: it
+writes the user's turn (Magpie, arXiv 2406.08464). Every row is sampled from a seed of its own and kept when it is
+finished, so a run that was killed goes on and gives the files of an unbroken one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import json_line
+from skipdecode.common.kinds import read_json
+from skipdecode.common.options import Options, option
+from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.forms import PromptField
+from skipdecode.data.output import open_writer
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
+from skipdecode.data.records import Record, Reject, Template, reject_summary
+from skipdecode.data.source import PromptSource
+from skipdecode.engine.requests import Sampling, row_seed
+from skipdecode.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from skipdecode.engine.opening import EngineSource
+    from skipdecode.models.loading.hub import LoadedModel
+
+__all__ = ["DEV_FILE", "TRAIN_FILE", "OwnWords", "OwnWordsOptions", "check_prompts", "own_template"]
+
+TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
+_ABOUT, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
+_DRAWN = 1000
+_PROMPT_TOKENS = 128
+_ROWS, _GPU_ROWS = 32, 128
+_LEAST_TOKENS = 4
+_GRAM, _LEAST_DISTINCT = 4, 0.7
+_DEV_SHARE = 10
+_USER = "@@what the user says@@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnWordsOptions(Options):
+    """What a model's own words are made from; each field's help text is its documentation."""
+
+    self: bool = option("work on the model's own words, texts that it gives at full depth", default=False)
+    prompts: str | None = option(
+        "with --self: file of prompts, read as generate reads its input (default: the model draws them, by its chat "
+        "template)",
+        default=None,
+    )
+    self_records: int | None = option(
+        f"with --self: prompts to draw, or to take from --prompts (default: {_DRAWN}, or all of the file)",
+        default=None,
+        least=1,
+    )
+    self_tokens: int = option("with --self: most tokens of an answer", default=256, least=1)
+    self_temperature: float = option(
+        "with --self: of answers; 0 takes the likeliest token; prompts are drawn at 1", default=0.7, least=0
+    )
+    self_top_p: float = option(
+        "with --self: sample from the likeliest tokens of together this probability", default=0.95, above=0, most=1
+    )
+
+    def answers(self, seed: int) -> Sampling:
+        """How answers are sampled."""
+        top_p = self.self_top_p if self.self_temperature else 1.0
+        return Sampling(temperature=self.self_temperature, top_p=top_p, seed=seed)
+
+
+def check_prompts(options: OwnWordsOptions) -> None:
+    """Refuse, before a model is loaded, options without --self, and a file that has no prompt."""
+    names = [field.name for field in fields(OwnWordsOptions)]
+    given = [name for name in names if getattr(options, name) != getattr(type(options), name)]
+    if not options.self and given:
+        raise UsageError(f"--{given[0].replace('_', '-')} goes with --self: give both, or neither")
+    if options.prompts is not None:
+        with closing(PromptSource.open(options.prompts)) as source:
+            if next(source.records(), None) is None:
+                raise DataError(f"no prompts in {source.name}: it has no line that is not blank")
+
+
+def own_template(tokenizer: Any, template: Template | None = None) -> Template:
+    """`template`, or the plain prompt: through the chat template where the model has one."""
+    return template or Template("{prompt}", "response", chat=tokenizer.chat_template is not None)
+
+
+@dataclass(frozen=True)
+class OwnWords:
+    """Prompts and answers of a model, kept in a directory.
+
+    Parameters
+    ----------
+    template : Template
+        What prompts are put into; see `own_template`.
+    seed : int
+        Of all draws.
+    skip_bad : bool
+        Leave out rows of the file that have no prompt, and say which, instead of refusing it.
+    """
+
+    loaded: LoadedModel
+    engines: EngineSource
+    template: Template
+    options: OwnWordsOptions
+    directory: Path
+    seed: int
+    skip_bad: bool = False
+
+    def prompts(self, without: Iterable[str] = ()) -> list[Record]:
+        """The prompts, none twice and none of those in `without`; case and white space make no difference.
+
+        Raises DataError if none is left, or the file has rows without a prompt that are not to be skipped.
+        """
+        about = self._begun()
+        seen = {_key(text) for text in without}
+        if self.options.prompts is not None:
+            return self._read(seen)
+        head, count = about["settings"]["before_user"], self.options.self_records or _DRAWN
+        records = [Record(i, i + 1, i + 1, head) for i in range(count)]
+        sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
+        rows = self._generated(_PROMPTS, records, _AsTheyAre, sampling, _PROMPT_TOKENS)
+        values = [self.template.values_of_text(text) for _, text in self._kept("prompts", rows, seen, 1)]
+        return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
+
+    def write_records(self, held_out: int) -> dict[str, Any]:
+        """Write TRAIN_FILE and DEV_FILE, rows with the template's fields and "response", where they are not there yet.
+
+        A tenth of the records, `held_out` at most and spread over all, goes to DEV_FILE. Returns how all were made and
+        how many were kept, JSON-ready. Raises DataError if fewer than two are.
+        """
+        about = self._begun()
+        if "kept" in about:
+            return about
+        records = self.prompts()
+        sampling = self.options.answers(row_seed(self.seed, 2))
+        rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens)
+        kept = self._kept("answers", rows, set(), 2)
+        lines = [json_line({"id": records[i].line, **records[i].values, "response": text}) for i, text in kept]
+        dev = max(1, min(held_out, len(lines) // _DEV_SHARE))
+        places = {i * len(lines) // dev for i in range(dev)}
+        for file, held in ((DEV_FILE, True), (TRAIN_FILE, False)):
+            part = [line for i, line in enumerate(lines) if (i in places) is held]
+            write_whole(self.directory / file, b"".join(part))
+        about |= {"prompts": len(rows), "kept": len(kept)}
+        write_whole(self.directory / _ABOUT, json.dumps(about) + "\n")
+        for file in (_PROMPTS, _ANSWERS):
+            (self.directory / file).unlink(missing_ok=True)
+        return about
+
+    # ------------------------------------------------------------------ parts
+
+    def _begun(self) -> dict[str, Any]:
+        """What the directory says of the words in it; refuses words that were made otherwise."""
+        path, settings = self.directory / _ABOUT, self._settings()
+        about: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
+        if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
+            raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
+        return about
+
+    def _settings(self) -> dict[str, Any]:
+        """All that the words depend on."""
+        prompts = self.options.prompts
+        settings = asdict(self.options) | {
+            "prompts": prompts and hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
+            "before_user": None if prompts else self._before_user(),
+            "model": self.loaded.name,
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+            "template": self.template.to_dict(),
+            "seed": self.seed,
+        }
+        return dict(json.loads(json.dumps(settings)))
+
+    def _before_user(self) -> str:
+        """What the chat template puts in front of a user's words."""
+        head = found = ""
+        if self.template.chat and self.template.prompt == "{prompt}":
+            messages = [{"role": "user", "content": _USER}]
+            tokenizer: Any = self.loaded.tokenizer
+            head, found, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_USER)
+        if not (head and found):
+            raise UsageError(
+                f"{self.loaded.name} has no chat template by which it could draw prompts: give --prompts FILE, such as "
+                "a text file with one a line"
+            )
+        return head
+
+    def _read(self, seen: set[str]) -> list[Record]:
+        found: list[Record] = []
+        rejects: list[Reject] = []
+        with closing(PromptSource.open(self.options.prompts or "")) as source:
+            for record in source.records(PromptField(template=self.template)):
+                key = _key(str(record.prompt))
+                error = record.error or ("" if record.values else "a chat: give its text")
+                if error or key in seen:
+                    rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
+                elif len(found) < (self.options.self_records or len(found) + 1):
+                    seen.add(key)
+                    found.append(replace(record, index=len(found)))
+        told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
+        if bad and not self.skip_bad:
+            raise DataError(f"--prompts: {reject_summary(bad)}; mend them, or skip them with --bad-records skip")
+        if not found:
+            raise DataError(f"--prompts {self.options.prompts}: no prompt is left: {told}")
+        if rejects:
+            note(f"--prompts: {told}")
+        return found
+
+    def _generated(
+        self, file: str, records: Sequence[Record], encoder: type[PromptEncoder], sampling: Sampling, most: int
+    ) -> list[dict[str, Any]]:
+        """The output rows of records, from the file that an earlier run left or made now."""
+        from skipdecode.data.run import Job, generate_rows
+        from skipdecode.engine.opening import end_tokens
+
+        path, model, tokenizer = self.directory / file, self.loaded.model, self.loaded.tokenizer
+        if not path.exists():
+            write_whole(self.directory / _ABOUT, json.dumps(self._begun()) + "\n")
+            job = Job(
+                tokenizer=tokenizer,
+                sampling=sampling,
+                max_new_tokens=most,
+                ends=end_tokens(model, tokenizer),
+                encoder=encoder(tokenizer, context_length(model.config), template=self.template),
+                make_engine=lambda rows: self.engines.engine(max_rows=rows),
+                batch_size=_GPU_ROWS if model.device.type == "cuda" else _ROWS,
+            )
+            with closing(open_writer(str(path), self._settings())) as writer:
+                left = [record for record in records if not writer.is_done(record.index)]
+                with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
+                    generate_rows(left, job, writer, len(left), progress=lambda ended, _: bar.update(ended))
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
+        """Numbers and texts of rows that are worth keeping, none of `seen` and none twice; the reasons are told."""
+        kept, reasons = [], Counter[str]()
+        for index, row in enumerate(rows):
+            text = str(row.get("text", "")).strip()
+            if fault := self._fault(row, text) or ("repeated" if _key(text) in seen else ""):
+                reasons[fault] += 1
+            else:
+                seen.add(_key(text))
+                kept.append((index, text))
+        why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        told = f"{what}: {len(kept)} of {len(kept) + reasons.total()} kept" + (f" ({why})" if why else "")
+        if len(kept) < least:
+            raise DataError(
+                f"{told}, {least} are needed: give more --self-records, more --self-tokens or --prompts FILE"
+            )
+        note(told)
+        return kept
+
+    def _fault(self, row: dict[str, Any], text: str) -> str:
+        """Why a text is not kept; empty if it may be."""
+        if row.get("finish_reason") != "eos":
+            return "too long for the context" if "error" in row else "not ended"
+        tokenizer: Any = self.loaded.tokenizer
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        grams = [tuple(ids[i : i + _GRAM]) for i in range(len(ids) - _GRAM + 1)]
+        circles = len(set(grams)) < _LEAST_DISTINCT * len(grams)
+        return "too short" if len(ids) < _LEAST_TOKENS else "running in circles" if circles else ""
+
+
+class _AsTheyAre(PromptEncoder):
+    """Of texts that hold their special tokens already, such as the beginning of a chat."""
+
+    def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
+        ids = self._token_ids([str(record.prompt) for record in records], True)
+        return [self._checked(record, str(record.prompt), i) for record, i in zip(records, ids, strict=True)]
+
+
+def _key(text: str) -> str:
+    return " ".join(text.lower().split())

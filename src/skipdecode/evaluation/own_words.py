@@ -1,0 +1,209 @@
+"""What is left of an untouched model at each depth, without references.
+
+Along the texts that it gives at full depth: KL divergence and agreement of the next token. Of the texts that each
+schedule gives to the same prompts: the perplexity that the untouched model finds in them, next to that of its own. And
+the share of a fixed set of instructions that is followed, as far as code can decide.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from skipdecode.common.journal import KeptValues
+from skipdecode.common.progress import progress_bar
+from skipdecode.data.prompts import PromptEncoder
+from skipdecode.data.records import Record
+from skipdecode.engine.requests import Request, Sampling
+from skipdecode.evaluation.bootstrap import Table, compare, interval, ratio_of_sums
+from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.scores import ratio_score, table_of
+from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.speed import batches
+from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
+from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.schedule import Schedule
+
+__all__ = ["Judge", "Speaker", "followed", "instructions"]
+
+_BATCHES = 4  # go to an engine together, and are kept together
+_FIRST_BUCKET = 16
+
+
+def _has(text: str, word: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
+
+
+def _is_json(text: str, keys: Sequence[str]) -> bool:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and set(found) == set(keys) if keys else isinstance(found, list)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], bool]] = {
+    "least_words": lambda text, count: len(text.split()) >= count,
+    "most_words": lambda text, count: len(text.split()) <= count,
+    "sentences": lambda text, count: len(re.findall(r"[.!?]+(?=\s|$)", text)) == count,
+    "paragraphs": lambda text, count: len(re.split(r"\n\s*\n", text)) == count,
+    "items": lambda text, count: len(re.findall(r"^\s*(?:[-*•]|\d+[.)])\s+\S", text, re.MULTILINE)) == count,
+    "has": lambda text, words: all(_has(text, word) for word in words),
+    "has_not": lambda text, words: not any(_has(text, word) for word in words),
+    "matches": lambda text, pattern: re.fullmatch(pattern, text, re.DOTALL) is not None,
+    "json": _is_json,  # an object of these keys; of none, a list
+}
+
+
+def instructions() -> list[dict[str, Any]]:
+    """The package's own set: each a "prompt", and the "checks" that its answer must pass with their values."""
+    text = resources.files("skipdecode.evaluation").joinpath("instructions.json").read_text(encoding="utf-8")
+    return list(json.loads(text))
+
+
+def followed(answer: str, checks: Mapping[str, Any]) -> bool:
+    """Whether an answer passes every check as it stands; white space around it does not count."""
+    return bool(answer.strip()) and all(_CHECKS[kind](answer.strip(), value) for kind, value in checks.items())
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model under a method, by a name for tables."""
+
+    name: str
+    model: Any
+    method: Method
+
+    @property
+    def schedule(self) -> Schedule:
+        """The method's; full depth where it has none."""
+        return self.method.schedule or Schedule.full(len(decoder_layers(unwrap(self.model))))
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What speakers are measured on.
+
+    Parameters
+    ----------
+    untouched : Speaker
+        The yardstick: the model before tuning, at full depth.
+    prompts : list of list of int
+        Token ids.
+    sampling : Sampling
+        Of texts; a row's random numbers are the same for all speakers.
+    settings : EvaluationSettings
+        With `max_new_tokens`.
+    kept : KeptValues
+        Has texts that an earlier, interrupted run made.
+    """
+
+    untouched: Speaker
+    tokenizer: Any
+    prompts: list[list[int]]
+    sampling: Sampling
+    ends: frozenset[int]
+    settings: EvaluationSettings
+    kept: KeptValues
+
+    def texts(self, speaker: Speaker) -> list[list[int]]:
+        """New tokens of a speaker's texts, the end token included."""
+        return self._decoded("texts", speaker, self.prompts, self.sampling)
+
+    def obeyed(self, speaker: Speaker) -> Table:
+        """Whether a chat model follows each of `instructions`, (instructions, 2); it says the likeliest tokens."""
+        wanted = instructions()
+        records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
+        prompts = [p.token_ids for p in PromptEncoder(self.tokenizer, None, chat=True).encode(records)]
+        answers = self._decoded("instructions", speaker, prompts, Sampling())
+        texts = (self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
+        return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
+
+    def rows(self, texts: Mapping[Speaker, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
+        """What a result says of each speaker, JSON-ready.
+
+        `texts` are every speaker's, the untouched model's among them; `chat` says whether instructions are given.
+        """
+        draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
+        losses = {
+            one: self._along(f"perplexity, {one.name}", token_losses, self.untouched, texts[one]) for one in texts
+        }
+        obeyed = {one: self.obeyed(one) for one in texts} if chat else {}
+        found = []
+        for one, given in texts.items():
+            seen = compare(_sums(losses[self.untouched]), _sums(losses[one]), _perplexity, **draws)
+            row: dict[str, Any] = {
+                "name": one.name,
+                "nominal_speedup": one.schedule.nominal_speedup,
+                "mean_tokens": sum(map(len, given)) / len(given),
+                "perplexity": seen.b,
+                "of_untouched": seen.ratio and asdict(seen.ratio),
+                "by_position": {"perplexity": _by_position(losses[one], _perplexity)},
+            }
+            if one is not self.untouched:
+                measure = partial(token_fidelity, teacher=self.untouched.model)
+                tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.untouched])
+                for name in ("kl", "top1_agreement"):
+                    values, score = [row[name] for row in tokens], partial(ratio_score, name)
+                    row[name] = asdict(interval(_sums(values), score, **draws))
+                    row["by_position"][name] = _by_position(values, score)
+            if obeyed:
+                pair = compare(obeyed[self.untouched], obeyed[one], ratio_of_sums, **draws)
+                row["instructions"] = {"followed": pair.b, "difference": asdict(pair.difference)}
+            found.append(row)
+        return found
+
+    def _decoded(self, what: str, speaker: Speaker, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+        most, size = self.settings.max_new_tokens or 1, self.settings.batch_size
+        rows: list[list[int]] = []
+        with progress_bar(len(prompts), "text", name=f"{what}, {speaker.name}") as bar:
+            for start in range(0, len(prompts), _BATCHES * size):
+                key, part = f"{what} {speaker.name} {start}", prompts[start : start + _BATCHES * size]
+                given = self.kept.get(key)
+                if given is None:
+                    requests = [
+                        Request(tuple(ids), most, sampling.for_row(i), self.ends) for i, ids in enumerate(part, start)
+                    ]
+                    given = [row.tokens for row in speaker.method.make_engine(speaker.model, size).decode(requests)]
+                    self.kept.put(key, given)
+                rows += given
+                bar.update(len(given))
+        return rows
+
+    def _along(
+        self, name: str, measure: Callable[..., list[Any]], speaker: Speaker, texts: list[list[int]]
+    ) -> list[Any]:
+        """What a measure of a speaker gives along each of some texts."""
+        found: dict[int, Any] = {}
+        lengths = [len(ids) + len(text) for ids, text in zip(self.prompts, texts, strict=True)]
+        with progress_bar(len(texts), "text", name=name) as bar:
+            for indices in batches(lengths, self.settings.batch_size):
+                rows = [[given[i] for i in indices] for given in (self.prompts, texts)]
+                found |= zip(indices, measure(speaker.model, speaker.schedule, *rows), strict=True)
+                bar.update(len(indices))
+        return [found[i] for i in range(len(texts))]
+
+
+def _sums(rows: Sequence[Any]) -> Table:
+    return table_of([[row.sum(), len(row)] for row in rows])
+
+
+def _perplexity(total: Table) -> float:
+    return math.exp(ratio_of_sums(total))
+
+
+def _by_position(rows: Sequence[Any], score: Callable[[Table], float]) -> list[dict[str, Any]]:
+    """The score of tokens at positions 0 to 15, 16 to 31, 32 to 63, and so on, doubling."""
+    found, low, high = [], 0, _FIRST_BUCKET
+    while len(values := np.concatenate([row[low:high] for row in rows])):
+        found.append({"low": low, "high": high - 1, "tokens": len(values), "score": score(_sums([values])[0])})
+        low, high = high, 2 * high
+    return found

@@ -1,0 +1,206 @@
+"""A model tuned on its own words: from prompts, drawn or of a file, to a checkpoint and its evaluation."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.cli import main
+from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE
+from skipdecode.evaluation.own_words import followed, instructions
+from skipdecode.models.loading.hub import load_model
+from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
+
+PACE = ["--steps", "2", "--batch-size", "4", "--compare-batches", "0", "--lora-rank", "2", "--precision", "fp32"]
+WORDS = ["--self", "--self-records", "32", "--self-tokens", "200"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("own") / "model", context=512)
+
+
+@pytest.fixture(scope="module")
+def tuned(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("own") / "tuned"
+    assert main(["tune", model, *WORDS, *PACE, "--out", str(out)]) == 0
+    return out
+
+
+def words(out: Path) -> list[bytes]:
+    return [(out / file).read_bytes() for file in (TRAIN_FILE, DEV_FILE)]
+
+
+def told(capsys: Any) -> str:
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    return [line for line in printed.err.splitlines() if line.startswith("skipdecode: ")][-1]
+
+
+def test_a_model_is_tuned_on_what_it_says_itself(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
+    recipe = json.loads((tuned / "recipe.json").read_text())
+    rows, held = read_rows(tuned / TRAIN_FILE), read_rows(tuned / DEV_FILE)
+    prompts = [row["prompt"] for row in (*rows, *held)]
+    assert len(rows) > len(held) > 0
+    assert len({*prompts}) == len(prompts) == recipe["data"]["self"]["kept"]
+    assert all(row["response"].strip() for row in rows)
+    assert recipe["options"]["curriculum"] == "sampled"
+    assert recipe["options"]["distill_weight"] == 1.0
+    # Who uses the checkpoint need not know the template.
+    loaded = load_model(str(tuned))
+    assert loaded.recipe is not None
+    assert (loaded.recipe.prompt_template, loaded.recipe.chat) == ("{prompt}", True)
+    assert loaded.schedule is not None
+    assert loaded.schedule.is_flat
+    plain = ["generate", str(tuned), "hello", "--max-new-tokens", "4"]
+    assert main([*plain, "--include-prompt"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "<user>hello<assistant>"
+    assert sorted(p.name for p in tuned.iterdir() if p.name.startswith("self")) == [DEV_FILE, "self.json", TRAIN_FILE]
+
+
+def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, tmp_path: Path) -> None:
+    assert main(["tune", model, *WORDS, *PACE, "--out", str(tmp_path / "again")]) == 0
+    assert main(["tune", model, *WORDS, *PACE, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
+    assert words(tmp_path / "again") == words(tuned) != words(tmp_path / "other")
+
+
+@pytest.mark.parametrize("until", ["self-prompts.jsonl.partial", "self-answers.jsonl.partial"])
+def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
+    model: str, tuned: Path, tmp_path: Path, until: str
+) -> None:
+    out = tmp_path / "killed"
+    arguments = ["tune", model, *WORDS, *PACE, "--out", str(out), "--resume"]
+    process = subprocess.Popen(command(*arguments), env=subprocess_environment(), stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (out / until).is_file() and (out / until).read_bytes().count(b"\n") > 2:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / TRAIN_FILE).exists()
+    assert main(arguments) == 0
+    assert words(out) == words(tuned)
+    # Words that were made otherwise are not gone on with.
+    (out / "recipe.json").unlink()
+    assert main([*arguments, "--self-tokens", "100"]) == 2
+
+
+def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, capsys: Any) -> None:
+    model = save_tiny_model(tmp_path / "plain", chat=False, context=512)
+    rows = [{"colour": c, "thing": t} for c in ("red", "blue") for t in "abcdefgh"]
+    file = write_rows(tmp_path / "rows.jsonl", [*rows, {"colour": "Red", "thing": " a"}])
+    out = tmp_path / "out"
+    asked = ["--prompts", file, "--prompt-template", "{colour} {thing}\\n", "--self-tokens", "200"]
+    assert main(["tune", model, "--self", *asked, *PACE, "--out", str(out), "--nominal-speedup", "2"]) == 0
+    assert "1 repeated" in capsys.readouterr().err
+    found = [*read_rows(out / TRAIN_FILE), *read_rows(out / DEV_FILE)]
+    given = {row["id"]: row for row in found}
+    assert len(given) == len(found)
+    assert all(rows[line - 1].items() <= row.items() for line, row in given.items())
+    loaded = load_model(str(out))
+    assert loaded.recipe is not None
+    assert (loaded.recipe.prompt_template, loaded.recipe.chat) == ("{colour} {thing}\n", False)
+    assert loaded.schedule is not None
+    assert loaded.schedule.name == "skipdecode-2x"
+
+
+@pytest.mark.parametrize(
+    ("more", "content", "code"),
+    [
+        ([], None, "chat template"),
+        (["--prompts", "FILE"], "", "FILE"),
+        (["--prompts", "FILE"], "\n\n", "FILE"),
+        (["--prompts", "FILE", "--self-tokens", "1"], "a\nb\nc\n", "not ended"),
+        (["--prompts", "none.txt"], None, "none.txt"),
+        (["--prompts", "FILE", "--train", "x.jsonl"], "a\n", "--train"),
+        (["--prompts", "FILE", "--task", "e2e"], "a\n", "--task"),
+        (["--self-records", "0"], None, "--self-records"),
+        (["--no-self", "--prompts", "FILE"], "a\n", "--self"),
+    ],
+)
+def test_what_cannot_be_tuned_on_is_refused_in_one_line(
+    tmp_path: Path, capsys: Any, more: list[str], content: str | None, code: str
+) -> None:
+    model = save_tiny_model(tmp_path / "plain", chat=False)
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_text(content)
+    more = [str(file) if word == "FILE" else word for word in more]
+    assert main(["tune", model, "--self", *PACE, "--out", str(tmp_path / "out"), *more]) == 2
+    assert code.replace("FILE", str(file)) in told(capsys)
+    assert not (tmp_path / "out" / "recipe.json").exists()
+    if "not ended" not in code:  # nothing was said yet, so nothing is in the way of a second try
+        assert not (tmp_path / "out").exists()
+
+
+def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
+    model: str, tuned: Path, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "eval"
+    asked = ["--self-records", "12", "--self-tokens", "40", "--batch-size", "4", "--resamples", "20"]
+    call = ["eval", str(tuned), "--self", *asked, "--out", str(out)]
+    assert main(call) == 0
+    printed = capsys.readouterr().out.splitlines()
+    document = json.loads((out / "run.json").read_text())
+    rows = {row["name"]: row for row in document["rows"]}
+    assert list(rows) == ["untouched", "full", "unified-1.5x", "unified-1.25x"]
+    assert [line.split()[0] for line in printed[4:8]] == list(rows)
+    untouched, full, deep, shallow = rows.values()
+    assert untouched["of_untouched"]["estimate"] == 1.0
+    # Two steps move little at full depth, and skipping much.
+    assert full["kl"]["estimate"] < 0.01 < shallow["kl"]["estimate"] < deep["kl"]["estimate"]
+    assert full["top1_agreement"]["estimate"] > 90
+    assert deep["perplexity"] > 1.2 * untouched["perplexity"]
+    assert deep["measured_speedup"] > 0
+    for row in rows.values():
+        buckets = row["by_position"]["perplexity"]
+        assert [(b["low"], b["high"]) for b in buckets[:2]] == [(0, 15), (16, 31)]
+        assert row["instructions"]["followed"] <= 1
+    texts = read_rows(out / "outputs.jsonl")
+    assert len(texts) == document["n"]
+    assert not {row["prompt"] for row in texts} & {row["prompt"] for row in read_rows(tuned / TRAIN_FILE)}
+    assert main(call) == 2  # there is a run
+    assert main(["report", str(out), "--out", str(tmp_path / "r.html")]) == 0
+    assert main([*call, "--overwrite", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
+
+
+@pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])
+def test_eval_refuses_what_is_not_of_own_words(tuned: Path, tmp_path: Path, capsys: Any, more: list[str]) -> None:
+    assert main(["eval", str(tuned), "--self", "--out", str(tmp_path / "eval"), *more]) == 2
+    assert more[-2].removesuffix("s") in told(capsys) or "schedule" in told(capsys)
+
+
+def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
+    answers = {
+        "Name three fruits.": "- apple\n- pear\n- plum",
+        "Describe the sea in": "The sea is wide and blue.",
+        "What is the capital": "Paris.",
+        "Give a JSON object with the keys": '{"name": "Ann", "age": 3}',
+        "Give a JSON list": '["red", "blue", "green", "grey"]',
+        "Write two sentences about tea": "Tea is hot. I like tea.",
+        "Write a poem of two": "Rain falls on a hill\nall night\n\nMorning comes with wings\nand also light at last",
+        "Finish your answer": "They flap their wings. That is all.",
+        "Give a title for a book": "<<The Long Tide>>",
+        "Write a haiku": "old pond in the dark\na frog jumps into it now\nwater makes a sound",
+        "Answer in lower case only": "bees make honey.",
+        "Explain gravity": "Gravity is what pulls a ball down when you let it go.",
+    }
+    preface = "Sure! Of course! Here it is, as you have asked me for it, and I hope that it is of use to all:"
+    wanted = {one["prompt"]: one["checks"] for one in instructions()}
+    assert 55 <= len(wanted) <= 70
+    for start, answer in answers.items():
+        (checks,) = [checks for prompt, checks in wanted.items() if prompt.startswith(start)]
+        assert followed(answer, checks), start
+        assert not followed(f"{preface}\n\n{answer.upper()}, and so on,", checks), start
+    for noise in ("", "the the the the", "Certainly, I can help you with that, Sir!", "lorem ipsum " * 40):
+        assert sum(followed(noise, checks) for checks in wanted.values()) <= 3
