@@ -87,7 +87,8 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if recipe.get("schedule") is not None:
         # The recipe brings the schedule itself: the file it was read from may be gone, or another by now.
         options = {k: v for k, v in options.items() if k not in _SCHEDULE_OPTIONS}
-    parser.set_defaults(**options)
+    for action in parser._actions:  # as `set_defaults` does, which takes no option of the name of its own `self`
+        action.default = options.get(action.dest, action.default)
 
 
 def run(config: Config) -> int:
