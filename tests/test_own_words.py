@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skipdecode.cli import main
-from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE
+from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, _cut
 from skipdecode.evaluation.own_words import followed, instructions
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
@@ -70,7 +70,9 @@ def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, t
     assert words(tmp_path / "again") == words(tuned) != words(tmp_path / "other")
 
 
-@pytest.mark.parametrize("until", ["self-prompts.jsonl.partial", "self-answers.jsonl.partial"])
+@pytest.mark.parametrize(
+    "until", [pytest.param("self-prompts.jsonl.partial", marks=pytest.mark.slow), "self-answers.jsonl.partial"]
+)
 def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     model: str, tuned: Path, tmp_path: Path, until: str
 ) -> None:
@@ -91,6 +93,13 @@ def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     # Words that were made otherwise are not gone on with.
     (out / "recipe.json").unlink()
     assert main([*arguments, "--self-tokens", "100"]) == 2
+
+
+def test_an_answer_at_its_limit_ends_with_a_sentence() -> None:
+    text = "Do this. And that!\n\n2. Then"
+    assert _cut({"text": text, "finish_reason": "length"})["text"] == "Do this. And that!"
+    for row in ({"text": text, "finish_reason": "eos"}, {"text": "No end", "finish_reason": "length"}, {"error": "x"}):
+        assert _cut(row) == row
 
 
 def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, capsys: Any) -> None:
@@ -172,6 +181,19 @@ def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
     assert main([*call, "--overwrite", "--json"]) == 0
     again = json.loads(capsys.readouterr().out.partition("\n")[2])
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
+
+
+def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.csv"
+    prompts.write_text("text\nhello\nHELLO\nhow are you\n")
+    asked = ["--prompts", str(prompts), "--self-tokens", "20", "--resamples", "20", "--methods"]
+    call = ["eval", model, "--self", "--out", str(tmp_path / "eval"), *asked, "unified:1.5"]
+    assert main([*call, "unified:1.5"]) == 2
+    assert main(call) == 0
+    document = json.loads((tmp_path / "eval" / "run.json").read_text())
+    assert document["n"] == 2
+    assert [row["name"] for row in document["rows"]] == ["untouched", "unified-1.5x"]
+    assert document["rows"][0]["measured_speedup"] == 1.0
 
 
 @pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])

@@ -21,6 +21,7 @@ from skipdecode.data.records import Message
 from skipdecode.data.run import Decoding
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary
+from skipdecode.engine.adaptive import carried_ways
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.requests import FinishReason, Sampling
@@ -125,6 +126,7 @@ class LLM:
         self.stats: RunSummary | None = None
         self._schedule = schedule
         self._max_rows = max_rows
+        self._ways = carried_ways(loaded.path, loaded.model)
         self.schedule_of(schedule)
         self._source = open_engines(self.loaded.model, engine, note, weights)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
@@ -133,10 +135,12 @@ class LLM:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """Schedules that have a name here: full depth, and those that the weights were tuned under."""
+        """Schedules that have a name here: full depth, those that the weights were tuned under, and, with a router in
+        the checkpoint, those that choose a depth for each prompt.
+        """
         recipe, carried = self.loaded.recipe, self.loaded.schedule
         own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
-        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
+        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own} | self._ways
 
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule that a call with this argument runs under.

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
+from skipdecode.engine.adaptive import features
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
@@ -88,6 +89,22 @@ class LossMeter:
         """Cross-entropy per response token of each schedule."""
         return [sum(sums) / sum(self.counts) for sums in self.sums(schedules)]
 
+    def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
+        """Each record under each schedule, all of one prompt set; in no order.
+
+        "prompt" is the number of its tokens, "features" are the `skipdecode.engine.adaptive.features`; "losses" and
+        "likely" (the likeliest token's log-probability) are lists by schedule and index of the response.
+        """
+        found: list[dict[str, Any]] = []
+        for number, batch in enumerate(self._batches):
+            key = f"{self._part}/{number}/records/{';'.join(map(_behaviour, schedules))}"
+            if self._store.get(key) is None:
+                with torch.inference_mode():
+                    self._store.put(key, self._shared_prompt(number, batch, schedules[0]).records(schedules))
+            self._advance()
+            found += self._store.get(key)
+        return found
+
     def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
         keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
         forced: _SharedPrompt | None = None
@@ -121,11 +138,10 @@ class _SharedPrompt:
         # With a set of its own it leaves keys and values in every layer, whatever position 0 runs.
         whole = isinstance(schedule.prompt, str)
         attachment.schedule = schedule if whole else replace(Schedule.full(schedule.num_layers), prompt=schedule.prompt)
-        self._fed, self._first = batch.prompt_length - (not whole), []
-        if self._fed:
-            logits = self._forward(0, self._fed, self._cache)
-            # Copied, for a view would hold the whole prompt's logits.
-            self._first = [logits[:, -1:].clone()] if whole else []
+        self._fed = batch.prompt_length - (not whole)
+        logits = self._forward(0, self._fed, self._cache) if self._fed else None
+        # Copied, for a view would hold the whole prompt's logits.
+        self._first = logits[:, -1:].clone() if whole and logits is not None else None
         self.kv_bytes = self._cache.kv_bytes()
 
     def serves(self, schedule: Schedule) -> bool:
@@ -134,13 +150,7 @@ class _SharedPrompt:
 
     def sums(self, schedule: Schedule) -> list[float]:
         """Summed loss at each index of the responses under a schedule."""
-        targets = self._batch.targets
-        parts = list(self._first)
-        if targets.shape[1] > len(parts):
-            self._attachment.schedule = schedule
-            # The last response token is not fed: nothing follows it.
-            parts.append(self._forward(self._fed, -1, copy.deepcopy(self._cache)))
-        logits = torch.cat(parts, dim=1)
+        targets, logits = self._batch.targets, self._logits(schedule)
         # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
         rows = zip(logits, targets, strict=True)
         each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
@@ -152,6 +162,31 @@ class _SharedPrompt:
                 f"the loss is no number on records {names}, …: the model's arithmetic overflows on them"
             )
         return sums
+
+    def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
+        """See `LossMeter.records`."""
+        sizes = self._batch.attention_mask[:, : self._batch.prompt_length].sum(1).tolist()
+        first = self._logits(schedules[0]) if self._first is None else self._first
+        found: list[dict[str, Any]] = [
+            {"prompt": size, "features": features(logits[0], size), "losses": [], "likely": []}
+            for size, logits in zip(sizes, first, strict=True)
+        ]
+        for schedule in schedules:
+            for record, logits, targets in zip(found, self._logits(schedule), self._batch.targets, strict=True):
+                wanted = targets[targets != IGNORE]
+                guesses = logits[: len(wanted)].float().log_softmax(-1)
+                for name, values in (("losses", -guesses.gather(-1, wanted[:, None])), ("likely", guesses.amax(-1))):
+                    record[name].append([round(value, 5) for value in values.flatten().tolist()])
+        return found
+
+    def _logits(self, schedule: Schedule) -> Tensor:
+        """Of every index of the responses, under a schedule."""
+        parts = [] if self._first is None else [self._first]
+        if self._batch.targets.shape[1] > len(parts):
+            self._attachment.schedule = schedule
+            # The last response token is not fed: nothing follows it.
+            parts.append(self._forward(self._fed, -1, copy.deepcopy(self._cache)))
+        return torch.cat(parts, dim=1)
 
     def _forward(self, start: int, end: int, cache: SkipCache) -> Tensor:
         batch = self._batch

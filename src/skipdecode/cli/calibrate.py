@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from skipdecode.models.attach import Attachment
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["Config", "run"]
+__all__ = ["STORE", "Config", "draw", "load", "run"]
 
-_SCHEDULE, _REPORT, _PICTURE, _STORE = "schedule.json", "calibration.json", "calibration.png", "measured.jsonl"
+STORE = "measured.jsonl"
+_SCHEDULE, _REPORT, _PICTURE = "schedule.json", "calibration.json", "calibration.png"
 _SHOWN_ORDER = 12
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
@@ -61,6 +62,18 @@ class Config(CalibrationSettings, RecordOptions):
     )
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
+    adaptive: bool = option(
+        "in place of a schedule: what choosing a depth for each request would gain at --target-speedup (of requests), "
+        "and where it gains, a router.json that does",
+        default=False,
+    )
+    depths: tuple[int, ...] = option(
+        "of --adaptive: layers of flat depths to choose from, all that the weights bear (default: the schedules that "
+        "the checkpoint was tuned under)",
+        default=(),
+        least=1,
+    )
+    mixture: tuple[str, ...] = option("of --adaptive: records of more tasks, each as TASK=FILE", default=())
     json: bool = option("print the result as one JSON document", default=False)
 
 
@@ -70,6 +83,12 @@ def run(config: Config) -> int:
     if config.cost is not None and config.target_speedup is None:
         raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
     check_out(out, "what was measured", resume=config.resume)
+    if config.adaptive:
+        from skipdecode.cli.adaptive import run as run_adaptive
+
+        return run_adaptive(config)
+    if config.depths or config.mixture:
+        raise UsageError("--depths and --mixture belong to --adaptive")
     from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
 
     cost = None if config.cost is None else read_cost(config.cost)
@@ -81,8 +100,8 @@ def run(config: Config) -> int:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     if cost is not None and cost.num_layers != layers:
         raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
-    loaded = _load(config)
-    learn, check = _draw(config, loaded)
+    loaded = load(config)
+    learn, check = draw(config, loaded)
     # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin = "layers only"
@@ -103,7 +122,8 @@ def run(config: Config) -> int:
     return 0
 
 
-def _load(config: Config) -> LoadedModel:
+def load(config: Config) -> LoadedModel:
+    """The model, in fp32 on CPUs."""
     import torch
 
     from skipdecode.models.loading.hub import load_model
@@ -112,7 +132,7 @@ def _load(config: Config) -> LoadedModel:
     return load_model(config.model, dtype="auto" if torch.cuda.is_available() else "float32")
 
 
-def _draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
+def draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
     examples, _ = read_examples(config, "data", loaded.model, loaded.tokenizer)
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
@@ -157,7 +177,7 @@ def _measure(
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     out.mkdir(parents=True, exist_ok=True)
     identity = identity_of(loaded.model, config.model, (learn, check), config.batch_size)
-    store = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
+    store = KeptValues(out / STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     attachment: Attachment
     bar = progress_bar(None, "batch", name="measuring")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from skipdecode.models.loading.recipe import Recipe
     from skipdecode.schedule import Schedule
 
-__all__ = ["Config", "recipe_of", "run"]
+__all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ def _runs(
     from skipdecode.models.loading.hub import load_model
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    recipe = recipe_of(loaded)
+    recipe = _recipe(loaded)
     _check_template(loaded.recipe, task)
     chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
     _tell(chosen, loaded.recipe, config.model)
@@ -282,7 +282,7 @@ def _folder(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
 
 
-def recipe_of(loaded: LoadedModel) -> dict[str, Any] | None:
+def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
     from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +15,33 @@ from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures, table
 from skipdecode.cli.options import ScheduleChoice, with_prompt_layers
 from skipdecode.cli.options.methods import check_method_options, choose_method, each_method
+from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import read_objects
+from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
+from skipdecode.data.forms import recipe_template
 from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWords, OwnWordsOptions, own_template
+from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
+from skipdecode.data.records import Record, Template
+from skipdecode.data.source import Records
+from skipdecode.engine.base import Engine
+from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.engine.requests import row_seed
 from skipdecode.errors import UsageError
+from skipdecode.evaluation.methods import METHODS
+from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.methods.scheduled import Full, on_engine
+from skipdecode.evaluation.own_words import Judge, Speaker
+from skipdecode.evaluation.results import OUTPUTS_FILE, check_directory, is_unfinished, keep_unfinished, save_run
+from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.speed import measured_speeds
+from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.locate import adapter_dir, base_name
+from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
 
 if TYPE_CHECKING:
     from skipdecode.cli.eval import Config
-    from skipdecode.data.records import Record, Template
-    from skipdecode.engine.opening import EngineSource
-    from skipdecode.evaluation.methods.base import Method
-    from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["evaluate_own_words"]
 
@@ -47,11 +65,6 @@ _COLUMNS = {
 
 def evaluate_own_words(config: Config) -> int:
     """Measure, save and show; returns 0."""
-    from skipdecode.cli.eval import recipe_of
-    from skipdecode.evaluation.results import check_directory, is_unfinished, save_run
-    from skipdecode.models.loading.hub import load_model
-    from skipdecode.models.loading.locate import adapter_dir, base_name
-
     for name in ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"):
         if getattr(config, name):
             raise UsageError(f"--self takes no {flag(name)}: see --prompts, --self-records and --self-tokens")
@@ -62,7 +75,8 @@ def evaluate_own_words(config: Config) -> int:
     out, adapter = Path(config.out), adapter_dir(config.model)
     check_directory(out, overwrite=config.overwrite or is_unfinished(out))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    tuned_from = (recipe_of(loaded) or {}).get("options", {}).get("model")
+    recipe = loaded.path / RECIPE_FILE
+    tuned_from = read_recipe(recipe)["options"].get("model") if recipe.is_file() else None
     name = config.base or (base_name(adapter) if adapter is not None else tuned_from) or config.model
     base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     document, rows = _measured(config, loaded, base, *_methods(config, loaded))
@@ -73,9 +87,6 @@ def evaluate_own_words(config: Config) -> int:
 
 def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]:
     """The schedules that are asked for, or all that the checkpoint was tuned under; and full depth on their engine."""
-    from skipdecode.evaluation.methods import METHODS
-    from skipdecode.evaluation.methods.scheduled import on_engine
-
     named = config.methods or config.method or config.schedule or config.nominal_speedup
     if named or loaded.recipe is None:
         each = each_method(config, config.methods) if config.methods else [config]
@@ -83,10 +94,12 @@ def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]
         found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
     else:
         tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
-        found = [METHODS.get("schedule")(with_prompt_layers(config, choice).schedule) for choice in tuned]
+        found = [METHODS.get("schedule")(with_prompt_layers(config, *choice).schedule) for choice in tuned]
     found = [method for method in found if not method.full_depth and not (method.schedule and method.schedule.is_full)]
     if not found or any(method.schedule is None for method in found):
         raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")
+    if len(found) > len({method.name for method in found}):
+        raise UsageError("two of --methods have the same name: give the schedules other names")
     bound, full = on_engine(found, loaded.model, config.engine, note, config.weights)
     return bound, next(method for method in full if method.engine == bound[0].engine)
 
@@ -95,17 +108,10 @@ def _measured(
     config: Config, loaded: LoadedModel, base: LoadedModel, methods: list[Method], full: Method
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document, and the texts as rows."""
-    from skipdecode.common.environment import environment
-    from skipdecode.common.kinds import heading
-    from skipdecode.engine.opening import end_tokens, open_engines
-    from skipdecode.evaluation.methods.scheduled import Full
-    from skipdecode.evaluation.own_words import Judge, Speaker
-    from skipdecode.evaluation.results import OUTPUTS_FILE, keep_unfinished
-    from skipdecode.evaluation.speed import measured_speeds
-
-    engines = open_engines(base.model, config.engine, note)  # with weights of its own, whatever schedules read
     note(f"untouched model: {base.name}; engine: {full.engine}")
-    template, records, prompts = _prompts(config, loaded, base, engines)
+    yardstick = full if base is loaded else Full(open_engines(base.model, config.engine, note, config.weights))
+    untouched = Speaker("untouched", base.model, yardstick)
+    template, records, prompts = _prompts(config, loaded, base, partial(yardstick.make_engine, base.model))
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
     about = {name: getattr(config, name) for name in ("name", "model", "weights", "dtype")} | {
         "untouched": base.name,
@@ -114,7 +120,6 @@ def _measured(
         "settings": asdict(settings),
         "methods": [method.settings() for method in methods],
     }
-    untouched = Speaker("untouched", base.model, Full(engines))
     beside = [] if base is loaded else [full]
     speakers = [untouched, *(Speaker(method.name, loaded.model, method) for method in (*beside, *methods))]
     tokenizer: Any = base.tokenizer
@@ -138,20 +143,13 @@ def _measured(
 
 
 def _prompts(
-    config: Config, loaded: LoadedModel, base: LoadedModel, engines: EngineSource
+    config: Config, loaded: LoadedModel, base: LoadedModel, make_engine: Callable[[int], Engine]
 ) -> tuple[Template, list[Record], list[list[int]]]:
     """The template, prompts that the checkpoint was not tuned on, and their tokens."""
-    from skipdecode.data.forms import recipe_template
-    from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
-    from skipdecode.data.records import Template
-    from skipdecode.data.source import Records
-    from skipdecode.engine.requests import row_seed
-    from skipdecode.evaluation.run import note_left_out
-
     asked = Template("{prompt}", chat=True) if config.chat else recipe_template(loaded.recipe)
     template, options = own_template(base.tokenizer, asked), config.part(OwnWordsOptions)
     seed, skip_bad = row_seed(config.seed, _HELD_OUT), config.bad_records == "skip"
-    words = OwnWords(base, engines, template, options, Path(config.out or ""), seed, skip_bad)
+    words = OwnWords(base, make_engine, template, options, Path(config.out or ""), seed, skip_bad)
     known = (
         row
         for file in (TRAIN_FILE, DEV_FILE)
@@ -167,15 +165,7 @@ def _prompts(
 
 def _lines(document: dict[str, Any], out: Path) -> list[str]:
     """Tables for a terminal."""
-    absent = (
-        "kl",
-        "top1_agreement",
-        "of_untouched",
-        "instructions",
-        "measured_speedup",
-        "measured_speedup_with_prompt",
-    )
-    rows = [dict.fromkeys(absent) | row for row in document["rows"]]
+    rows: list[dict[str, Any]] = [defaultdict(lambda: None, row) for row in document["rows"]]
     columns = {k: v for k, v in _COLUMNS.items() if k != "instructions" or rows[0][k]}
     lines = [_TITLE.format(n=document["n"]), *figures(columns, rows)]
     for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
+    AdaptiveOptions,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
     ScheduleChoice,
-    ScheduleOptions,
     ThreadOptions,
     check_files,
     check_schedule_options,
@@ -53,7 +53,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, AdaptiveOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option(MODEL, positional=True)
@@ -148,7 +148,6 @@ def run(config: Config) -> int:
 def _checked_sampling(config: Config) -> Sampling:
     from skipdecode.engine.requests import Sampling
 
-    check_schedule_options(config)
     if config.prompts and config.input is not None:
         raise UsageError("prompts were given both as arguments and with --input: give one of them")
     if not config.prompts and config.input is None and sys.stdin.isatty():

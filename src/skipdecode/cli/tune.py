@@ -165,7 +165,8 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, dict[str, Any]]
         template = own_template(loaded.tokenizer, asked)
         engines = open_engines(loaded.model, "auto", note)
         options, skip_bad = config.part(OwnWordsOptions), config.bad_records == "skip"
-        words = OwnWords(loaded, engines, template, options, out, seed=config.seed, skip_bad=skip_bad)
+        place = (out, config.seed, skip_bad)
+        words = OwnWords(loaded, lambda rows: engines.engine(max_rows=rows), template, options, *place)
         made = words.write_records(config.dev_records or 0)
     given = replace(
         config,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.engine.opening import EngineSource
+    from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["DEV_FILE", "TRAIN_FILE", "OwnWords", "OwnWordsOptions", "check_prompts", "own_template"]
@@ -43,6 +44,7 @@ _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
+_SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop behind a number may be a list's
 _USER = "@@what the user says@@"
 
 
@@ -98,6 +100,8 @@ class OwnWords:
 
     Parameters
     ----------
+    make_engine : callable
+        From a number of rows to an engine of the model at full depth.
     template : Template
         What prompts are put into; see `own_template`.
     seed : int
@@ -107,7 +111,7 @@ class OwnWords:
     """
 
     loaded: LoadedModel
-    engines: EngineSource
+    make_engine: Callable[[int], Engine]
     template: Template
     options: OwnWordsOptions
     directory: Path
@@ -142,7 +146,7 @@ class OwnWords:
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2))
         rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens)
-        kept = self._kept("answers", rows, set(), 2)
+        kept = self._kept("answers", map(_cut, rows), set(), 2)
         lines = [json_line({"id": records[i].line, **records[i].values, "response": text}) for i, text in kept]
         dev = max(1, min(held_out, len(lines) // _DEV_SHARE))
         places = {i * len(lines) // dev for i in range(dev)}
@@ -158,17 +162,9 @@ class OwnWords:
     # ------------------------------------------------------------------ parts
 
     def _begun(self) -> dict[str, Any]:
-        """What the directory says of the words in it; refuses words that were made otherwise."""
-        path, settings = self.directory / _ABOUT, self._settings()
-        about: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
-        if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
-            raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
-        return about
-
-    def _settings(self) -> dict[str, Any]:
-        """All that the words depend on."""
-        prompts = self.options.prompts
-        settings = asdict(self.options) | {
+        """What the directory says of the words in it, at first what they depend on; refuses words made otherwise."""
+        path, prompts = self.directory / _ABOUT, self.options.prompts
+        depend_on = asdict(self.options) | {
             "prompts": prompts and hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
             "before_user": None if prompts else self._before_user(),
             "model": self.loaded.name,
@@ -176,7 +172,11 @@ class OwnWords:
             "template": self.template.to_dict(),
             "seed": self.seed,
         }
-        return dict(json.loads(json.dumps(settings)))
+        settings = json.loads(json.dumps(depend_on))
+        about: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
+        if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
+            raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
+        return about
 
     def _before_user(self) -> str:
         """What the chat template puts in front of a user's words."""
@@ -222,17 +222,18 @@ class OwnWords:
 
         path, model, tokenizer = self.directory / file, self.loaded.model, self.loaded.tokenizer
         if not path.exists():
-            write_whole(self.directory / _ABOUT, json.dumps(self._begun()) + "\n")
+            about = self._begun()
+            write_whole(self.directory / _ABOUT, json.dumps(about) + "\n")
             job = Job(
                 tokenizer=tokenizer,
                 sampling=sampling,
                 max_new_tokens=most,
                 ends=end_tokens(model, tokenizer),
                 encoder=encoder(tokenizer, context_length(model.config), template=self.template),
-                make_engine=lambda rows: self.engines.engine(max_rows=rows),
+                make_engine=self.make_engine,
                 batch_size=_GPU_ROWS if model.device.type == "cuda" else _ROWS,
             )
-            with closing(open_writer(str(path), self._settings())) as writer:
+            with closing(open_writer(str(path), about["settings"])) as writer:
                 left = [record for record in records if not writer.is_done(record.index)]
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
                     generate_rows(left, job, writer, len(left), progress=lambda ended, _: bar.update(ended))
@@ -274,6 +275,12 @@ class _AsTheyAre(PromptEncoder):
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         ids = self._token_ids([str(record.prompt) for record in records], True)
         return [self._checked(record, str(record.prompt), i) for record, i in zip(records, ids, strict=True)]
+
+
+def _cut(row: dict[str, Any]) -> dict[str, Any]:
+    """An answer's row; of one that came to its limit, as far as its last whole sentence."""
+    whole = _SENTENCES.match(row["text"]) if row.get("finish_reason") == "length" else None
+    return row if whole is None else row | {"text": whole[0], "finish_reason": "eos"}
 
 
 def _key(text: str) -> str:

@@ -13,25 +13,35 @@ from typing import NamedTuple, Protocol
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePolicy", "granted"]
+__all__ = ["WAYS", "BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePolicy", "granted"]
+
+
+WAYS = ("adaptive", "confident", "adaptive+confident")
+"""Of choosing a depth: by a router, by confidence from the deepest on, and both (see `skipdecode.engine.adaptive`)."""
 
 
 class RowView(NamedTuple):
     """What a policy sees of a row: the request's number, and of the token about to be fed the generation position
     (0: the first new token) and log-probability. `budget` are the layers of the token before (at position 0, of the
-    prompt, or what position 0 may run beyond it).
+    prompt, or what position 0 may run beyond it). `first` are the request's `skipdecode.engine.adaptive.features`,
+    where its policy chooses among depths.
     """
 
     request: int
     position: int
     budget: int
     logprob: float
+    first: tuple[float, ...] = ()
 
 
 class BudgetPolicy(Protocol):
-    """Grants layers."""
+    """Grants layers. `depths` are the schedules that rows may follow, the deepest first; `schedule` is that one."""
 
     schedule: Schedule
+    depths: tuple[Schedule, ...]
+
+    def of_row(self) -> BudgetPolicy:
+        """What grants the layers of one row; itself, where rows share what they ask."""
 
     def prompt_budget(self) -> int:
         """Layers of prompt tokens."""
@@ -75,6 +85,10 @@ class SchedulePolicy:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        self.depths: tuple[Schedule, ...] = (schedule,)
+
+    def of_row(self) -> SchedulePolicy:
+        return self
 
     def prompt_budget(self) -> int:
         return len(self.schedule.prompt_layers())

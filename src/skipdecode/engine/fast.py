@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from skipdecode.engine.adaptive import policy_of
 from skipdecode.engine.base import Engine
-from skipdecode.engine.depth import BudgetPolicy, DepthOrder, RowView, SchedulePolicy, granted
+from skipdecode.engine.depth import BudgetPolicy, DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
-from skipdecode.engine.feeds import EngineRow, Feed, token_rows
+from skipdecode.engine.feeds import DepthWaves, EngineRow, Feed, token_rows
 from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kv import KV
 from skipdecode.engine.requests import Request, StepOutput
@@ -37,7 +38,8 @@ class FastEngine(Engine):
     schedule : Schedule or BudgetPolicy
         Which layers run; a policy is asked for every row and token.
     max_rows : int
-        Most rows at a time.
+        Most rows of a step. Where they choose among depths, unless in order of submission, as many times more have
+        begun and step with their like (`DepthWaves`).
     join_below : float
         See `Scheduler`: 0 strict waves, 1 continuous.
     in_order : bool
@@ -81,12 +83,13 @@ class FastEngine(Engine):
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
         self.name = self.model.name
-        self._policy = _policy(schedule)
+        self._policy = policy_of(schedule)
         self._policy.schedule.check_fits(self.model.num_layers)
         super().__init__(self._policy.schedule)
         self._order = DepthOrder(self.schedule)
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens, self._in_order = prompt_tokens, in_order
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
+        self._waves: DepthWaves | None = None
         if kv_bytes is not None and not self.model.has_pages:
             raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
         if prefix_cache and not self.model.has_pages:
@@ -108,8 +111,11 @@ class FastEngine(Engine):
         `kv_bytes`.
         """
         batch = list(requests)
-        policy = self._policy if schedule is None else _policy(schedule)
+        policy = self._policy if schedule is None else policy_of(schedule)
         self._order.check(policy.schedule)
+        if len(policy.depths) > 1 and self._waves is None and self.model.has_pages and not self._in_order:
+            self._waves = DepthWaves(self._scheduler.max_rows, self._scheduler.join_below)
+            self._scheduler.max_rows *= len(policy.depths)
         sizes = [self._size(self._submitted + i, request, policy) for i, request in enumerate(batch)]
         self._requests |= {size.request: (request, policy) for size, request in zip(sizes, batch, strict=True)}
         self._submitted += len(batch)
@@ -161,11 +167,12 @@ class FastEngine(Engine):
         start = time.perf_counter()
         self._admit()
         prompts, outputs = self._due(), list[StepOutput]()
-        if prompts and (prompts[0].row.prompt.own or not self.model.shares):
+        if prompts and (self._waves or prompts[0].row.prompt.own or not self.model.shares):
             outputs = self._run(prompts)
             prompts = []
-        if prompts or (self._running and not outputs):
-            outputs = self._run(prompts + [Feed(row, (row.output[-1],)) for row in self._running])
+        if prompts or (self._running and not outputs and not (self._waves and self._starting)):
+            rows = self._running if self._waves is None else self._waves.rows(self._running)
+            outputs = self._run(prompts + [Feed(row, (row.output[-1],)) for row in rows])
         self.stats.seconds += time.perf_counter() - start
         return outputs
 
@@ -204,7 +211,7 @@ class FastEngine(Engine):
                 number=size.request,
                 request=request,
                 budget=len(prompt.held),
-                policy=policy,
+                policy=policy.of_row(),
                 prompt=prompt,
                 layers=prompt.held,
                 slot=self.kv.open(),
@@ -284,16 +291,14 @@ class FastEngine(Engine):
         stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
 
     def _make_room(self, row: EngineRow, tokens: int) -> None:
-        """Room for tokens to be fed; a row that decodes first gets its budget and gives back layers that it leaves."""
+        """Room for tokens to be fed; a row that decodes first gives back layers that it leaves."""
         if row.output:
-            position = len(row.output) - 1
-            row.budget = granted(row.policy, RowView(row.number, position, row.budget, row.logprob))
             layers = self._order.layers(row.budget)
             if layers != row.layers:
                 keep = set(layers)
                 self.kv.drop(row.slot, [layer for layer in row.layers if layer not in keep])
                 row.layers = layers
-            if row.fed % self.kv.page_tokens and position:
+            if row.fed % self.kv.page_tokens and len(row.output) > 1:
                 return  # in a page that it has
         self.kv.extend(row.slot, row.layers, row.fed + tokens)
 
@@ -303,8 +308,7 @@ class FastEngine(Engine):
             if out.finish_reason is not None:
                 self._running.remove(row)
                 self.kv.close(row.slot)
+                continue
+            row.budget = row.grant()
+            row.depth = row.depth or row.budget
         return outputs
-
-
-def _policy(schedule: Schedule | BudgetPolicy) -> BudgetPolicy:
-    return SchedulePolicy(schedule) if isinstance(schedule, Schedule) else schedule

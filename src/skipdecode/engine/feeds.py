@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from skipdecode.engine.depth import BudgetPolicy, DepthOrder, PromptLayers
+from skipdecode.engine.depth import DepthOrder, PromptLayers
 from skipdecode.engine.sampling import Row
 
-__all__ = ["EngineRow", "Feed", "TokenRows", "token_rows"]
+__all__ = ["DepthWaves", "EngineRow", "Feed", "TokenRows", "token_rows"]
 
 
 class TokenRows(NamedTuple):
@@ -38,14 +39,38 @@ class EngineRow(Row):
         Where it holds keys and values.
     fed : int
         Tokens of prompt and output that have run.
+    depth : int
+        Layers of its first new token.
     """
 
-    policy: BudgetPolicy
     prompt: PromptLayers
     layers: tuple[int, ...]
     slot: int
     pages: int
     fed: int = 0
+    depth: int = 0
+
+
+class DepthWaves:
+    """Which rows step together: as many of one depth as there are, for a step costs its deepest row's layers.
+
+    They go on until few are left, who wait for more of their depth. Arguments as of `Scheduler`.
+    """
+
+    def __init__(self, max_rows: int, join_below: float) -> None:
+        self._max_rows, self._few = max_rows, join_below * (max_rows - 1)
+        self._wave: list[EngineRow] = []
+
+    def rows(self, begun: list[EngineRow]) -> list[EngineRow]:
+        """The rows of the next step, of those that have begun."""
+        if len(begun) <= self._max_rows:
+            return begun
+        held = set(begun)
+        self._wave = [row for row in self._wave if row in held]
+        if len(self._wave) <= self._few:
+            depths = Counter(row.depth for row in begun)
+            self._wave = [row for row in begun if row.depth == depths.most_common(1)[0][0]][: self._max_rows]
+        return self._wave
 
 
 class Feed(NamedTuple):

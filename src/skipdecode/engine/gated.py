@@ -1,7 +1,7 @@
 """The engine over transformers' own forward, gated: for families without a fast path, and as a reference.
 
-Strict waves of left-padded rows of one schedule on one `SkipCache`. Finished rows leave the batch and the cache. Depth
-follows the schedule's positions only. Several times slower than `FastEngine`.
+Strict waves of left-padded rows of one schedule on one `SkipCache`. Finished rows leave the batch and the
+cache. Where rows choose among depths, the deepest row's is run for all. Several times slower than `FastEngine`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipdecode.engine.adaptive import policy_of
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import Row, put_out
@@ -31,7 +32,6 @@ __all__ = ["GatedEngine", "left_pad"]
 class _Wave:
     """Rows that started together."""
 
-    schedule: Schedule
     attachment: Attachment
     cache: SkipCache
     rows: list[Row]
@@ -130,18 +130,26 @@ class GatedEngine(Engine):
 
     def _next_wave(self) -> _Wave:
         """Rows of the schedule under which the longest waiting request runs."""
-        _, schedule = self._requests[min(self._requests)]
-        numbers = [size.request for size in self._queues[schedule].admit(0)]
-        layers = len(schedule.last_prompt_layers())
-        rows = [Row(number=number, request=self._requests.pop(number)[0], budget=layers) for number in numbers]
+        _, wanted = self._requests[min(self._requests)]
+        numbers, policy = [size.request for size in self._queues[wanted].admit(0)], policy_of(wanted)
+        layers = len(policy.schedule.last_prompt_layers())
+        rows = [
+            Row(number=number, request=self._requests.pop(number)[0], budget=layers, policy=policy.of_row())
+            for number in numbers
+        ]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        attachment = Attachment(self._model, schedule)
-        return _Wave(schedule, attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
+        attachment = Attachment(self._model, policy.schedule)
+        return _Wave(attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
         if wave.position:
+            layers = max(row.grant() for row in wave.rows)
             for row in wave.rows:
-                row.budget = wave.schedule.budget(wave.position - 1)
+                row.budget = layers
+            depths = wave.rows[0].policy.depths
+            depth = next(each for each in depths if each.budget(wave.position - 1) == layers)
+            if depth != wave.attachment.schedule:
+                wave.attachment.schedule = depth
         logits = self._logits(wave)
         self._count(wave, time.perf_counter() - start)
         outputs = put_out(self, wave.rows, logits, start)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from skipdecode.engine.adaptive import Adaptive
 from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
 from skipdecode.engine.fast import PROMPT_TOKENS, FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
@@ -43,7 +44,12 @@ class EngineSource:
         return GatedEngine.name if self.fast is None else self.fast.name
 
     def suited(self, schedule: Schedule) -> Schedule:
-        """What runs where a job asks for a schedule: on some devices one of fewer budgets (`FastModel.suited`)."""
+        """What runs where a job asks for a schedule: on some devices one of fewer budgets (`FastModel.suited`).
+
+        Raises UsageError where a router of another model is to choose.
+        """
+        if isinstance(schedule, Adaptive):
+            schedule.router.check(self.model)
         return schedule if self.fast is None else self.fast.suited(schedule)
 
     def engine(
@@ -62,10 +68,10 @@ class EngineSource:
         `prompt_tokens` counts where prompts share forwards with rows that decode.
         """
         asked = Schedule.full(self.num_layers) if schedule is None else schedule
+        asked.check_fits(self.num_layers)
+        suited = self.suited(asked)
         if self.fast is None:
             return GatedEngine(self.model, asked, max_rows=max_rows, in_order=in_order)
-        asked.check_fits(self.num_layers)
-        suited = self.fast.suited(asked)
         if suited != asked and asked not in self._told:
             self._told.add(asked)
             before, after = (len(set(s.budgets)) for s in (asked, suited))

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from skipdecode.engine.adaptive import features
 from skipdecode.engine.base import Engine
+from skipdecode.engine.depth import BudgetPolicy, RowView, granted
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.requests import Request, Sampling, StepOutput, finish_reason
 
@@ -122,17 +124,26 @@ def likeliest(logits: Tensor, rows: list[RowSampler]) -> list[tuple[tuple[int, f
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """A request that has a place in a batch, with its output so far, and the layers of its last token."""
+    """A request that has a place in a batch, with its output so far, and the layers of its last token.
+
+    `first` are its `features`, where its policy chooses among depths.
+    """
 
     number: int
     request: Request
     budget: int
+    policy: BudgetPolicy
     output: list[int] = field(default_factory=list)
     logprob: float = 0.0
     cached: int = 0  # tokens of the prompt that a prefix cache had
+    first: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.sampler = RowSampler(self.request.sampling, self.request.prompt)
+
+    def grant(self) -> int:
+        """Layers of the token that was put out last; raises ScheduleError if the policy raises them."""
+        return granted(self.policy, RowView(self.number, len(self.output) - 1, self.budget, self.logprob, self.first))
 
 
 def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor, start: float) -> list[StepOutput]:
@@ -140,6 +151,9 @@ def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor, start: float) -
     samplers = [row.sampler for row in rows]
     tokens, logprobs = choose(logits, samplers)
     tops = likeliest(logits, samplers)
+    for row, values in zip(rows, logits, strict=True):
+        if len(row.policy.depths) > 1 and not row.output:
+            row.first = features(values, len(row.request.prompt))
     now = time.perf_counter()
     engine.stats.new_tokens += len(rows)
     outputs = []

@@ -90,20 +90,10 @@ class Speaker:
 
 @dataclass(frozen=True)
 class Judge:
-    """What speakers are measured on.
+    """What speakers are measured on: texts to the same prompts (token ids), with the same random numbers.
 
-    Parameters
-    ----------
-    untouched : Speaker
-        The yardstick: the model before tuning, at full depth.
-    prompts : list of list of int
-        Token ids.
-    sampling : Sampling
-        Of texts; a row's random numbers are the same for all speakers.
-    settings : EvaluationSettings
-        With `max_new_tokens`.
-    kept : KeptValues
-        Has texts that an earlier, interrupted run made.
+    `untouched` is the yardstick, the model before tuning at full depth. `settings` have `max_new_tokens`; `kept` has
+    texts that an earlier, interrupted run made.
     """
 
     untouched: Speaker
@@ -128,10 +118,7 @@ class Judge:
         return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
 
     def rows(self, texts: Mapping[Speaker, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
-        """What a result says of each speaker, JSON-ready.
-
-        `texts` are every speaker's, the untouched model's among them; `chat` says whether instructions are given.
-        """
+        """What a result says of each speaker, from all their texts; `chat`: also of instructions. JSON-ready."""
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
         losses = {
             one: self._along(f"perplexity, {one.name}", token_losses, self.untouched, texts[one]) for one in texts

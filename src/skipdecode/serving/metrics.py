@@ -44,6 +44,9 @@ class Metrics:
         self.steps = counter("steps", "Steps of the model")
         self.step_seconds = histogram("step_seconds", "Duration of a step", buckets=_SECONDS)
         self.step_depth = histogram("step_depth", "Mean layers of a step's rows", buckets=depths)
+        self.first_depth = histogram(
+            "first_depth", "Layers of a choice's first new token", ("schedule",), buckets=depths
+        )
         self.kv_bytes_held = gauge("kv_bytes_held", "Keys and values now")
         self.kv_bytes_saved = gauge("kv_bytes_saved", "What full depth would hold beyond that")
         self.prefix_cache_bytes = gauge("prefix_cache_bytes", "Keys and values kept of prompts that no row uses")

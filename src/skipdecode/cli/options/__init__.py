@@ -10,6 +10,7 @@ from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, WEIGHTS
+from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
@@ -17,6 +18,7 @@ from skipdecode.schedule import order as layer_order
 
 __all__ = [
     "MODEL",
+    "AdaptiveOptions",
     "EngineOptions",
     "ModelOptions",
     "SamplingOptions",
@@ -142,6 +144,30 @@ class ScheduleOptions(Options):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions(ScheduleOptions):
+    """A depth for each request, which is --schedule adaptive, confident (from the deepest on) or adaptive+confident."""
+
+    router: str | None = option(
+        "of --schedule adaptive, confident or adaptive+confident: the file that skipdecode calibrate --adaptive wrote "
+        "(default: router.json beside the checkpoint's weights)",
+        default=None,
+    )
+
+    def adaptive(self) -> ScheduleChoice | None:
+        """The schedule, where it is one that chooses; DataError without a router."""
+        if self.schedule not in WAYS and self.router is None:
+            return None
+        if self.schedule not in WAYS or self.prompt_layers is not None:
+            raise UsageError(f"--router belongs to --schedule {', '.join(WAYS)}, which take no --prompt-layers")
+        from skipdecode.engine.adaptive import ROUTER_FILE, Adaptive, Router
+        from skipdecode.models.loading.locate import adapter_dir, locate
+
+        model = getattr(self, "model", "")
+        place = Path(self.router or (adapter_dir(model) or locate(model).folder()) / ROUTER_FILE)
+        return ScheduleChoice(Adaptive.choosing(Router.load(place), self.schedule), f"depths by {place}")
+
+
 class ScheduleChoice(NamedTuple):
     """The schedule to use, and where it is from in words."""
 
@@ -158,7 +184,8 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
-    if options.schedule is not None:
+    chosen = options.adaptive() if isinstance(options, AdaptiveOptions) else None
+    if options.schedule is not None and chosen is None:
         Schedule.load(options.schedule)
     named = (options.schedule, options.nominal_speedup, options.prompt_layers)
     if model is not None and any(value is not None for value in named):
@@ -187,7 +214,9 @@ def choose_schedule(
     contradict each other, ScheduleError if the schedule does not fit the model.
     """
     check_schedule_options(options)
-    if options.schedule is not None:
+    if isinstance(options, AdaptiveOptions) and (adaptive := options.adaptive()) is not None:
+        chosen = adaptive
+    elif options.schedule is not None:
         chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, with_prompt_layers
+from skipdecode.cli.options import AdaptiveOptions, check_schedule_options, choose_schedule, with_prompt_layers
 from skipdecode.common.options import option
 from skipdecode.common.registry import near
+from skipdecode.engine.depth import WAYS
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
@@ -27,7 +28,7 @@ _ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(ScheduleOptions):
+class MethodOptions(AdaptiveOptions):
     """How to decode."""
 
     seq_len: int | None = option(
@@ -82,13 +83,13 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
 
 
 def _from_word(options: OptionsT, word: str) -> OptionsT:
-    if word.endswith(".json"):
+    if word.endswith(".json") or word in WAYS:
         return replace(options, schedule=word, seq_len=None, drop_order=None)
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in (*_OTHERS, *_SCHEDULES):
         hint = near(name, (*_OTHERS, *_SCHEDULES))
-        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
+        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES, *WAYS))} and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}{hint}: accepted are {accepted}")
     if not colon:
         return replace(options, method=name, seq_len=None, drop_order=None, prompt_layers=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from skipdecode.engine.adaptive import Adaptive
 from skipdecode.engine.base import Engine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.opening import EngineSource, open_engines
@@ -31,29 +32,32 @@ class Scheduled(Method):
     """
 
     def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
-        self._asked, self._source = schedule, source
-        self.schedule = schedule if source is None or schedule is None else source.suited(schedule)
+        self.asked, self._source = schedule, source
+        self._runs = schedule if source is None or schedule is None else source.suited(schedule)
+        # Where rows choose, no one schedule says what a token of a given text runs.
+        self.schedule = None if isinstance(schedule, Adaptive) else self._runs
         self.name = "full" if schedule is None else schedule.name
         self.engine = GatedEngine.name if source is None else source.name
 
     def on(self, source: EngineSource) -> Scheduled:
         """The same, decoded by the engines of a model."""
-        return Scheduled(self._asked, source)
+        return Scheduled(self.asked, source)
 
     def make_engine(self, model: Any, max_rows: int) -> Engine:
-        schedule = self.schedule or Schedule.full(len(decoder_layers(unwrap(model))))
+        schedule = self._runs or Schedule.full(len(decoder_layers(unwrap(model))))
         if self._source is None:
             return GatedEngine(model, schedule, max_rows=max_rows)
         return self._source.engine(schedule, max_rows=max_rows)
 
     def settings(self) -> dict[str, Any]:
         """The name, and the schedule itself."""
-        return super().settings() | ({} if self._asked is None else {"schedule": self._asked.to_dict()})
+        key = "adaptive" if isinstance(self.asked, Adaptive) else "schedule"  # which readers take for a plain one
+        return super().settings() | ({} if self.asked is None else {key: self.asked.to_dict()})
 
     def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""
-        if self._asked is not None:
-            self._asked.check_fits(num_layers)
+        if self.asked is not None:
+            self.asked.check_fits(num_layers)
 
 
 class Full(Scheduled):

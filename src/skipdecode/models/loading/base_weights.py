@@ -16,7 +16,7 @@ from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.store import SOURCE_FILE
 
-__all__ = ["base_entry", "check_base"]
+__all__ = ["base_entry", "base_sample", "check_base", "is_other_model"]
 
 _PLACES = 64
 _CAST = 0.004
@@ -36,7 +36,7 @@ def base_entry(model: Any, path: Path) -> dict[str, Any]:
     source = path / SOURCE_FILE
     return {
         "source": source.read_text(encoding="utf-8").strip() if source.is_file() else None,
-        "weights": _sample(model),
+        "weights": base_sample(model),
     }
 
 
@@ -53,7 +53,7 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
     if known is None:
         return
     source = f" ({known['source']})" if known.get("source") else ""
-    away = _distance(known.get("weights"), _sample(model))
+    away = _distance(known.get("weights"), base_sample(model))
     if away > _OTHER_MODEL:
         raise ModelLoadError(
             f"the adapter {adapter} was tuned on other weights{source} than {base} has: give it the base it was tuned "
@@ -66,7 +66,12 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
         )
 
 
-def _sample(model: Any) -> list[float]:
+def is_other_model(known: Any, now: list[float]) -> bool:
+    """Whether samples (`base_sample`) are of other weights, not of a cast or a 4-bit copy."""
+    return _distance(known, now) > _OTHER_MODEL
+
+
+def base_sample(model: Any) -> list[float]:
     """Numbers from places spread over the model's matrices, to six digits."""
     matrices = [p for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
     # Steps of the golden ratio: no two matrices are read at the same place.

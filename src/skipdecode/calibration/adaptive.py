@@ -1,0 +1,223 @@
+"""Depth by difficulty, learned from records under each of a few depths, and compared with static ones at equal time.
+
+*Oracle*: each record at the depth of least loss + penalty x time, its losses known: what no router exceeds. *Router*:
+the same from predicted losses, by ridge regression on what prompts leave, each record predicted without itself.
+*Confident*: all begin at the deepest and go on as the moving log-probability rises; a token's loss is taken to depend
+on its own depth alone. *Static*: the best depth, or mix of two, that takes as long.
+
+A record's time is its share of a batch that is as deep; within a batch a step takes what its deepest row does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from math import comb
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skipdecode.calibration.meter import LossMeter
+from skipdecode.engine.adaptive import MOVE
+from skipdecode.errors import TargetError
+from skipdecode.performance.cost import CostModel
+from skipdecode.schedule import Schedule
+
+__all__ = ["NEVER", "DepthTable", "RouterFit", "find_router", "find_thresholds", "follow", "oracle"]
+
+Numbers = NDArray[np.float64]
+Choice = NDArray[np.intp]
+"""The number of each record's depth."""
+NEVER = 1.0
+"""A log-probability that is not reached."""
+_STRENGTHS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_FOLDS = 10
+_TRIALS = 1500
+_PRICES = 12
+_DRAWS = 1000
+_SLACK = 1 + 1e-9
+
+
+class DepthTable:
+    """Records, from a meter for each task, under each of several depths, the deepest first.
+
+    Arrays by record: `losses` and `likely` (log-probability of the likeliest token), (records, depths, tokens), are 0
+    beyond a record's end; `sums` of losses, `seconds` of the request and mean `layers`, (records, depths); seconds at
+    `full` depth, tokens (`counts`) and `tasks`, (records,); `features`. `costs` are the depths' shares of full time.
+    """
+
+    def __init__(self, depths: Sequence[Schedule], meters: Mapping[str, LossMeter], cost: CostModel) -> None:
+        self.depths, self.cost = tuple(depths), cost
+        found = [(task, record) for task, meter in meters.items() for record in meter.records(depths)]
+        self.tasks = np.array([task for task, _ in found])
+        self.features: Numbers = np.array([record["features"] for _, record in found])
+        lengths = [len(record["losses"][0]) for _, record in found]
+        self.counts: Numbers = np.array(lengths, dtype=float)
+        padded = np.zeros((2, len(found), len(depths), max(lengths)))
+        for row, (_, record) in enumerate(found):
+            padded[:, row, :, : lengths[row]] = record["losses"], record["likely"]
+        self.losses, self.likely = padded
+        self.sums: Numbers = self.losses.sum(-1)
+        every = [*depths, Schedule.full(cost.num_layers)]
+        sizes = [(record["prompt"], max(2, length)) for (_, record), length in zip(found, lengths, strict=True)]
+        taken = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes]) / cost.batch
+        self.seconds, self.full = taken[:, :-1], taken[:, -1]
+        self.costs: Numbers = self.seconds.sum(0) / self.full.sum()
+        self.layers: Numbers = np.array([[each.mean_budget(size[1] - 1) for each in depths] for size in sizes])
+
+    def limit(self, speedup: float) -> float:
+        """Seconds of all records at a speed-up; raises TargetError out of reach."""
+        if speedup * self.costs.min() > _SLACK:
+            raise TargetError(
+                f"a speed-up of {speedup:g} is out of reach: the shallowest depth has {1 / self.costs.min():.2f}x here"
+            )
+        return float(self.full.sum() / speedup)
+
+    def chosen(self, method: str, choice: Choice) -> list[dict[str, Any]]:
+        """`compare` of a depth for each record."""
+        rows = np.arange(len(choice))
+        return self.compare(method, *(each[rows, choice] for each in (self.sums, self.seconds, self.layers)))
+
+    def compare(self, method: str, losses: Numbers, seconds: Numbers, layers: Numbers) -> list[dict[str, Any]]:
+        """Summed losses, seconds and mean layers of each record against static ones: of all, and of each task's.
+
+        Losses are nats a token; `gain` is how much more static loses, `low` to `high` in 95% of bootstrap draws.
+        """
+        tasks = sorted(set(self.tasks))
+        parts = [("all", np.full(len(losses), True)), *((t, self.tasks == t) for t in tasks if len(tasks) > 1)]
+        found = []
+        for task, rows in parts:
+            n, counts, fed = int(rows.sum()), self.counts[rows], np.maximum(1, self.counts[rows] - 1)
+            static = _static(self.sums[rows], self.seconds[rows].sum(0), float(seconds[rows].sum()))
+            gains = static - losses[rows]
+            drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
+            low, high = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
+            speedup, depth = self.full[rows].sum() / seconds[rows].sum(), layers[rows] @ fed / fed.sum()
+            sums = {"loss": losses[rows].sum(), "static": static.sum(), "gain": gains.sum()}
+            means = {name: float(each / counts.sum()) for name, each in sums.items()}
+            about = {"task": str(task), "method": method, "n": n, "request_speedup": float(speedup)}
+            found.append(about | {"mean_layers": float(depth)} | means | {"low": float(low), "high": float(high)})
+        return found
+
+
+def _static(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
+    """Each record's loss under the best depth, or random mix of two, that takes `at` seconds in all."""
+    tried = [losses[:, int(seconds.argmin())]]
+    for a, b in combinations_with_replacement(np.argsort(seconds, kind="stable"), 2):
+        if seconds[a] <= at * _SLACK:
+            share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
+            tried.append(losses[:, a] + share * (losses[:, b] - losses[:, a]))
+    return min(tried, key=lambda each: float(each.sum()))
+
+
+def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[Choice, float]:
+    """The depth of least loss + penalty x price for each record, with the least penalty that keeps to the limit."""
+
+    def choice(penalty: float) -> Choice:
+        return np.asarray(np.argmin(losses + penalty * prices, axis=1))
+
+    def within(penalty: float) -> bool:
+        return bool(np.take_along_axis(seconds, choice(penalty)[:, None], 1).sum() <= limit * _SLACK)
+
+    low, high = 0.0, 0.0
+    while not within(high) and high < 1e18:
+        low, high = high, max(1e-6, high * 4)
+    for _ in range(60 if high else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if within(middle) else (middle, high)
+    return choice(high), high
+
+
+def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
+    """The oracle at a speed-up, and a random assignment of its mix of depths; raises TargetError out of reach."""
+    choice, _ = _priced(table.sums, table.seconds, table.seconds, table.limit(speedup))
+    mix = np.bincount(choice, minlength=len(table.depths)) / len(choice)
+    random = table.compare("random", *(each @ mix for each in (table.sums, table.seconds, table.layers)))
+    return [*table.chosen("oracle", choice), *random]
+
+
+@dataclass(frozen=True)
+class RouterFit:
+    """Parts of a `skipdecode.engine.adaptive.Router`, and losses `predicted` for each record without itself."""
+
+    centre: Numbers
+    scale: Numbers
+    weights: Numbers
+    predicted: Numbers
+
+    def choice(self, table: DepthTable, speedup: float) -> tuple[Choice, float]:
+        """Each record's depth at a speed-up of all, and the penalty; raises TargetError out of reach."""
+        prices = np.tile(table.costs, (len(table.counts), 1))
+        return _priced(self.predicted, prices, table.seconds, table.limit(speedup))
+
+    def penalties(self, table: DepthTable) -> list[tuple[float, float]]:
+        """Speed-ups within reach, rising, and the penalty for each."""
+        free, _ = self.choice(table, 1e-9)
+        first = table.full.sum() / np.take_along_axis(table.seconds, free[:, None], 1).sum()
+        return [(each, self.choice(table, each)[1]) for each in np.linspace(first, 1 / table.costs.min(), _PRICES)]
+
+
+def find_router(table: DepthTable) -> RouterFit:
+    """Ridge regression from features to each depth's loss beyond the deepest's, of the strength that predicts best."""
+    known, counts = table.features, table.counts
+    centre, scale = known.mean(0), np.where(known.std(0) > 1e-9, known.std(0), 1.0)
+    given = np.column_stack([(known - centre) / scale, np.ones(len(known))])
+    wanted = (table.sums[:, 1:] - table.sums[:, :1]) / counts[:, None]
+    folds = np.random.default_rng(0).permutation(len(known)) % min(_FOLDS, len(known))
+    tried = []
+    for strength in _STRENGTHS:
+        predicted = np.zeros_like(wanted)
+        for fold in set(folds):
+            learn, left = folds != fold, folds == fold
+            predicted[left] = given[left] @ _ridge(given[learn], wanted[learn], counts[learn], strength)
+        tried.append((float(counts @ (predicted - wanted) ** 2 @ np.ones(wanted.shape[1])), strength, predicted))
+    _, strength, predicted = min(tried, key=lambda each: each[:2])
+    predicted = np.column_stack([np.zeros(len(known)), predicted])
+    return RouterFit(centre, scale, _ridge(given, wanted, counts, strength).T, predicted)
+
+
+def _ridge(given: Numbers, wanted: Numbers, counts: Numbers, strength: float) -> Numbers:
+    """Weights (features and constant, depths); the constant is free, and records count by their tokens."""
+    kept = np.full(given.shape[1], strength * counts.sum())
+    kept[-1] = 1e-9
+    return np.asarray(np.linalg.solve((given.T * counts) @ given + np.diag(kept), (given.T * counts) @ wanted))
+
+
+def follow(table: DepthTable, thresholds: Sequence[float], begun: Choice) -> tuple[Numbers, Numbers, Numbers]:
+    """Summed losses, seconds and mean layers of records that begin at these depths and go on by thresholds."""
+    rows, steps = np.arange(len(begun)), table.losses.shape[2] - 1
+    depth, mean, batch = begun.copy(), table.likely[:, 0, 0].copy(), table.cost.batch
+    budgets = np.array([[each.budget(p) for p in range(max(1, steps))] for each in table.depths])
+    losses, seconds, layers = table.losses[:, 0, 0].copy(), table.seconds[rows, begun], np.zeros(len(begun))
+    for position in range(steps):
+        if position:
+            mean += MOVE * (table.likely[rows, depth, position] - mean)
+        depth = np.maximum(depth, np.searchsorted(thresholds, mean, side="right"))
+        losses += table.losses[rows, depth, position + 1]
+        live, run = table.counts > position + 1, budgets[depth, position]
+        layers += run * live
+        layer_seconds = table.cost.step_seconds(1, position) - table.cost.step_seconds(0, position)
+        for start in set(begun[live]):
+            together = live & (begun == start)
+            # The most of a batch's budgets, drawn from these rows', on average.
+            shares = (np.arange(together.sum() + 1) / together.sum()) ** batch
+            saved = budgets[start, position] - np.sort(run[together]) @ np.diff(shares)
+            seconds[together] -= saved * layer_seconds / batch
+    return losses, seconds, layers / np.maximum(1, table.counts - 1)
+
+
+def find_thresholds(table: DepthTable, speedup: float) -> tuple[float, ...] | None:
+    """Of the least loss at a speed-up, rising, one for each depth behind the first; None where none is that fast."""
+    wanted, limit = len(table.depths) - 1, table.limit(speedup)
+    points = max(n for n in range(2, 21) if n == 2 or comb(n + wanted, wanted) <= _TRIALS)
+    there = np.arange(table.losses.shape[2]) < table.counts[:, None, None]
+    seen = table.likely[np.broadcast_to(there, table.likely.shape)]
+    grid = [*np.quantile(seen, np.linspace(0, 0.95, points)).tolist(), NEVER]
+    found: list[tuple[float, tuple[Any, ...]]] = []
+    for tried in combinations_with_replacement(grid, wanted):
+        losses, seconds, _ = follow(table, tried, np.zeros(len(table.counts), dtype=np.intp))
+        if seconds.sum() <= limit * _SLACK:
+            found.append((float(losses.sum()), tried))
+    return min(found)[1] if found else None

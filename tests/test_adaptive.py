@@ -1,0 +1,343 @@
+"""Depth by difficulty: rows choose depths that the oracle bears out, alone and in any batch; bad routers are told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoints import byte_tokenizer
+from oracle import active_tokens, oracle_logits
+from skipdecode import Schedule
+from skipdecode.calibration.adaptive import NEVER, DepthTable, find_router, find_thresholds, follow, oracle
+from skipdecode.cli import main
+from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
+from skipdecode.engine.adaptive import Adaptive, Router, identity
+from skipdecode.engine.depth import WAYS
+from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
+from skipdecode.models.carried import keep_tuned
+from skipdecode.performance.cost import CostModel
+from textgen_tools import read_rows, write_rows
+from tiny import LAYERS, VOCAB, tiny_model
+from tuning_data import records, tuning_model, write_jsonl
+
+ORDER = (1, 2, 3, 4, 5, 6)
+NEW = 12
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 14, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
+
+
+PROMPTS = prompts(23)
+
+
+def router_for(model: Any, prompt: Any = "full", spread: float = 0.6, **changes: Any) -> Router:
+    """Of four depths, with drawn weights: requests differ in what they choose."""
+    depths = tuple(
+        Schedule(LAYERS, ORDER, budgets, prompt=prompt, name=name)
+        for name, budgets in (("full", (8,)), ("falling", (6, 6, 5, 4)), ("five", (5, 5, 4)), ("flat", (3,)))
+    )
+    random = np.random.RandomState(3)
+    weights = tuple((*row, 0.0) for row in (random.randn(3, 36) * spread).tolist())
+    values = {
+        "depths": depths,
+        "costs": (1.0, 0.8, 0.7, 0.5),
+        "centre": (3.0, -2.0, 0.5, 2.0, *([0.0] * 32)),
+        "scale": (1.0,) * 36,
+        "weights": weights,
+        "penalties": ((1.0, 0.0), (2.0, 4.0)),
+        "speedup": 1.4,
+        "thresholds": (-2.9, -2.3, -1.2),
+        "model": identity(model),
+    }
+    return Router(**values | changes)
+
+
+def decoded(engine: Any, rows: list[tuple[int, ...]], cancel: tuple[int, ...] = ()) -> list[list[Any]]:
+    """The steps of each row; those to cancel leave after their third token."""
+    sampling = Sampling(top_logprobs=VOCAB)
+    numbers = engine.submit([Request(row, NEW, sampling) for row in rows])
+    steps: dict[int, list[Any]] = {number: [] for number in numbers}
+    while engine.has_work:
+        for out in engine.step():
+            steps[out.request].append(out)
+            if out.request in cancel and out.position == 2:
+                engine.cancel(out.request)
+    return [steps[number] for number in numbers]
+
+
+def summary(rows: list[list[Any]]) -> list[list[tuple[int, int]]]:
+    return [[(out.token, out.layers) for out in row] for row in rows]
+
+
+def replayed(model: Any, adaptive: Adaptive, prompt: tuple[int, ...], row: list[Any]) -> torch.Tensor:
+    """Log-probabilities of each new token by the oracle, under the layers that the row says it ran."""
+    budgets = [out.layers for out in row[1:]]
+    fixed = replace(adaptive.router.depths[0], budgets=tuple(budgets), name="replay")
+    text = torch.tensor([[*prompt, *(out.token for out in row[:-1])]])
+    active = active_tokens(fixed, len(prompt), text.shape[1])
+    # The choice is made after it: the last prompt token runs what the deepest depth has there.
+    active[list(adaptive.router.depths[0].last_prompt_layers()), len(prompt) - 1] = True
+    with torch.no_grad():
+        return oracle_logits(model, text, torch.ones_like(text), active)[0, len(prompt) - 1 :].log_softmax(-1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("prompt", ["full", (0, 1, 2, 3)])
+def test_chosen_depths_replayed_through_the_oracle_give_the_same_text(way: str, prompt: Any) -> None:
+    model = tiny_model("llama")
+    adaptive = Adaptive.choosing(router_for(model, prompt), way)
+    rows = decoded(FastEngine(tiny_model("llama"), adaptive, max_rows=4, join_below=0.25), PROMPTS)
+    for text, row in zip(PROMPTS, rows, strict=True):
+        expected = replayed(model, adaptive, text, row)
+        got = torch.empty_like(expected)
+        for place, out in enumerate(row):
+            for token, logprob in out.top:
+                got[place, token] = logprob
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+        assert [out.token for out in row] == expected.argmax(-1).tolist()
+    layers = [tuple(out.layers for out in row[1:]) for row in rows]
+    assert len(set(layers)) > 2
+    assert all(later <= earlier for row in layers for earlier, later in pairwise(row))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_row_chooses_the_same_alone_in_any_batch_and_beside_rows_that_leave(way: str) -> None:
+    model = tiny_model("llama")
+    adaptive = Adaptive.choosing(router_for(model), way)
+    alone = [summary(decoded(FastEngine(model, adaptive, max_rows=1), [row]))[0] for row in PROMPTS]
+    for options in ({"max_rows": 3, "join_below": 0.25}, {"max_rows": 64}, {"max_rows": 5, "join_below": 1.0}):
+        assert summary(decoded(FastEngine(model, adaptive, **options), PROMPTS)) == alone
+    queue = FastEngine(model, adaptive, max_rows=4, join_below=1, in_order=True, prompt_tokens=8, prefix_cache=True)
+    assert summary(decoded(queue, PROMPTS)) == alone
+    gone = (1, 4, 9, 10)
+    some = summary(decoded(FastEngine(model, adaptive, max_rows=3, join_below=0.25), PROMPTS, gone))
+    assert [row for n, row in enumerate(some) if n not in gone] == [row for n, row in enumerate(alone) if n not in gone]
+
+
+def test_rows_of_like_depth_step_together() -> None:
+    model = tiny_model("llama")
+    adaptive = Adaptive.choosing(router_for(model))
+    many = prompts(160, seed=5)
+    waves, mixed = (FastEngine(model, adaptive, max_rows=8, join_below=0.25, in_order=alike) for alike in (False, True))
+    assert summary(decoded(waves, many)) == summary(decoded(mixed, many))
+    assert waves.stats.token_layers == mixed.stats.token_layers
+    assert waves.stats.layer_reads < 0.9 * mixed.stats.layer_reads
+
+
+def test_the_gated_engine_decides_alike_and_runs_the_deepest_rows_depth() -> None:
+    model = tiny_model("llama")
+    adaptive = Adaptive.choosing(router_for(model))
+    fast = summary(decoded(FastEngine(tiny_model("llama"), adaptive, max_rows=1), PROMPTS))
+    assert summary(decoded(GatedEngine(model, adaptive, max_rows=1), PROMPTS)) == fast
+    together = summary(decoded(GatedEngine(model, adaptive, max_rows=4, in_order=True), PROMPTS[:4]))
+    deepest = [max(layers) for layers in zip(*([layers for _, layers in row] for row in fast[:4]), strict=True)]
+    assert [[layers for _, layers in row] for row in together] == [deepest] * 4
+
+
+def test_bounds_of_a_request_move_its_depth() -> None:
+    model = tiny_model("llama")
+    router = router_for(model)
+    known = [0.3] * 36
+
+    def depth(**bounds: Any) -> int:
+        return Adaptive.choosing(router, **bounds).first_depth(known)
+
+    excess = router.excess(known)
+    for bound in (0.0, *sorted(abs(loss) for loss in excess)):
+        assert depth(max_loss=bound) == max(i for i, loss in enumerate(excess) if loss <= bound)
+    assert depth(speedup=2.0) >= depth(speedup=1.0)
+    with pytest.raises(UsageError, match="reach"):
+        Adaptive.choosing(router, speedup=3.0)
+    with pytest.raises(UsageError):
+        Adaptive.choosing(router, speedup=1.5, max_loss=0.1)
+    with pytest.raises(UsageError, match="features"):
+        router.excess(known[:4])
+
+
+# ---------------------------------------------------------------------- routers on disk
+
+
+def test_a_router_comes_back_from_its_file_and_broken_ones_are_refused(tmp_path: Path) -> None:
+    model, file = tiny_model("llama"), tmp_path / "router.json"
+    router = router_for(model)
+    router.save(file, figures={"anything": 1})
+    assert Router.load(file) == router
+    router.check(model)
+    data = json.loads(file.read_text())
+    for change in ({"kind": "schedule"}, {"format": 9}, {"costs": [1.0]}, {"centre": [0.0]}, {"depths": [{}]}):
+        file.write_text(json.dumps(data | change))
+        with pytest.raises(DataError, match=r"router\.json"):
+            Router.load(file)
+    for name in ("weights", "model", "depths"):
+        file.write_text(json.dumps({key: value for key, value in data.items() if key != name}))
+        with pytest.raises(DataError, match=name):
+            Router.load(file)
+    file.write_text("{")
+    with pytest.raises(DataError):
+        Router.load(file)
+
+
+def test_a_router_for_another_model_order_or_vocabulary_is_refused() -> None:
+    router = router_for(tiny_model("llama"))
+    with pytest.raises(UsageError, match="vocabulary"):
+        router.check(tiny_model("llama", vocab_size=VOCAB + 4))
+    with pytest.raises(UsageError, match="layers"):
+        router.check(tiny_model("llama", num_hidden_layers=4))
+    with pytest.raises(UsageError, match="weights"):
+        router.check(tiny_model("llama", seed=1))
+    model = tiny_model("llama")
+    keep_tuned(model, (Schedule(LAYERS, (6, 5), (6,), name="top"),))
+    with pytest.raises(UsageError, match="order"):
+        router.check(model)
+
+
+def test_depths_that_rows_cannot_go_through_are_refused() -> None:
+    model = tiny_model("llama")
+    deep, *rest = router_for(model).depths
+    for wrong in (
+        replace(rest[0], drop_order=(6, 5, 4, 3)),
+        replace(rest[0], prompt=(0, 1)),
+        replace(deep, budgets=(2,)),
+    ):
+        with pytest.raises(ScheduleError):
+            router_for(model, depths=(deep, wrong, *rest[1:]))
+
+
+# ---------------------------------------------------------------------- what is learned
+
+
+class _Meter:
+    """Losses as they are planned: even records lose nothing at the shallow depth, odd ones much."""
+
+    def records(self, depths: Any) -> list[dict[str, Any]]:
+        random, found = np.random.RandomState(0), []
+        for n in range(120):
+            hard, tokens = n % 2, 5 + n % 3
+            signal = [float(hard) + 0.1 * random.randn(), *random.randn(35).tolist()]
+            losses = [[1.0] * tokens, [1.0 + 0.1 * hard] * tokens, [1.0 + hard] * tokens]
+            likely = [[-0.1 - 2.0 * hard] * tokens for _ in depths]
+            found.append({"prompt": 10, "features": signal, "losses": losses, "likely": likely})
+        return found
+
+
+@pytest.fixture
+def table() -> DepthTable:
+    depths = [Schedule.constant(LAYERS, n) for n in (8, 6, 2)]
+    return DepthTable(depths, {"odd": _Meter(), "even": _Meter()}, CostModel.of_step(LAYERS, 1, 1.0, 1.0))  # type: ignore[dict-item]
+
+
+def test_the_oracle_and_the_router_find_the_records_that_bear_less(table: DepthTable) -> None:
+    possible = {(each["task"], each["method"]): each for each in oracle(table, 1.1)}
+    best, random = possible["all", "oracle"], possible["all", "random"]
+    assert best["request_speedup"] >= 1.1 - 1e-9
+    assert best["loss"] == pytest.approx(1.0, abs=0.01)  # only those that lose nothing went down
+    assert best["gain"] > 0.05
+    assert best["low"] > 0
+    assert random["gain"] <= 1e-9
+    assert {task for task, _ in possible} == {"all", "odd", "even"}
+    fit = find_router(table)
+    choice, _ = fit.choice(table, 1.1)
+    (found, *_) = table.chosen("adaptive", choice)
+    assert found["request_speedup"] >= 1.1 - 1e-9
+    assert found["gain"] > 0.8 * best["gain"]
+    speedups = [speedup for speedup, _ in fit.penalties(table)]
+    assert speedups == sorted(speedups)
+    with pytest.raises(TargetError):
+        oracle(table, 9.0)
+
+
+def test_thresholds_send_sure_records_down(table: DepthTable) -> None:
+    thresholds = find_thresholds(table, 1.1)
+    assert thresholds is not None
+    begun = np.zeros(len(table.counts), dtype=np.intp)
+    losses, seconds, layers = follow(table, thresholds, begun)
+    assert table.full.sum() / seconds.sum() >= 1.1 - 1e-9
+    assert losses.sum() / table.counts.sum() == pytest.approx(1.0, abs=0.01)
+    assert layers[0] < layers[1] == 8
+    still = follow(table, (NEVER, NEVER), begun)
+    np.testing.assert_allclose(still[0], table.sums[:, 0])
+    np.testing.assert_allclose(still[1], table.seconds[:, 0])
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model that calibrate --adaptive has made a router for, in a directory of its own."""
+    where = tmp_path_factory.mktemp("adaptive")
+    tuning_model().save_pretrained(where / "model")
+    byte_tokenizer().save_pretrained(where / "model")
+    (where / "cost.json").write_text(json.dumps({"cost": CostModel.of_step(LAYERS, 4, 1.0, 1.0).to_dict()}))
+    rows = [r | {"thing": f"{r['thing']} {n}"} for n, r in enumerate(records(40))]
+    data = str(write_jsonl(where / "data.jsonl", rows))
+    fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref", "--records", "24"]
+    common = [
+        "calibrate",
+        str(where / "model"),
+        "--data",
+        data,
+        *fields,
+        "--adaptive",
+        "--cost",
+        str(where / "cost.json"),
+    ]
+    out = str(where / "out")
+    assert main([*common, "--out", out, "--depths", "8", "5", "3", "--target-speedup", "1.3"]) == 0
+    prompts = write_rows(where / "in.jsonl", [{"id": n, "prompt": f"row {n * 7}"} for n in range(40)])
+    router = str(where / "out" / "router.json")
+    return {"model": str(where / "model"), "common": json.dumps(common), "router": router, "input": prompts}
+
+
+def test_calibrate_makes_a_router_that_generate_takes_and_resumes(made: dict[str, str], tmp_path: Path) -> None:
+    def generate(out: Path, *more: str) -> int:
+        options = ["--input", made["input"], "--output", str(out), "--max-new-tokens", "8", *more]
+        return main(["generate", made["model"], *options, "--schedule", "adaptive", "--router", made["router"]])
+
+    whole, alone, cut = (tmp_path / name for name in ("whole.jsonl", "alone.jsonl", "cut.jsonl"))
+    assert generate(whole, "--batch-size", "4") == 0
+    assert generate(alone, "--batch-size", "1") == 0
+    assert read_rows(whole) == read_rows(alone)
+    steps, step = [0], FastEngine.step
+
+    def interrupted(engine: FastEngine) -> Any:
+        steps[0] += 1
+        if steps[0] == 30:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FastEngine, "step", interrupted)
+        assert generate(cut, "--batch-size", "4") == 130
+    assert 2 < Path(f"{cut}.partial").read_bytes().count(b"\n") < 40
+    assert generate(cut, "--batch-size", "4") == 0
+    assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_calibrate_says_what_it_cannot_do(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    common, out = json.loads(made["common"]), ["--out", str(tmp_path / "out")]
+    wrong = (
+        (["--depths", "8", "5"], "--target-speedup"),
+        (["--depths", "8", "5", "--nominal-speedup", "2"], "--target-speedup"),
+        (["--depths", "8", "5", "--target-speedup", "9"], "out of reach"),
+        (["--depths", "8", "--target-speedup", "1.2"], "--depths"),
+        (["--target-speedup", "1.2"], "--depths"),
+        (["--target-speedup", "1.2", "--mixture", "e2e"], "--mixture"),
+    )
+    for more, said in wrong:
+        assert main([*common, *out, *more, "--resume"]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipdecode: ")]
+        assert said in line
+    for name in ("--schedule adaptive", "--schedule full.json --router x.json", "--router x.json"):
+        assert main(["generate", made["model"], "hello", *name.split()]) == 2
+        assert "router" in capsys.readouterr().err
