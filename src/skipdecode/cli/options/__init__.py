@@ -165,7 +165,9 @@ class AdaptiveOptions(ScheduleOptions):
 
         model = getattr(self, "model", "")
         place = Path(self.router or (adapter_dir(model) or locate(model).folder()) / ROUTER_FILE)
-        return ScheduleChoice(Adaptive.choosing(Router.load(place), self.schedule), f"depths by {place}")
+        router = Router.load(place)
+        origin = f"at most: each request one of {', '.join(depth.name for depth in router.depths)}, by {place}"
+        return ScheduleChoice(Adaptive.choosing(router, self.schedule), origin)
 
 
 class ScheduleChoice(NamedTuple):
