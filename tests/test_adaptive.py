@@ -15,7 +15,16 @@ import torch
 from checkpoints import byte_tokenizer
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule
-from skipdecode.calibration.adaptive import NEVER, DepthTable, find_router, find_thresholds, follow, oracle
+from skipdecode.calibration.adaptive import (
+    NEVER,
+    DepthTable,
+    find_router,
+    find_thresholds,
+    follow,
+    oracle,
+    penalties,
+    routed,
+)
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.adaptive import Adaptive, Router, identity
@@ -47,12 +56,11 @@ def router_for(model: Any, prompt: Any = "full", spread: float = 0.6, **changes:
         for name, budgets in (("full", (8,)), ("falling", (6, 6, 5, 4)), ("five", (5, 5, 4)), ("flat", (3,)))
     )
     random = np.random.RandomState(3)
-    weights = tuple((*row, 0.0) for row in (random.randn(3, 36) * spread).tolist())
+    centre = np.array([3.0, -2.0, 0.5, 2.0, *([0.0] * 32)])
+    weights = tuple((*row.tolist(), -float(row @ centre)) for row in random.randn(3, 36) * spread)
     values = {
         "depths": depths,
         "costs": (1.0, 0.8, 0.7, 0.5),
-        "centre": (3.0, -2.0, 0.5, 2.0, *([0.0] * 32)),
-        "scale": (1.0,) * 36,
         "weights": weights,
         "penalties": ((1.0, 0.0), (2.0, 4.0)),
         "speedup": 1.4,
@@ -174,7 +182,7 @@ def test_a_router_comes_back_from_its_file_and_broken_ones_are_refused(tmp_path:
     assert Router.load(file) == router
     router.check(model)
     data = json.loads(file.read_text())
-    for change in ({"kind": "schedule"}, {"format": 9}, {"costs": [1.0]}, {"centre": [0.0]}, {"depths": [{}]}):
+    for change in ({"kind": "schedule"}, {"format": 9}, {"costs": [1.0]}, {"weights": [[0.0]]}, {"depths": [{}]}):
         file.write_text(json.dumps(data | change))
         with pytest.raises(DataError, match=r"router\.json"):
             Router.load(file)
@@ -245,12 +253,14 @@ def test_the_oracle_and_the_router_find_the_records_that_bear_less(table: DepthT
     assert best["low"] > 0
     assert random["gain"] <= 1e-9
     assert {task for task, _ in possible} == {"all", "odd", "even"}
-    fit = find_router(table)
-    choice, _ = fit.choice(table, 1.1)
+    weights, predicted = find_router(table)
+    choice, _ = routed(table, predicted, 1.1)
     (found, *_) = table.chosen("adaptive", choice)
+    again = np.column_stack([table.features, np.ones(len(choice))]) @ weights.T
+    assert np.abs(again - predicted[:, 1:]).mean() < 0.1  # of the same fit, but for the record itself
     assert found["request_speedup"] >= 1.1 - 1e-9
     assert found["gain"] > 0.8 * best["gain"]
-    speedups = [speedup for speedup, _ in fit.penalties(table)]
+    speedups = [speedup for speedup, _ in penalties(table, predicted)]
     assert speedups == sorted(speedups)
     with pytest.raises(TargetError):
         oracle(table, 9.0)

@@ -186,7 +186,7 @@ class FastEngine(Engine):
             raise UsageError(f"token {wrong} is outside the model's vocabulary of {self.model.vocab_size}")
         kv = self.kv
         held = len(self._order.prompt(policy).held)
-        pages = max(held * kv.pages_for(prompt), policy.first_budget() * kv.pages_for(total))
+        pages = max(held * kv.pages_for(prompt), policy.schedule.budget(0) * kv.pages_for(total))
         if self._kv_pages is not None and pages > self._kv_pages:
             raise UsageError(
                 f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of "
