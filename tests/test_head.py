@@ -14,7 +14,6 @@ from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling, SchedulePolicy
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import head
-from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.head import MOST_ROWS, MOST_WORDS, NativeHead, ShortHead
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.model_spec import READERS
@@ -28,9 +27,8 @@ TYPES = [torch.bfloat16, torch.float32]
 
 @pytest.fixture(autouse=True)
 def _bytes_are_multiplied() -> None:
-    kernels_or_skip()
-    if not load_library().skipdecode_finds_likeliest():
-        pytest.skip("this CPU has no AVX512-VNNI")
+    if not kernels_or_skip().multiplies_bytes:
+        pytest.skip("this CPU has no AVX512_VNNI")
 
 
 def head_of(weight, model_dtype=torch.bfloat16, **changes):

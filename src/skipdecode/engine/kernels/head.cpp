@@ -29,7 +29,7 @@ struct LikeliestArgs {
 };
 }
 
-#if defined(__AVX512VNNI__) && defined(__AVX512DQ__)
+#if defined(__AVX512VNNI__)
 
 namespace {
 
@@ -179,7 +179,7 @@ void decide(const LikeliestArgs& a, int64_t row, float least) {
 
 }  // namespace
 
-extern "C" int32_t skipdecode_likeliest(const LikeliestArgs* given) {
+extern "C" void skipdecode_likeliest(const LikeliestArgs* given) {
   const LikeliestArgs& a = *given;
   const LinearArgs& head = *a.head;
   const int64_t m = head.m, padded = (head.k + kStep - 1) / kStep * kStep, groups = (head.n + kWords - 1) / kWords;
@@ -210,20 +210,6 @@ extern "C" int32_t skipdecode_likeliest(const LikeliestArgs* given) {
       decide(a, row, *place);
     }
   }
-  return 1;
 }
 
-#else
-
-extern "C" int32_t skipdecode_likeliest(const LikeliestArgs*) { return 0; }
-
 #endif
-
-// Whether this CPU can find them: it multiplies bytes (AVX512-VNNI).
-extern "C" int32_t skipdecode_finds_likeliest() {
-#if defined(__AVX512VNNI__) && defined(__AVX512DQ__)
-  return 1;
-#else
-  return 0;
-#endif
-}

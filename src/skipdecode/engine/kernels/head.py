@@ -136,7 +136,7 @@ class NativeHead:
 
     Of up to 32 rows whose next tokens take a few likeliest words only (greedy ones, top-k) it asks an 8-bit copy first,
     and the weight itself where that leaves too many. The copy is made when first asked, where it pays: of a weight of 8
-    MiB or more, to whose memory it adds half (a quarter in fp32), on a CPU that multiplies bytes (AVX512-VNNI). It is
+    MiB or more, to whose memory it adds half (a quarter in fp32), on a CPU that multiplies bytes (AVX512_VNNI). It is
     of the weight as it was then.
 
     Attributes
@@ -155,8 +155,8 @@ class NativeHead:
         self._logits = torch.empty(0, spec.weight.shape[0])
         # Read anew, with the same weights, where a longer text needs more positions.
         self._short: ShortHead | None = None if before is None else before._short
-        self._can = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
-        self._can = self._can and bool(load_library().skipdecode_finds_likeliest()) and spec.weight.shape[1] <= 2**15
+        plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
+        self._can = plain and kernels.multiplies_bytes and spec.weight.shape[1] <= 2**15
         self.fell_back = False
 
     @property
