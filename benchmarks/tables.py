@@ -52,7 +52,7 @@ def bench(document: dict[str, Any]) -> list[list[str]]:
         "speed-up",
         "byte bound",
         "x transformers",
-        "of bandwidth",
+        "of limit",
     ]
     return [
         head,

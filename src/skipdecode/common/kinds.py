@@ -24,6 +24,7 @@ FORMATS: Mapping[str, int] = {
     "kernel-speed": 1,
     "own-words": 1,
     "prediction": 1,
+    "product-speed": 1,
     "quality-table": 1,
     "schedule-speed": 1,
     "scheduling": 1,

@@ -61,7 +61,7 @@ class FastModel(ABC):
         Whether keys and values are pages of a few tokens and layers, not whole rows.
     hint : str
         Why the C++ kernels are not used; "" if they are, or were not wanted.
-    quantization : {"int8", "int4"} or None
+    quantization : {"int8", "int4", "w8a8"} or None
         Type of the weights that are read, where these are quantised copies.
     """
 
@@ -123,7 +123,7 @@ class FastModel(ABC):
 
     @property
     def name(self) -> str:
-        """The engine on these weights: "fast", "fast-int8" or "fast-int4"."""
+        """The engine on these weights: "fast", with quantised weights "fast-int8" and the like."""
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
     def _read(self, positions: int) -> ModelSpec:
@@ -288,7 +288,7 @@ def open_model(model: Any, kernel: KernelChoice = "auto", quantization: Quantiza
     kernel : {"auto", "native", "dense"}
         native: the C++ kernels. dense: torch operators, in steps that are captured as graphs on CUDA devices. auto: the
         C++ kernels where they can serve, else dense; its `hint` then says why, except on CUDA devices.
-    quantization : {"int8", "int4"}, optional
+    quantization : {"int8", "int4", "w8a8"}, optional
         See `NativeModel`; only the C++ kernels read such weights.
 
     Raises
@@ -310,6 +310,8 @@ def open_model(model: Any, kernel: KernelChoice = "auto", quantization: Quantiza
         return DenseModel(model)
     kernels, reason = native_kernels(weight.device, weight.dtype)
     if kernels is not None:
+        if quantization == "w8a8" and not kernels.multiplies_bytes:
+            raise UsageError("w8a8 weights need a CPU that multiplies bytes (AVX512_VNNI): give int8 weights")
         return NativeModel(model, kernels, quantization)
     if quantization is not None:
         raise UsageError(f"{quantization} weights need the fast engine's kernels: {reason}")

@@ -34,7 +34,7 @@ class FastPeer(Peer):
     ----------
     fast : FastModel, optional
         Its fast path, where it is open already.
-    quantization : {"int8", "int4"}, optional
+    quantization : {"int8", "int4", "w8a8"}, optional
         Type of the weights that the fast path is to read. Default: the model's own.
 
     Raises UsageError if the model has no fast path.
@@ -46,6 +46,7 @@ class FastPeer(Peer):
         super().__init__(model)
         self.name = "fast" if quantization is None else f"fast-{quantization}"
         self.weights = quantization or self.weights
+        self.arithmetic = "w8a8" if quantization == "w8a8" else self.arithmetic
         try:
             self.fast = open_model(model, quantization=quantization) if fast is None else fast
         except UnfitModelError as e:
