@@ -18,6 +18,7 @@ from skipdecode.engine.kernels.head import MOST_ROWS, MOST_WORDS, NativeHead, Sh
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.model_spec import READERS
 from skipdecode.engine.sampling import RowSampler, choose
+from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
 
 NEW = 20
@@ -243,3 +244,21 @@ def test_small_heads_quantised_ones_and_many_rows_take_the_full_one(monkeypatch)
     engine.decode(requests)
     assert engine.stats.short_heads == engine.stats.head_fallbacks == 0
     assert head.MOST_WORDS < 3001
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("rows", [1, 4])
+def test_smollm2_says_the_same(rows, monkeypatch):
+    loaded = load_model("e2e-smollm2-135m", dtype="bfloat16")
+    meanings = [
+        f"name[{name}], eatType[pub], food[{food}], area[riverside]"
+        for name in ("Aromi", "Zizzi")
+        for food in ("French", "Fast food")
+    ]
+    requests = [Request(tuple(loaded.tokenizer(text).input_ids), 24) for text in meanings]
+    model = loaded.model.merge_and_unload()
+    for schedule in (Schedule.full(30), Schedule.from_speedup(30, 5, 24)):
+        want, _ = rows_of(model, schedule, requests, math.inf, monkeypatch, max_rows=rows)
+        got, stats = rows_of(model, schedule, requests, 2**23, monkeypatch, max_rows=rows)
+        assert got == want
+        assert stats.short_heads > 20 * (stats.head_fallbacks + 1)
