@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +16,8 @@ import torch
 
 from checkpoints import byte_tokenizer
 from oracle import active_tokens, oracle_logits
-from skipdecode import Schedule
+from serve_tools import running, tiny_served_model
+from skipdecode import LLM, Schedule
 from skipdecode.calibration.adaptive import (
     NEVER,
     DepthTable,
@@ -32,6 +35,7 @@ from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.carried import keep_tuned
 from skipdecode.performance.cost import CostModel
+from skipdecode.serving.service import open_service
 from textgen_tools import read_rows, write_rows
 from tiny import LAYERS, VOCAB, tiny_model
 from tuning_data import records, tuning_model, write_jsonl
@@ -279,6 +283,39 @@ def test_thresholds_send_sure_records_down(table: DepthTable) -> None:
     np.testing.assert_allclose(still[1], table.seconds[:, 0])
 
 
+# ---------------------------------------------------------------------- the server
+
+
+def test_the_server_chooses_as_offline_and_takes_bounds() -> None:
+    model = tiny_served_model()
+    adaptive = Adaptive.choosing(router_for(model), "adaptive")
+    service = open_service(model, byte_tokenizer(), name="tiny", others=(adaptive,), engine="fast")
+    offline = FastEngine(tiny_served_model(), adaptive, max_rows=1)
+    body = {"max_tokens": 8, "temperature": 0}
+
+    def ask(client: Any, prompt: tuple[int, ...], **extension: Any) -> Any:
+        answer = client.post("/v1/completions", json=body | {"prompt": list(prompt), "skipdecode": extension})
+        return answer.json() if answer.status_code == 200 else answer.status_code
+
+    with running(service) as client, ThreadPoolExecutor(8) as pool:
+        some = PROMPTS[:12]
+        answers = list(pool.map(lambda prompt: ask(client, prompt, schedule="adaptive", trace=True), some))
+        for prompt, answer in zip(some, answers, strict=True):
+            (row,) = offline.decode([Request(prompt, 8, stop_ids=frozenset({2}))])
+            tokens = answer["choices"][0]["skipdecode"]["tokens"]
+            assert [token["id"] for token in tokens] == row.tokens
+            assert answer["skipdecode"]["depths"] == [token["layers"] for token in tokens[1:2]]
+        assert len({answer["skipdecode"]["depths"][0] for answer in answers}) > 1
+        deepest = [ask(client, prompt, schedule="adaptive", max_loss=0)["skipdecode"]["depths"][0] for prompt in some]
+        shallow = [ask(client, prompt, schedule="adaptive", max_loss=9)["skipdecode"]["depths"][0] for prompt in some]
+        assert all(a >= b for a, b in zip(deepest, shallow, strict=True))
+        assert set(shallow) == {3}
+        for wrong in ({"speedup": 9}, {"speedup": 1.5, "max_loss": 1}):
+            assert ask(client, PROMPTS[0], schedule="adaptive", **wrong) == 400
+        assert ask(client, PROMPTS[0], schedule="full", max_loss=1) == 400
+        assert 'skipdecode_first_depth_count{schedule="adaptive"}' in client.get("/metrics").text
+
+
 # ---------------------------------------------------------------------- the command line
 
 
@@ -332,6 +369,25 @@ def test_calibrate_makes_a_router_that_generate_takes_and_resumes(made: dict[str
     assert 2 < Path(f"{cut}.partial").read_bytes().count(b"\n") < 40
     assert generate(cut, "--batch-size", "4") == 0
     assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_python_takes_the_checkpoint_s_router_by_name(made: dict[str, str], tmp_path: Path) -> None:
+    where = tmp_path / "model"
+    shutil.copytree(made["model"], where)
+    prompts = [row["prompt"] for row in read_rows(made["input"])]
+    with pytest.raises(ScheduleError, match="adaptive"):
+        LLM(where).generate(prompts, 8, schedule="adaptive")
+    shutil.copy(made["router"], where)
+    llm = LLM(where, max_rows=4)
+    outputs = llm.generate(prompts, 8, schedule="adaptive")
+    fixed = [llm.generate(prompts, 8, schedule=depth) for depth in Router.load(where / "router.json").depths]
+    assert 3 < (outputs.stats.mean_layers or 0) < 8
+    for one, *others in zip(outputs, *fixed, strict=True):
+        assert one.tokens in [other.tokens for other in others]
+    router = json.loads((where / "router.json").read_text())
+    (where / "router.json").write_text(json.dumps(router | {"model": router["model"] | {"layers": 12}}))
+    with pytest.raises(UsageError, match="layers"):
+        LLM(where)
 
 
 def test_calibrate_says_what_it_cannot_do(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:

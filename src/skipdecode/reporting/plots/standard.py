@@ -120,7 +120,7 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 def speed_png(rows: _Rows) -> bytes:
     """A `skipdecode bench` document's rows in one PNG.
 
-    Speed-up and share of the bandwidth against nominal speed-up; where they vary, the time of a full-depth step against
+    Speed-up and share of the limit against nominal speed-up; where they vary, the time of a full-depth step against
     batch and against prompt.
     """
     skipping = {r["engine"] for r in rows if r["nominal_speedup"] > 1}
@@ -146,12 +146,12 @@ def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
 
 
 def share_chart(rows: _Rows) -> Chart:
-    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
+    """Share of a step's limit that decoding reaches, against nominal speed-up, a line an engine and batch."""
     series = [
         Series(name, [Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine])
         for name, mine in _by_engine(rows).items()
     ]
-    return Chart(series, "nominal speed-up", "% of the read bandwidth", from_zero=True)
+    return Chart(series, "nominal speed-up", "% of the limit", from_zero=True)
 
 
 def _cost_series(rows: _Rows, axis: str, other: str) -> list[Series]:
