@@ -94,6 +94,8 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if recipe.get("schedule") is not None:
         # The recipe brings the schedule itself: the file it was read from may be gone, or another by now.
         options = {k: v for k, v in options.items() if k not in _SCHEDULE_OPTIONS}
+    # What a method calls its object cannot be a keyword of it.
+    parser._option_string_actions["--self"].default = options.pop("self", False)
     parser.set_defaults(**options)
 
 
