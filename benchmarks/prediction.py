@@ -72,9 +72,10 @@ def cell(
 
 
 def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:
-    """Predicted beside measured."""
+    """Predicted beside measured; seconds are of a batch's requests."""
     request, decode = cost.request_speedup(schedule, *tokens), cost.speedup(schedule, *tokens)
-    prompt, _ = cost.prompt_layer_seconds(PROMPT_TOKENS)
+    layer, projection = cost.prompt_layer_seconds(PROMPT_TOKENS)
+    full = Schedule.full(cost.num_layers)
     return {
         "prompt_layers": len(schedule.prompt_layers()),
         "prompt": schedule.prompt if isinstance(schedule.prompt, str) else "lowest",
@@ -85,9 +86,16 @@ def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dic
         "decode_speedup": found["measured_speedup"],
         "predicted_decode_speedup": decode,
         "decode_error": decode / found["measured_speedup"] - 1,
-        "projection_share": cost.prompt_layer_seconds(PROMPT_TOKENS)[1] / prompt if prompt else None,
-        "seconds": found["speed"]["seconds"],
+        "projection_share": projection / layer if layer else None,
         "residual": cost.residual,
+        "ms_per_step": found["speed"]["ms_per_position"],
+        "full_ms_per_step": found["full_depth_speed"]["ms_per_position"],
+        "predicted_ms_per_step": 1e3 * cost.sequence_seconds(schedule, *tokens) / (tokens[1] - 1),
+        "predicted_full_ms_per_step": 1e3 * cost.sequence_seconds(full, *tokens) / (tokens[1] - 1),
+        "seconds": found["speed"]["seconds"],
+        "full_seconds": found["full_depth_speed"]["seconds"],
+        "predicted_seconds": cost.request_seconds(schedule, *tokens),
+        "predicted_full_seconds": cost.request_seconds(full, *tokens),
     }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +16,18 @@ import torch
 
 from checkpoints import byte_tokenizer
 from oracle import active_tokens, oracle_logits
-from skipdecode import Schedule
-from skipdecode.calibration.adaptive import NEVER, DepthTable, find_router, find_thresholds, follow, oracle
+from serve_tools import running, tiny_served_model
+from skipdecode import LLM, Schedule
+from skipdecode.calibration.adaptive import (
+    NEVER,
+    DepthTable,
+    find_router,
+    find_thresholds,
+    follow,
+    oracle,
+    penalties,
+    routed,
+)
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.adaptive import Adaptive, Router, identity
@@ -23,6 +35,7 @@ from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.carried import keep_tuned
 from skipdecode.performance.cost import CostModel
+from skipdecode.serving.service import open_service
 from textgen_tools import read_rows, write_rows
 from tiny import LAYERS, VOCAB, tiny_model
 from tuning_data import records, tuning_model, write_jsonl
@@ -47,12 +60,11 @@ def router_for(model: Any, prompt: Any = "full", spread: float = 0.6, **changes:
         for name, budgets in (("full", (8,)), ("falling", (6, 6, 5, 4)), ("five", (5, 5, 4)), ("flat", (3,)))
     )
     random = np.random.RandomState(3)
-    weights = tuple((*row, 0.0) for row in (random.randn(3, 36) * spread).tolist())
+    centre = np.array([3.0, -2.0, 0.5, 2.0, *([0.0] * 32)])
+    weights = tuple((*row.tolist(), -float(row @ centre)) for row in random.randn(3, 36) * spread)
     values = {
         "depths": depths,
         "costs": (1.0, 0.8, 0.7, 0.5),
-        "centre": (3.0, -2.0, 0.5, 2.0, *([0.0] * 32)),
-        "scale": (1.0,) * 36,
         "weights": weights,
         "penalties": ((1.0, 0.0), (2.0, 4.0)),
         "speedup": 1.4,
@@ -174,7 +186,7 @@ def test_a_router_comes_back_from_its_file_and_broken_ones_are_refused(tmp_path:
     assert Router.load(file) == router
     router.check(model)
     data = json.loads(file.read_text())
-    for change in ({"kind": "schedule"}, {"format": 9}, {"costs": [1.0]}, {"centre": [0.0]}, {"depths": [{}]}):
+    for change in ({"kind": "schedule"}, {"format": 9}, {"costs": [1.0]}, {"weights": [[0.0]]}, {"depths": [{}]}):
         file.write_text(json.dumps(data | change))
         with pytest.raises(DataError, match=r"router\.json"):
             Router.load(file)
@@ -245,12 +257,14 @@ def test_the_oracle_and_the_router_find_the_records_that_bear_less(table: DepthT
     assert best["low"] > 0
     assert random["gain"] <= 1e-9
     assert {task for task, _ in possible} == {"all", "odd", "even"}
-    fit = find_router(table)
-    choice, _ = fit.choice(table, 1.1)
+    weights, predicted = find_router(table)
+    choice, _ = routed(table, predicted, 1.1)
     (found, *_) = table.chosen("adaptive", choice)
+    again = np.column_stack([table.features, np.ones(len(choice))]) @ weights.T
+    assert np.abs(again - predicted[:, 1:]).mean() < 0.1  # of the same fit, but for the record itself
     assert found["request_speedup"] >= 1.1 - 1e-9
     assert found["gain"] > 0.8 * best["gain"]
-    speedups = [speedup for speedup, _ in fit.penalties(table)]
+    speedups = [speedup for speedup, _ in penalties(table, predicted)]
     assert speedups == sorted(speedups)
     with pytest.raises(TargetError):
         oracle(table, 9.0)
@@ -267,6 +281,39 @@ def test_thresholds_send_sure_records_down(table: DepthTable) -> None:
     still = follow(table, (NEVER, NEVER), begun)
     np.testing.assert_allclose(still[0], table.sums[:, 0])
     np.testing.assert_allclose(still[1], table.seconds[:, 0])
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def test_the_server_chooses_as_offline_and_takes_bounds() -> None:
+    model = tiny_served_model()
+    adaptive = Adaptive.choosing(router_for(model), "adaptive")
+    service = open_service(model, byte_tokenizer(), name="tiny", others=(adaptive,), engine="fast")
+    offline = FastEngine(tiny_served_model(), adaptive, max_rows=1)
+    body = {"max_tokens": 8, "temperature": 0}
+
+    def ask(client: Any, prompt: tuple[int, ...], **extension: Any) -> Any:
+        answer = client.post("/v1/completions", json=body | {"prompt": list(prompt), "skipdecode": extension})
+        return answer.json() if answer.status_code == 200 else answer.status_code
+
+    with running(service) as client, ThreadPoolExecutor(8) as pool:
+        some = PROMPTS[:12]
+        answers = list(pool.map(lambda prompt: ask(client, prompt, schedule="adaptive", trace=True), some))
+        for prompt, answer in zip(some, answers, strict=True):
+            (row,) = offline.decode([Request(prompt, 8, stop_ids=frozenset({2}))])
+            tokens = answer["choices"][0]["skipdecode"]["tokens"]
+            assert [token["id"] for token in tokens] == row.tokens
+            assert answer["skipdecode"]["depths"] == [token["layers"] for token in tokens[1:2]]
+        assert len({answer["skipdecode"]["depths"][0] for answer in answers}) > 1
+        deepest = [ask(client, prompt, schedule="adaptive", max_loss=0)["skipdecode"]["depths"][0] for prompt in some]
+        shallow = [ask(client, prompt, schedule="adaptive", max_loss=9)["skipdecode"]["depths"][0] for prompt in some]
+        assert all(a >= b for a, b in zip(deepest, shallow, strict=True))
+        assert set(shallow) == {3}
+        for wrong in ({"speedup": 9}, {"speedup": 1.5, "max_loss": 1}):
+            assert ask(client, PROMPTS[0], schedule="adaptive", **wrong) == 400
+        assert ask(client, PROMPTS[0], schedule="full", max_loss=1) == 400
+        assert 'skipdecode_first_depth_count{schedule="adaptive"}' in client.get("/metrics").text
 
 
 # ---------------------------------------------------------------------- the command line
@@ -322,6 +369,25 @@ def test_calibrate_makes_a_router_that_generate_takes_and_resumes(made: dict[str
     assert 2 < Path(f"{cut}.partial").read_bytes().count(b"\n") < 40
     assert generate(cut, "--batch-size", "4") == 0
     assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_python_takes_the_checkpoint_s_router_by_name(made: dict[str, str], tmp_path: Path) -> None:
+    where = tmp_path / "model"
+    shutil.copytree(made["model"], where)
+    prompts = [row["prompt"] for row in read_rows(made["input"])]
+    with pytest.raises(ScheduleError, match="adaptive"):
+        LLM(where).generate(prompts, 8, schedule="adaptive")
+    shutil.copy(made["router"], where)
+    llm = LLM(where, max_rows=4)
+    outputs = llm.generate(prompts, 8, schedule="adaptive")
+    fixed = [llm.generate(prompts, 8, schedule=depth) for depth in Router.load(where / "router.json").depths]
+    assert 3 < (outputs.stats.mean_layers or 0) < 8
+    for one, *others in zip(outputs, *fixed, strict=True):
+        assert one.tokens in [other.tokens for other in others]
+    router = json.loads((where / "router.json").read_text())
+    (where / "router.json").write_text(json.dumps(router | {"model": router["model"] | {"layers": 12}}))
+    with pytest.raises(UsageError, match="layers"):
+        LLM(where)
 
 
 def test_calibrate_says_what_it_cannot_do(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:

@@ -41,18 +41,23 @@ FIELDS = [
     "speedup_over_transformers",
     "amdahl_bound",
     "bytes_per_step",
+    "flops_per_step",
+    "limit",
     "roofline_share",
     "seconds",
     "bandwidth_gb_s",
+    "products_gflop_s",
 ]
 
 
 measure_once = cache(machine.measure_bandwidth)
+products_once = cache(machine.measure_products)
 
 
 @pytest.fixture(autouse=True)
 def _bandwidth_measured_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(measure_module, "measure_bandwidth", measure_once)
+    monkeypatch.setattr(measure_module, "measure_products", products_once)
 
 
 def bench(*arguments: str) -> int:
@@ -68,10 +73,19 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
     engines = ["--engines", "fast", "transformers", "transformers-static", "gated"]
     more = ["--batches", "1", "3", "--nominal", "2", "--rounds", "2", "--out", str(out), "--png", str(png)]
     assert bench(model, *more, *engines) == 0
-    assert "of bandwidth" in capsys.readouterr().out
+    assert "of limit" in capsys.readouterr().out
     assert png.read_bytes().startswith(b"\x89PNG")
     document = json.loads(out.read_text())
-    assert set(document) == {"kind", "format", "environment", "config", "bandwidth_gb_s", "rows", "notes"}
+    assert set(document) == {
+        "kind",
+        "format",
+        "environment",
+        "config",
+        "bandwidth_gb_s",
+        "products_gflop_s",
+        "rows",
+        "notes",
+    }
     assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
     words = shlex.split(document["config"]["command"])
     assert words[:3] == ["skipdecode", "bench", model]
@@ -88,7 +102,10 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
         assert row["decode_speedup"] == pytest.approx(ratio(found[batch, engine, 1], row))
         assert row["speedup_over_transformers"] == pytest.approx(ratio(found[batch, "transformers", 1], row))
         assert row["mean_layers"] == pytest.approx(LAYERS if nominal == 1 else schedule.mean_budget(8))
-        walls = [row["bytes_per_step"] / b / 1e9 for b in row["bandwidth_gb_s"]]
+        reads = [row["bytes_per_step"] / b / 1e9 for b in row["bandwidth_gb_s"]]
+        products = [row["flops_per_step"] / p / 1e9 for p in row["products_gflop_s"]]
+        walls = [max(pair) for pair in zip(reads, products, strict=True)]
+        assert row["limit"] == ("bytes" if walls == reads else "arithmetic")
         shares = [wall / (s / 8) for wall, s in zip(walls, row["seconds"], strict=True)]
         assert row["roofline_share"] == pytest.approx(statistics.median(shares))
         assert row["amdahl_bound"] == 1 if nominal == 1 else 1 < row["amdahl_bound"] < LAYERS / row["mean_layers"]
@@ -104,6 +121,20 @@ def test_bytes_are_those_of_weights_head_and_cache(engine: str, family: str):
     expected = geometry.fixed_bytes(2) + LAYERS * (geometry.layer_bytes(2) + cache)
     # The engine's norms of query and key heads, some dozens of numbers, are not counted apart.
     assert row["bytes_per_step"] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_step_is_bound_by_its_operations_where_they_take_longer_than_its_bytes(monkeypatch: Any):
+    model = tiny_model("llama", hidden_size=64)
+    geometry, peers = ModelGeometry.from_config(model.config, 4), [make_peer("fast", model)]
+    for rate, limit in ((1e12, "bytes"), (1e3, "arithmetic")):
+        monkeypatch.setattr(measure_module, "measure_products", lambda kind, device, rate=rate: rate)
+        monkeypatch.setattr(measure_module, "measure_bandwidth", lambda device: 1e6)
+        row = measure(peers, Workload((2,), (5,), 4, (), 1), LAYERS, CPU)["rows"][0]
+        attended = (6 + 7 + 8) / 3 * 2 * geometry.kv_flops_per_token()
+        flops = 2 * geometry.fixed_flops() + LAYERS * (2 * geometry.layer_flops() + attended)
+        wall = flops / 1e3 if limit == "arithmetic" else row["bytes_per_step"] / 1e6
+        assert row["flops_per_step"] == pytest.approx(flops)
+        assert (row["limit"], row["roofline_share"]) == (limit, pytest.approx(wall / (row["seconds"][0] / 3)))
 
 
 def test_rounds_alternate_between_engines_and_schedules():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from skipdecode import Schedule, attach
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.meter import LossMeter, identity_of
 from skipdecode.calibration.order import block_influence
-from skipdecode.calibration.run import calibrate
+from skipdecode.calibration.run import calibrate, trials
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
 from skipdecode.models.families import decoder_layers
-from skipdecode.performance.cost import CostModel
+from skipdecode.performance.cost import CostModel, PromptCost
+from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.collate import IGNORE, collate
 from skipdecode.tuning.objective import Objective, response_logits
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
@@ -63,9 +65,12 @@ def plant_useless_layer(model: Any, index: int = USELESS) -> Any:
 # ---------------------------------------------------------------------- measuring
 
 
+@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2), (0, 3, 7)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3_text", "qwen2", "bloom"])
-def test_losses_with_a_shared_prompt_equal_the_parallel_form(family: str, tmp_path: Path, schedule: Schedule) -> None:
-    model, rows = tuning_model(family), examples()
+def test_losses_with_a_shared_prompt_equal_the_parallel_form(
+    family: str, prompt: PromptDepth, tmp_path: Path, schedule: Schedule
+) -> None:
+    model, rows, schedule = tuning_model(family), examples(), schedule.with_prompt(prompt)
     with attach(model, schedule) as attachment:
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
         (sums,) = meter.sums([schedule])
@@ -79,6 +84,19 @@ def test_losses_with_a_shared_prompt_equal_the_parallel_form(family: str, tmp_pa
     gathered = -logits.gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
     expected = torch.where(batch.targets != IGNORE, gathered, 0.0).sum(0)
     torch.testing.assert_close(torch.tensor(sums), expected, rtol=1e-4, atol=1e-3, check_dtype=False)
+
+
+def test_prompts_and_responses_of_one_token_are_measured_too(tmp_path: Path) -> None:
+    model, rows = tuning_model(), [Example("a", (5,), (6,)), Example("b", (7,), (8,))]
+    schedules = [Schedule.constant(LAYERS, 4, prompt=prompt) for prompt in ("full", (0, 1, 2), (0, 1, 2, 3))]
+    with attach(model, schedules[0]) as attachment:
+        losses = meter_of(attachment, rows, tmp_path / "m.jsonl").losses(schedules)
+        for loss, schedule in zip(losses, schedules, strict=True):
+            attachment.schedule = schedule
+            with torch.inference_mode():
+                expected = Objective()(model, collate(rows, 0)).cross_entropy / 2
+            assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert len(set(losses)) == 3
 
 
 def test_nothing_is_measured_twice(tmp_path: Path) -> None:
@@ -146,12 +164,7 @@ def verdicts(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     model = plant_useless_layer(tuning_model())
-    # Responses that full depth would write, so that any layer that does something is missed.
-    rows = []
-    for example in examples():
-        ids = torch.tensor([example.prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-        rows.append(Example(example.id, example.prompt, tuple(out[0, ids.shape[1] :].tolist())))
+    rows = own_words(model)  # any layer that does something is missed
     settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
@@ -160,6 +173,80 @@ def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     assert found.rounds[0].losses[USELESS] == pytest.approx(found.rounds[0].base, rel=1e-6)
     assert min(loss for layer, loss in found.rounds[0].losses.items() if layer != USELESS) > found.rounds[0].base
     assert found.verdicts[0].held_out is None
+
+
+def request_cost(layers: int = LAYERS) -> CostModel:
+    """Of steps where nothing but layers takes time; a prompt's token takes as much as a row, its projection a tenth."""
+    prompts = (PromptCost(1, 1.0, 0.1), PromptCost(1000, 1000.0, 100.0))
+    return replace(CostModel.of_step(layers, 1, 0.0, 1.0), prompts=prompts)
+
+
+def own_words(model: Any) -> list[Example]:
+    """Records whose responses full depth would write itself, so that it loses least."""
+    rows = []
+    for example in examples():
+        ids = torch.tensor([example.prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+        rows.append(Example(example.id, example.prompt, tuple(out[0, ids.shape[1] :].tolist())))
+    return rows
+
+
+@pytest.mark.parametrize(("target", "depths"), [(1.0, {8}), (2.2, {3})])
+def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: set[int], tmp_path: Path) -> None:
+    model = tuning_model()
+    rows, measured = own_words(model), []
+    settings = CalibrationSettings(target_speedup=target, candidates=2)
+    goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
+    with attach(model, Schedule.full(LAYERS)) as attachment:
+        meter = meter_of(attachment, rows, tmp_path / "m.jsonl", advance=lambda: measured.append(1))
+        found = calibrate(settings, goal, [0.0] * LAYERS, meter)
+    assert {len(found.schedule.prompt_layers())} == depths
+    assert request_cost().request_speedup(found.schedule, 30, 8) >= target
+    assert all(v.request_speedup >= target - 1e-9 for v in found.verdicts[1:])
+    assert found.verdicts[-1].measured == min(v.measured for v in found.verdicts if v.schedule.name[:5] == "calib")
+    assert len(measured) == pytest.approx(trials(settings, goal)[0] * meter.batches, rel=0.15)
+    # A flat curve is predicted exactly, its first token too, which hangs on the layers of the last prompt token.
+    flat = next(v for v in found.verdicts if v.schedule.is_flat and v.schedule.projected)
+    assert flat.predicted == pytest.approx(flat.measured, rel=1e-6)
+
+
+def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Path, capsys: Any) -> None:
+    documents = []
+    for phase, seconds in (("decode", 1e-3), ("decode", 1e3)):
+        cost = replace(CostModel.of_step(LAYERS, 2, 1.0, 1.0), prompts=(PromptCost(1, seconds, seconds),))
+        (tmp_path / "cost.json").write_text(json.dumps(cost.to_dict()))
+        out = tmp_path / f"{seconds}"
+        more = ["--target-speedup", "2", "--cost", str(tmp_path / "cost.json"), "--phase", phase, "--json"]
+        assert main(arguments(files, out, *more, "--method", "block-influence")) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0]["schedule"] == documents[1]["schedule"]
+    assert documents[0]["schedule"]["prompt"] == "full"
+    assert [v["decode_speedup"] for v in documents[0]["verdicts"]] == [v["speedup"] for v in documents[1]["verdicts"]]
+    assert documents[1]["verdicts"][-1]["request_speedup"] < 1.01
+
+
+def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    command = arguments(files, out, "--target-speedup", "1.9", "--cost", files["cost"], "--candidates", "2")
+    command += ["--prompt-depths", "5", "0-2,7", "--resume", "--json"]
+    assert main(command) == 0
+    first = json.loads(capsys.readouterr().out)
+    prompts = [each["prompt"] for each in first["losses_by_prompt"]]
+    assert len(prompts) == 2
+    assert len(prompts[0]) == 5
+    assert prompts[1] == [0, 1, 2, 7]
+    assert first["schedule"]["prompt"] in prompts
+    assert {v["prompt_layers"] for v in first["verdicts"][3:]} == {4, 5}
+    size = (out / "measured.jsonl").stat().st_size
+    assert main(command) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["verdicts"], again["schedule"]) == (first["verdicts"], first["schedule"])
+    assert (out / "measured.jsonl").stat().st_size == size
+    assert main([*command[:-1]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("request speed-up") < printed.index("decode speed-up") < printed.index("prompt layers")
+    assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
+    assert "prompt layers" in (tmp_path / "report.html").read_text()
 
 
 def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsys: Any) -> None:
@@ -180,7 +267,7 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert {"full", "paper", "even", "calibrated-1.6x-wall"} <= set(found)
     assert found["full"]["speedup"] == 1
     assert all(v["speedup"] >= 1.6 - 1e-9 for name, v in found.items() if name != "full")
-    assert found["paper"]["speedup"] == pytest.approx(found["even"]["speedup"])
+    assert found["paper"]["speedup"] == pytest.approx(found["even"]["speedup"], rel=0.1)  # as near as whole layers go
     ours = [v["measured"] for name, v in found.items() if name.startswith("calibrated")]
     assert found["calibrated-1.6x-wall"]["measured"] == min(ours)
     assert image.imread(out / "calibration.png").shape[2] == 4
@@ -288,7 +375,13 @@ def refused(capsys: Any, command: list[str]) -> str:
         (["--nominal-speedup", "0.5"], "--nominal-speedup 0.5 is not accepted"),
         (["--nominal-speedup", "nan"], "--nominal-speedup nan is not accepted"),
         (["--nominal-speedup", "20"], "at most 4.00 is possible"),
-        (["--target-speedup", "8", "--cost", "{cost}"], "the bound is 3.00x"),
+        (["--target-speedup", "8", "--cost", "{cost}", "--phase", "decode"], "the bound is 3.00x"),
+        (["--target-speedup", "8", "--cost", "{cost}"], "and 3 for prompts, of the whole request the bound is 2.50x"),
+        (["--target-speedup", "2", "--prompt-depths", "9"], "a number from 1 to 8"),
+        (["--target-speedup", "2", "--prompt-depths", "1-3"], "leaves out layer 0"),
+        (["--target-speedup", "2", "--prompt-depths", "max_exit"], "--prompt-depths max_exit"),
+        (["--nominal-speedup", "2", "--prompt-depths", "4"], "--prompt-depths belongs to --target-speedup"),
+        (["--target-speedup", "2", "--phase", "decode", "--prompt-depths", "4"], "--prompt-depths belongs to"),
         (["--nominal-speedup", "2", "--cost", "{cost}"], "--cost belongs to --target-speedup"),
         (["--target-speedup", "2", "--cost", "{data}"], "not JSON"),
         (["--nominal-speedup", "2", "--records", "0"], "--records 0 is not accepted: give 1 or more"),

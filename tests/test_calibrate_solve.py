@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from skipdecode import Schedule
 from skipdecode.calibration import curve as curve_module
 from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
-from skipdecode.calibration.goal import TextCost, deepest_flat, layers_only, paper_within, set_goal
+from skipdecode.calibration.goal import Goal, TextCost, deepest_flat, layers_only, paper_within, set_goal
 from skipdecode.calibration.order import greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.errors import DataError, TargetError, UsageError
@@ -123,6 +123,9 @@ def test_the_table_predicts_flat_curves_exactly_and_others_by_position():
     assert table.predict((4,)) == table.mean(4) == 6.0 / 5
     assert table.predict((4, 2)) == 8.0 / 5
     assert table.by_bucket((0, 1)) == [{4: 2.0, 2: 4.0}, {4: 3.0, 2: 5.0}]
+    # Where the last prompt token runs more layers under a larger budget, so does what predicts the first token.
+    by_budget = LossTable((2, 2, 1), {4: (1.0, 2.0, 3.0), 2: (1.5, 4.0, 5.0)})
+    assert by_budget.by_bucket((0, 1)) == [{4: 2.0, 2: 4.5}, {4: 3.0, 2: 5.0}]
     with pytest.raises(ValueError, match="no loss was measured at 3 layers"):
         table.predict((3,))
 
@@ -154,6 +157,31 @@ def test_texts_of_one_length_cost_what_the_cost_model_says():
     assert workload.speedup(schedule) == pytest.approx(COST.speedup(schedule, 30, 21))
 
 
+def test_whole_requests_of_one_length_cost_what_the_cost_model_says():
+    schedule = Schedule.from_speedup(LAYERS, 2, 20).with_prompt((0, 1, 2))
+    workload = TextCost.of_lengths(COST, 30, [21] * 5, whole=True)
+    assert workload.seconds(schedule) == pytest.approx(COST.request_seconds(schedule, 30, 21))
+    assert workload.speedup(schedule) == pytest.approx(COST.request_speedup(schedule, 30, 21))
+
+
+def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
+    def goal(target: float, **options) -> Goal:
+        return set_goal(CalibrationSettings(target_speedup=target, **options), COST, 60, [20] * 4, LAYERS)
+
+    def depths(found: Goal) -> list[set[int]]:
+        return [{LAYERS if prompt == "full" else len(prompt) for prompt in sets} for sets in found.prompts]
+
+    assert depths(goal(1.0)) == [{12}, {8}, {6}, {4}]
+    steep = goal(2.6)
+    assert depths(steep) == [{4}]
+    assert steep.workload.speedup(steep.paper) >= 2.6
+    assert len(steep.paper.prompt_layers()) == 4
+    assert depths(goal(1.5, prompt_depths=("0-3", "5"))) == [{4}, {5}]
+    assert depths(goal(2.0, phase="decode")) == [{12}]
+    with pytest.raises(TargetError, match="whole request"):
+        goal(5.0)
+
+
 @given(st.floats(1, 3), st.lists(st.integers(2, 30), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_baselines_reach_the_target_and_waste_little(target, lengths):
@@ -174,12 +202,17 @@ def test_baselines_reach_the_target_and_waste_little(target, lengths):
 def test_goals(tmp_path):
     goal = set_goal(CalibrationSettings(target_speedup=2.0), COST, 10, [20] * 4, LAYERS)
     assert goal.workload.speedup(goal.paper) >= 2
-    assert goal.workload.seconds(goal.even) == goal.workload.seconds(goal.paper)
+    assert goal.workload.speedup(goal.even) >= 2
+    decode = set_goal(CalibrationSettings(target_speedup=2.0, phase="decode"), COST, 10, [20] * 4, LAYERS)
+    assert decode.workload.seconds(decode.even) == decode.workload.seconds(decode.paper)
     nominal = set_goal(CalibrationSettings(nominal_speedup=2.0), None, 10, [20] * 4, LAYERS)
     assert nominal.paper.budgets == Schedule.from_speedup(LAYERS, 2, 20).budgets
-    flat = set_goal(CalibrationSettings(target_speedup=2.0, use="continuous"), COST, 10, [20] * 4, LAYERS)
-    assert flat.paper.is_flat
-    assert flat.least == flat.paper.budgets[0]
+    for phase in ("decode", "request"):
+        streamed = CalibrationSettings(target_speedup=2.0, use="continuous", phase=phase)
+        flat = set_goal(streamed, COST, 10, [20] * 4, LAYERS)
+        assert flat.paper.is_flat
+        assert flat.least == min(most for sets in flat.prompts for most in sets.values())
+        assert flat.least == flat.paper.budgets[0] or phase == "request"
     with pytest.raises(TargetError, match=r"out of reach.*2 of 12 layers.*the bound is 3\.\d+x at batch 4"):
         set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
     with pytest.raises(TargetError, match=r"with 8 of 12 layers, the fewest that --least"):

@@ -12,8 +12,10 @@ import torch
 
 import skipdecode
 from skipdecode.cli import main
-from skipdecode.models.families import FAMILIES
+from skipdecode.models.families import FAMILIES, decoder_layers
+from skipdecode.models.gate import query_projection
 from skipdecode.models.loading.store import add_model
+from tiny import LAYERS, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,25 @@ def test_cached_models_are_listed_with_their_size(capsys: pytest.CaptureFixture[
     assert model == {"name": "some-model", "path": str(path), "bytes": 3_000_010, "source": "somewhere"}
     main(["info"])
     assert "some-model   3 MB, somewhere" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("family", "parts"), [("llama", "keys and values"), ("gpt2", "queries, keys and values")])
+def test_a_model_s_line_says_what_prompts_pay_in_layers_that_they_do_not_run(
+    family: str, parts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model(family).config.save_pretrained(tmp_path / family)
+    assert main(["info", str(tmp_path / family)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"{family}, {LAYERS} layers" in line
+    assert f"makes {parts} of them" in line
+    assert main(["info", str(tmp_path / family), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["projects_alone"] == (family == "llama")
+
+
+def test_families_that_cannot_make_keys_and_values_alone_are_these() -> None:
+    alone = {name: query_projection(decoder_layers(tiny_model(name))[0]) is not None for name in FAMILIES}
+    fused = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "persimmon", "phi3"}
+    assert {name for name, is_alone in alone.items() if not is_alone} == fused
 
 
 def test_text_names_what_a_bug_report_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

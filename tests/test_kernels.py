@@ -11,6 +11,7 @@ from kernel_reference import kernels_or_skip, reference_linear, reference_stack,
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build, native_kernels
 from skipdecode.engine.kernels.greedy import greedy
+from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
 from skipdecode.errors import UsageError
 from tiny import tiny_model
@@ -27,7 +28,17 @@ def kernels():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "out", "columns"),
-    [(1, 7, 33), (1, 5, 8), (2, 64, 576), (3, 13, 64), (5, 100, 130), (8, 33, 48), (17, 257, 576), (70, 70, 6200)],
+    [
+        (1, 7, 33),
+        (1, 5, 8),
+        (2, 64, 576),
+        (3, 13, 64),
+        (5, 100, 130),
+        (8, 33, 48),
+        (17, 257, 576),
+        (70, 70, 6200),
+        (48, 7, 33),
+    ],
 )
 def test_linear_is_exact_to_fp32(kernels, rows, out, columns, dtype):
     torch.manual_seed(0)
@@ -60,11 +71,38 @@ def test_a_row_is_the_same_beside_any_number_of_others(kernels, columns):
         assert torch.equal(out, alone[:rows]), f"{rows} rows"
 
 
+@pytest.mark.parametrize("threads", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *QUANTIZATIONS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "columns"), [(5, 37), (130, 200)])
+def test_a_row_of_a_prompt_is_the_same_alone_bit_for_bit(dtype, kind, threads, out, columns):
+    torch.manual_seed(0)
+    weight = torch.randn(out, columns)
+    held = quantize(weight, kind) if kind in QUANTIZATIONS else weight.to(getattr(torch, kind))
+    spec = LinearSpec(
+        held, torch.randn(out), "layer_norm", torch.randn(columns), torch.randn(columns), 1e-5, "gelu_tanh"
+    )
+    x, kernels = torch.randn(1030, columns), kernels_or_skip(dtype)
+    if kind == "w8a8" and not kernels.multiplies_bytes:
+        pytest.skip("no AVX512_VNNI here")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        chosen = torch.arange(0, 1030, 37)
+        alone = torch.cat([run_linear(kernels, spec, x[row : row + 1]) for row in chosen])
+        for rows in (3, 48, 49, 127, 512, 1030):
+            some = chosen[chosen < rows]
+            assert torch.equal(run_linear(kernels, spec, x[:rows])[some], alone[: len(some)]), f"{rows} rows"
+    finally:
+        torch.set_num_threads(before)
+    assert (alone - reference_linear(spec, x[chosen])).norm() < 0.03 * alone.norm()
+
+
 @pytest.mark.parametrize(
     ("prologue", "activation"),
     itertools.product(["none", "rms_norm", "layer_norm", "swiglu", "geglu_tanh"], ["none", "relu", "gelu_tanh"]),
 )
-@pytest.mark.parametrize(("rows", "out", "columns"), [(1, 5, 37), (9, 33, 64), (35, 70, 100)])
+@pytest.mark.parametrize(("rows", "out", "columns"), [(1, 5, 37), (9, 33, 64), (35, 70, 100), (61, 50, 100)])
 def test_prologues_and_epilogues_match_torch(kernels, prologue, activation, rows, out, columns):
     torch.manual_seed(0)
     beta = torch.randn(columns) if prologue == "layer_norm" else None

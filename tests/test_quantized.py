@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,16 @@ from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
+from skipdecode.engine.kernels import build
+from skipdecode.engine.kernels.quantize import quantize
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
+EXACT = ("int8", "int4")  # with activations of the model's type
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.09)])
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("int4", 0.09), ("w8a8", 0.01)])
 @pytest.mark.parametrize("columns", [64, 100])
 def test_error_is_small_and_zero_stays_zero(kind, most, columns):
     torch.manual_seed(0)
@@ -35,7 +39,7 @@ def test_int4_weights_are_exact_in_bf16_and_take_five_bits():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize(("rows", "out", "columns"), [(1, 7, 33), (3, 64, 576), (8, 33, 130), (33, 17, 6208)])
 def test_kernels_match_the_dequantized_weights(kind, rows, out, columns, dtype):
     torch.manual_seed(0)
@@ -49,6 +53,66 @@ def test_kernels_match_the_dequantized_weights(kind, rows, out, columns, dtype):
         assert torch.equal(run_linear(kernels, spec, x[:few]), got[:few])
 
 
+def eight_bits(x):
+    """Rows as w8a8 weights meet them."""
+    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return (x / step).round() * step
+
+
+@pytest.mark.parametrize("prologue", ["none", "rms_norm", "swiglu"])
+@pytest.mark.parametrize(
+    ("rows", "out", "columns"), [(1, 7, 33), (2, 64, 576), (5, 33, 130), (33, 17, 6208), (50, 100, 64)]
+)
+def test_w8a8_is_exact_in_bytes(rows, out, columns, prologue):
+    kernels = bytes_or_skip()
+    torch.manual_seed(0)
+    held = quantize(torch.randn(out, columns), "w8a8")
+    x = torch.randn(rows, columns * (2 if prologue == "swiglu" else 1))
+    x[0] = 0
+    first = LinearSpec(torch.eye(columns), None, prologue, torch.rand(columns), eps=1e-5)
+    bias, before = torch.randn(out), torch.randn(rows, out)
+    spec = LinearSpec(held, bias, prologue, first.gamma, eps=1e-5, activation="relu")
+    want = before + reference_linear(LinearSpec(held, bias, activation="relu"), eight_bits(reference_linear(first, x)))
+    # A number just between two bytes may fall to either.
+    assert (run_linear(kernels, spec, x, before) - want).norm() < 2e-3 * want.norm()
+
+
+def bytes_or_skip():
+    kernels = kernels_or_skip()
+    if not kernels.multiplies_bytes:
+        pytest.skip("no AVX512_VNNI here")
+    return kernels
+
+
+def test_w8a8_is_refused_in_one_line_where_the_cpu_does_not_multiply_bytes(monkeypatch):
+    kernels_or_skip()
+    monkeypatch.setattr(build.load_library(), "skipdecode_multiplies_bytes", lambda: 0)
+    with pytest.raises(UsageError, match="AVX512_VNNI"):
+        open_model(tiny_model("llama"), quantization="w8a8")
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_w8a8_rows_are_the_same_alone_and_in_any_batch(family, dtype):
+    bytes_or_skip()
+    fast = open_model(tiny_model(family).to(dtype), quantization="w8a8")
+    prompts, new = [(5, 6, 7, 8), (9, 3), tuple(i % 90 + 3 for i in range(60)), (4,) * 30], 12
+    schedule = Schedule.from_speedup(LAYERS, 2, new)
+    together = decoded(fast, schedule, prompts, new)
+    assert fast.name == "fast-w8a8"
+    assert together == [decoded(fast, schedule, [prompt], new)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("prompt", [(0, 1, 2), (0,)])
+def test_w8a8_projects_keys_and_values_of_prompts(prompt):
+    bytes_or_skip()
+    model, schedule = tiny_model("llama"), Schedule.from_speedup(LAYERS, 2, 8)
+    schedule = replace(schedule, prompt=prompt)
+    fast = open_model(model, quantization="w8a8")
+    rows = [(5, 6, 7, 8), (9, 3, 4)]
+    assert decoded(fast, schedule, rows, 8) == [decoded(fast, schedule, [row], 8)[0] for row in rows]
+
+
 def dequantized_twin(model, kind):
     """The model with every projection and the output embedding as the quantised engine reads them."""
     twin = copy.deepcopy(model)
@@ -57,7 +121,7 @@ def dequantized_twin(model, kind):
     with torch.no_grad():
         for module in twin.modules():
             if isinstance(module, torch.nn.Linear):
-                bits = "int8" if module is twin.lm_head else kind
+                bits = "int8" if module is twin.lm_head and kind == "int4" else kind
                 module.weight.copy_(quantize(module.weight, bits).dequantize(module.weight.dtype))
     return twin
 
@@ -69,7 +133,7 @@ def decoded(fast, schedule, prompts, new):
     return outputs
 
 
-@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
 def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind):
     kernels_or_skip()
@@ -94,7 +158,7 @@ def test_in_bf16_int4_is_bit_for_bit_its_dequantized_weights():
     assert torch.equal(run_linear(kernels, LinearSpec(weight), x), run_linear(kernels, plain, x))
 
 
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 0.5)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 0.5), ("w8a8", 0.05)])
 def test_logits_stay_close_to_the_models_own(kind, most):
     model = tiny_model("llama")
     ids = torch.arange(3, 40)[None]
@@ -104,5 +168,5 @@ def test_logits_stay_close_to_the_models_own(kind, most):
 
 
 def test_unknown_quantization_is_refused():
-    with pytest.raises(UsageError, match="accepted are int8, int4"):
+    with pytest.raises(UsageError, match="accepted are int8, int4, w8a8"):
         open_model(tiny_model("llama"), quantization="int2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -13,10 +14,13 @@ import torch
 
 from checkpoints import logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
+from skipdecode import Schedule
+from skipdecode.cli import main
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub import load_config, load_model
 from skipdecode.models.loading.store import add_model, cached_models
+from skipdecode.performance.cost import CostModel
 from skipdecode.performance.cost_source import find_geometry
 from tiny import tiny_model
 
@@ -165,3 +169,17 @@ def test_the_config_known_without_fetching_is_the_models(embedded: Any, tmp_path
     differing = {key for key, value in known.items() if value is not None and value != real.get(key)}
     assert differing <= {"rms_norm_eps", "_name_or_path"}
     assert known["rms_norm_eps"] == pytest.approx(real["rms_norm_eps"])
+
+
+@pytest.mark.model
+def test_a_request_target_is_planned_from_a_measurement(capsys: Any) -> None:
+    command = ["plan", "smollm2-135m", "--target-speedup", "1.8", "--batch", "8", "--prompt-len", "48"]
+    assert main([*command, "--seq-len", "24", "--remeasure", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    cost, schedule = CostModel.from_dict(document["cost"]), Schedule.from_dict(document["schedule"])
+    assert (cost.source, cost.batch, [prompt.tokens for prompt in cost.prompts]) == ("measured", 8, [48, 384])
+    for prompt in cost.prompts:
+        assert 0 <= prompt.projection_seconds < 0.5 * prompt.layer_seconds
+    assert document["figures"]["predicted_request_speedup"] >= 1.8
+    assert len(schedule.prompt_layers()) < 30
+    assert schedule.projected

@@ -86,7 +86,7 @@ class LLM:
         Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth.
     engine : {"auto", "fast", "transformers"}
         What runs the model; auto: the package's own engine where it covers the model.
-    weights : {"model", "int8", "int4"}
+    weights : {"model", "int8", "int4", "w8a8"}
         How the fast engine reads the weights: as they are, or quantised (CPUs only).
     dtype, device
         Of a model that is loaded by name: see `skipdecode.load`.

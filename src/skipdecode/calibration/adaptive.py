@@ -11,7 +11,6 @@ A record's time is its share of a batch that is as deep; within a batch a step t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from math import comb
 from typing import Any
@@ -25,7 +24,7 @@ from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
-__all__ = ["NEVER", "DepthTable", "RouterFit", "find_router", "find_thresholds", "follow", "oracle"]
+__all__ = ["NEVER", "DepthTable", "find_router", "find_thresholds", "follow", "oracle", "penalties", "routed"]
 
 Numbers = NDArray[np.float64]
 Choice = NDArray[np.intp]
@@ -58,6 +57,7 @@ class DepthTable:
         padded = np.zeros((2, len(found), len(depths), max(lengths)))
         for row, (_, record) in enumerate(found):
             padded[:, row, :, : lengths[row]] = record["losses"], record["likely"]
+        padded[:, :, 1:, 0] = padded[:, :, :1, 0]  # the first token comes before the choice
         self.losses, self.likely = padded
         self.sums: Numbers = self.losses.sum(-1)
         every = [*depths, Schedule.full(cost.num_layers)]
@@ -138,29 +138,24 @@ def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
     return [*table.chosen("oracle", choice), *random]
 
 
-@dataclass(frozen=True)
-class RouterFit:
-    """Parts of a `skipdecode.engine.adaptive.Router`, and losses `predicted` for each record without itself."""
-
-    centre: Numbers
-    scale: Numbers
-    weights: Numbers
-    predicted: Numbers
-
-    def choice(self, table: DepthTable, speedup: float) -> tuple[Choice, float]:
-        """Each record's depth at a speed-up of all, and the penalty; raises TargetError out of reach."""
-        prices = np.tile(table.costs, (len(table.counts), 1))
-        return _priced(self.predicted, prices, table.seconds, table.limit(speedup))
-
-    def penalties(self, table: DepthTable) -> list[tuple[float, float]]:
-        """Speed-ups within reach, rising, and the penalty for each."""
-        free, _ = self.choice(table, 1e-9)
-        first = table.full.sum() / np.take_along_axis(table.seconds, free[:, None], 1).sum()
-        return [(each, self.choice(table, each)[1]) for each in np.linspace(first, 1 / table.costs.min(), _PRICES)]
+def routed(table: DepthTable, predicted: Numbers, speedup: float) -> tuple[Choice, float]:
+    """Each record's depth by predicted losses at a speed-up of all, and the penalty; TargetError out of reach."""
+    prices = np.tile(table.costs, (len(table.counts), 1))
+    return _priced(predicted, prices, table.seconds, table.limit(speedup))
 
 
-def find_router(table: DepthTable) -> RouterFit:
-    """Ridge regression from features to each depth's loss beyond the deepest's, of the strength that predicts best."""
+def penalties(table: DepthTable, predicted: Numbers) -> list[tuple[float, float]]:
+    """Speed-ups within reach, rising, and the penalty for each."""
+    free, _ = routed(table, predicted, 1e-9)
+    first = table.full.sum() / np.take_along_axis(table.seconds, free[:, None], 1).sum()
+    return [(s, routed(table, predicted, s)[1]) for s in np.linspace(first, 1 / table.costs.min(), _PRICES).tolist()]
+
+
+def find_router(table: DepthTable) -> tuple[Numbers, Numbers]:
+    """Ridge regression from features to each depth's loss beyond the deepest's, of the strength that predicts best.
+
+    Weights as of `skipdecode.engine.adaptive.Router`, and losses predicted for each record from a fit without it.
+    """
     known, counts = table.features, table.counts
     centre, scale = known.mean(0), np.where(known.std(0) > 1e-9, known.std(0), 1.0)
     given = np.column_stack([(known - centre) / scale, np.ones(len(known))])
@@ -174,8 +169,9 @@ def find_router(table: DepthTable) -> RouterFit:
             predicted[left] = given[left] @ _ridge(given[learn], wanted[learn], counts[learn], strength)
         tried.append((float(counts @ (predicted - wanted) ** 2 @ np.ones(wanted.shape[1])), strength, predicted))
     _, strength, predicted = min(tried, key=lambda each: each[:2])
-    predicted = np.column_stack([np.zeros(len(known)), predicted])
-    return RouterFit(centre, scale, _ridge(given, wanted, counts, strength).T, predicted)
+    weights = _ridge(given, wanted, counts, strength).T / np.append(scale, 1.0)
+    weights[:, -1] -= weights[:, :-1] @ centre
+    return weights, np.column_stack([np.zeros(len(known)), predicted])
 
 
 def _ridge(given: Numbers, wanted: Numbers, counts: Numbers, strength: float) -> Numbers:

@@ -20,10 +20,10 @@ from typing import Any
 
 from skipdecode.errors import ScheduleError
 
-__all__ = ["LossTable", "best_curve", "best_flat", "bucket_starts"]
+__all__ = ["SLACK", "LossTable", "best_curve", "best_flat", "bucket_starts"]
 
 MOST_POINTS = 4000
-_SLACK = 1 + 1e-12
+SLACK = 1 + 1e-12
 # (cost, loss, chain of budgets back to the first bucket)
 _Point = tuple[float, float, Any]
 
@@ -59,12 +59,17 @@ class LossTable:
         return total / sum(self.counts)
 
     def by_bucket(self, starts: Sequence[int]) -> list[dict[int, float]]:
-        """Summed loss by budget for each bucket of positions, the bucket's first positions given."""
+        """Summed loss by budget for each bucket of positions, the bucket's first positions given.
+
+        The first bucket also has what the first token, which comes out of the prompt, loses more than at full depth.
+        """
         ends = [*starts[1:], len(self.counts) - 1]
-        return [
+        found = [
             {budget: sum(values[first + 1 : end + 1]) for budget, values in self.sums.items()}
             for first, end in zip(starts, ends, strict=True)
         ]
+        full = self.sums[max(self.sums)][0]
+        return [{budget: loss + self.sums[budget][0] - full for budget, loss in found[0].items()}, *found[1:]]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -112,7 +117,7 @@ def best_curve(
             grown[budget] = [
                 (spent + cost[budget], lost + loss[budget], (budget, chain))
                 for spent, lost, chain in so_far
-                if spent + cost[budget] + later <= limit * _SLACK
+                if spent + cost[budget] + later <= limit * SLACK
             ]
         fronts = grown
     ends = [point for front in fronts.values() for point in front]
@@ -127,7 +132,7 @@ def best_curve(
 
 def best_flat(losses: Sequence[Mapping[int, float]], costs: Sequence[Mapping[int, float]], limit: float) -> int | None:
     """The one budget for all buckets of least summed loss within the limit; None if none fits."""
-    fitting = [b for b in losses[0] if sum(cost[b] for cost in costs) <= limit * _SLACK]
+    fitting = [b for b in losses[0] if sum(cost[b] for cost in costs) <= limit * SLACK]
     return min(fitting, key=lambda b: (sum(loss[b] for loss in losses), b), default=None)
 
 

@@ -8,21 +8,23 @@ batch's rows goes on, in continuous use every row counts for itself. Pure Python
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Self
 
+from skipdecode.calibration.curve import SLACK
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel, Use
-from skipdecode.schedule import Schedule
-from skipdecode.schedule.order import least_budget
+from skipdecode.schedule import PromptDepth, Schedule
+from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
 
-__all__ = ["Goal", "TextCost", "check_layers", "deepest_flat", "layers_only", "paper_within", "set_goal"]
+__all__ = ["Goal", "TextCost", "check_layers", "deepest_flat", "layers_only", "paper_within", "prompt_sets", "set_goal"]
 
 _MEANS = 2000
-_SLACK = 1 + 1e-12
+_PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)
 
 
 def layers_only(num_layers: int) -> CostModel:
@@ -35,14 +37,18 @@ class TextCost:
     """A cost model with the texts that are decoded.
 
     Rows have `prompt_len` prompt tokens; `steps` are a batch's expected decode steps at generation position 0, 1, ….
+    Where it is the `whole` request that counts, so do the batch's prompts.
     """
 
     cost: CostModel
     prompt_len: int
     steps: tuple[float, ...]
+    whole: bool = False
 
     @classmethod
-    def of_lengths(cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], use: Use = "lockstep") -> Self:
+    def of_lengths(
+        cls, cost: CostModel, prompt_len: int, lengths: Sequence[int], use: Use = "lockstep", *, whole: bool = False
+    ) -> Self:
         """From the texts' lengths in generated tokens, end token included; rows of a batch are drawn independently.
 
         Raises
@@ -57,19 +63,24 @@ class TextCost:
             )
         going_on = [sum(length > position + 1 for length in lengths) / len(lengths) for position in range(longest - 1)]
         rows = cost.batch if use == "lockstep" else 1
-        return cls(cost, prompt_len, tuple(1 - (1 - share) ** rows for share in going_on))
+        return cls(cost, prompt_len, tuple(1 - (1 - share) ** rows for share in going_on), whole)
 
     def seconds_at(self, position: int, budget: int) -> float:
         """Expected seconds of the steps at one position if they run `budget` layers."""
         return self.steps[position] * self.cost.step_seconds(budget, self.prompt_len + position + 1)
 
+    def prompts_seconds(self, schedule: Schedule) -> float:
+        """Seconds of a batch's prompts, where they count."""
+        return self.cost.prompts_seconds(schedule, self.prompt_len) if self.whole else 0.0
+
     def seconds(self, schedule: Schedule) -> float:
-        """Expected seconds of the decode phase."""
+        """Expected seconds of what counts: the decode phase, or the whole request."""
         schedule.check_fits(self.cost.num_layers)
-        return sum(self.seconds_at(position, schedule.budget(position)) for position in range(len(self.steps)))
+        steps = sum(self.seconds_at(position, schedule.budget(position)) for position in range(len(self.steps)))
+        return self.prompts_seconds(schedule) + steps
 
     def speedup(self, schedule: Schedule) -> float:
-        """Speed-up of the decode phase over full depth."""
+        """Speed-up of what counts over full depth."""
         return self.full_seconds / self.seconds(schedule)
 
     def mean_layers(self, schedule: Schedule) -> float:
@@ -79,7 +90,7 @@ class TextCost:
 
     @cached_property
     def full_seconds(self) -> float:
-        """Expected seconds of the decode phase at full depth."""
+        """Expected seconds of what counts at full depth."""
         return self.seconds(Schedule.full(self.cost.num_layers))
 
 
@@ -87,9 +98,10 @@ class TextCost:
 class Goal:
     """What the curve has to fit in, with texts and cost.
 
-    `limit` is the most seconds (layers, for a nominal target) of the decode phase, `least` the fewest layers of the
-    drop order, `seq_len` the positions of the paper's curve. `paper` and `even` are baselines of this cost; flat in
-    continuous use.
+    `limit` is the most seconds (layers, for a nominal target) of what counts, `least` the fewest layers of the drop
+    order, `seq_len` the positions of the paper's curve. `paper` and `even` are baselines of this cost; flat in
+    continuous use. `prompts` are the prompt sets with which the target is in reach, those of one depth together, with
+    the most layers that all steps may run.
     """
 
     workload: TextCost
@@ -98,6 +110,24 @@ class Goal:
     seq_len: int
     paper: Schedule
     even: Schedule
+    prompts: tuple[Mapping[PromptDepth, int], ...]
+
+
+def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[PromptDepth, ...]]:
+    """The prompt sets to try, those of one depth together; raises a SkipDecodeError for one that cannot be."""
+    if not settings.whole:
+        return [("full",)]
+    warmup = settings.warmup_layers
+    found: list[tuple[PromptDepth, ...]] = []
+    for word in settings.prompt_depths or ("full", *(str(max(1, warmup, round(layers * s))) for s in _PROMPT_SHARES)):
+        prompt = prompt_set(word, layers)
+        if prompt == "max_exit":
+            raise UsageError("--prompt-depths max_exit hangs on the curve that is looked for: list its layers instead")
+        Schedule.constant(layers, layers, warmup_layers=warmup, prompt=prompt)
+        spread = word.isdecimal() and warmup < int(word) < layers
+        even = (Schedule.even(layers, int(word), warmup_layers=warmup).layers(0),) if spread else ()
+        found.append((prompt, *even))
+    return list(dict.fromkeys(found))
 
 
 def check_layers(settings: CalibrationSettings, layers: int) -> None:
@@ -130,20 +160,27 @@ def set_goal(
     check_layers(settings, layers)
     warmup = settings.warmup_layers
     floor = least_budget(layers, warmup)
-    workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use)
+    workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use, whole=settings.whole)
     ordered = sorted(lengths)
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
     limit = _limit(settings, workload, seq_len)
-    flat = deepest_flat(workload, limit, warmup)
-    if flat is None or (settings.least is not None and settings.least > flat):
-        raise TargetError(_out_of_reach(settings, workload, floor))
+    wanted = prompt_sets(settings, layers)
+    flats = {prompt: deepest_flat(workload, limit, warmup, prompt) for prompt in chain(*wanted)}
+    within = {prompt: most for prompt, most in flats.items() if most is not None and most >= (settings.least or floor)}
+    if not within:
+        raise TargetError(_out_of_reach(settings, workload, floor, list(flats)))
+    prompts = tuple(filter(None, ({prompt: within[prompt] for prompt in sets if prompt in within} for sets in wanted)))
+    # Of baselines one prompt set is enough: the one that leaves both phases most.
+    prompt, flat = max(within.items(), key=lambda each: min(layers if each[0] == "full" else len(each[0]), each[1]))
     if settings.use == "continuous":
-        paper = Schedule.constant(layers, flat, warmup_layers=warmup, name="paper")
-        least = settings.least or flat
+        paper = Schedule.constant(layers, flat, warmup_layers=warmup, prompt=prompt, name="paper")
+        even = paper.reordered("even", name="even")
+        least = settings.least or min(within.values())
     else:
-        paper = paper_within(workload, limit, seq_len, warmup)
-        least = settings.least or max(floor, min(paper.budgets[-1], math.ceil(flat / 2)))
-    return Goal(workload, limit, least, seq_len, paper, paper.reordered("even", name="even"))
+        paper = paper_within(workload, limit, seq_len, warmup, prompt)
+        even = paper_within(workload, limit, seq_len, warmup, prompt, "even")
+        least = settings.least or max(floor, min(paper.budgets[-1], math.ceil(min(within.values()) / 2)))
+    return Goal(workload, limit, least, seq_len, paper, even, prompts)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:
@@ -154,39 +191,52 @@ def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> f
     return workload.seconds(named.flattened() if settings.use == "continuous" else named)
 
 
-def _out_of_reach(settings: CalibrationSettings, workload: TextCost, floor: int) -> str:
+def _out_of_reach(settings: CalibrationSettings, workload: TextCost, floor: int, prompts: Sequence[PromptDepth]) -> str:
     layers = workload.cost.num_layers
     asked = settings.least or floor
     fewest = Schedule.constant(layers, asked, warmup_layers=0, drop_order=range(layers - 1))
-    bound = math.floor(workload.speedup(fewest) * 100) / 100
+    best = max((replace(fewest, prompt=prompt) for prompt in prompts), key=workload.speedup)
+    bound = math.floor(workload.speedup(best) * 100) / 100
     what = "--least" if settings.least is not None else "warm-up layers and last layer"
     target = settings.target_speedup or settings.nominal_speedup
+    depth = f"and {len(best.prompt_layers())} for prompts, of the whole request " if settings.whole else ""
     return (
         f"a speed-up of {target:g} is out of reach on these records: with {asked} of {layers} layers, the fewest that "
-        f"{what} allow, the bound is {bound:.2f}x at batch {workload.cost.batch}"
+        f"{what} allow, {depth}the bound is {bound:.2f}x at batch {workload.cost.batch}"
     )
 
 
-def paper_within(workload: TextCost, limit: float, seq_len: int, warmup_layers: int) -> Schedule:
-    """The paper's schedule (bottom up, linear) of the largest mean depth whose decode phase takes `limit` at most.
+def paper_within(
+    workload: TextCost,
+    limit: float,
+    seq_len: int,
+    warmup_layers: int,
+    prompt: PromptDepth = "full",
+    order: Order = "bottom-up",
+) -> Schedule:
+    """The paper's schedule (linear, in its order or another) of the largest mean depth that takes `limit` at most.
 
     The least flat schedule where none of them is that short.
     """
+    name = "paper" if order == "bottom-up" else order
     layers = workload.cost.num_layers
     floor = least_budget(layers, warmup_layers)
     for step in range(_MEANS + 1):
         mean = layers - (layers - floor) * step / _MEANS
-        schedule = Schedule.from_speedup(layers, layers / mean, seq_len, warmup_layers=warmup_layers, name="paper")
-        if workload.seconds(schedule) <= limit * _SLACK:
+        linear = Schedule.from_speedup(layers, layers / mean, seq_len, warmup_layers=warmup_layers, prompt=prompt)
+        schedule = linear.reordered(order, name=name)
+        if workload.seconds(schedule) <= limit * SLACK:
             return schedule
-    return Schedule.constant(layers, floor, warmup_layers=warmup_layers, name="paper")
+    return Schedule.constant(layers, floor, warmup_layers=warmup_layers, prompt=prompt, name=name)
 
 
-def deepest_flat(workload: TextCost, limit: float, warmup_layers: int) -> int | None:
-    """The most layers that all steps may run within the limit; None if even the fewest take longer."""
+def deepest_flat(workload: TextCost, limit: float, warmup_layers: int, prompt: PromptDepth = "full") -> int | None:
+    """The most layers that all steps may run within the limit, in any order; None if even the fewest take longer."""
     layers = workload.cost.num_layers
+    # What prompts run goes first: then they project the most layers.
+    order = sorted(bottom_up(layers, warmup_layers), key=lambda layer: prompt != "full" and layer not in prompt)
     for budget in range(layers, least_budget(layers, warmup_layers) - 1, -1):
-        schedule = Schedule.constant(layers, budget, warmup_layers=warmup_layers)
-        if workload.seconds(schedule) <= limit * _SLACK:
+        schedule = Schedule.constant(layers, budget, drop_order=order, warmup_layers=warmup_layers, prompt=prompt)
+        if workload.seconds(schedule) <= limit * SLACK:
             return budget
     return None

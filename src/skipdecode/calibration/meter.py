@@ -1,7 +1,8 @@
 """Teacher-forced losses of many schedules on the same records, no gradients.
 
-The prompt runs at full depth under every schedule, so its forward is made once and its keys and values are shared; only
-the responses run again for each schedule. Equal to the parallel form without a cache, which tests hold.
+Schedules whose prompts run the same layers share the prompt's forward and its keys and values; only the responses run
+again for each, and, where prompts do not run all layers, their last token, which runs those of position 0 too. Equal to
+the parallel form without a cache, which tests hold.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ __all__ = ["LossMeter", "identity_of"]
 
 _SAMPLED = 64
 _KEPT_BYTES = 2**30
-"""Keys and values of prompts that are kept between calls; later batches' prompts run once a call."""
+"""Keys and values of prompts of one set that are kept between calls; later batches' prompts run once a call."""
 
 
 class LossMeter:
@@ -98,46 +100,53 @@ class LossMeter:
             key = f"{self._part}/{number}/records/{';'.join(map(_behaviour, schedules))}"
             if self._store.get(key) is None:
                 with torch.inference_mode():
-                    self._store.put(key, self._shared_prompt(number, batch).records(schedules))
+                    self._store.put(key, self._shared_prompt(number, batch, schedules[0]).records(schedules))
             self._advance()
             found += self._store.get(key)
         return found
 
     def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
         keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
-        if any(self._store.get(key) is None for key in keys):
-            with torch.inference_mode():
-                forced = self._shared_prompt(number, batch)
-                for key, schedule in zip(keys, schedules, strict=True):
-                    if self._store.get(key) is None:
-                        self._store.put(key, forced.sums(schedule))
-                    self._advance()
-        else:
-            for _ in keys:
-                self._advance()
+        forced: _SharedPrompt | None = None
+        for key, schedule in zip(keys, schedules, strict=True):
+            if self._store.get(key) is None:
+                with torch.inference_mode():
+                    if forced is None or not forced.serves(schedule):
+                        forced = self._shared_prompt(number, batch, schedule)
+                    self._store.put(key, forced.sums(schedule))
+            self._advance()
         return [self._store.get(key) or [] for key in keys]
 
-    def _shared_prompt(self, number: int, batch: Batch) -> _SharedPrompt:
+    def _shared_prompt(self, number: int, batch: Batch, schedule: Schedule) -> _SharedPrompt:
+        if not all(kept.serves(schedule) for kept in self._prompts.values()):
+            self._prompts.clear()
         if number in self._prompts:
             return self._prompts[number]
-        forced = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device))
+        forced = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device), schedule)
         if forced.kv_bytes + sum(kept.kv_bytes for kept in self._prompts.values()) <= _KEPT_BYTES:
             self._prompts[number] = forced
         return forced
 
 
 class _SharedPrompt:
-    """A batch whose prompt has run."""
+    """A batch whose prompt has run, where it has a set of its own all but the last token."""
 
-    def __init__(self, attachment: Attachment, batch: Batch) -> None:
-        self._attachment = attachment
-        self._batch = batch
-        self._prompt = batch.prompt_length
-        self._cache = attachment.new_cache(self._prompt)
-        attachment.schedule = Schedule.full(attachment.schedule.num_layers)
+    def __init__(self, attachment: Attachment, batch: Batch, schedule: Schedule) -> None:
+        self._attachment, self._batch = attachment, batch
+        self._alike = schedule.prompt, schedule.prompt_layers()
+        self._cache = attachment.new_cache(batch.prompt_length)
+        # With a set of its own it leaves keys and values in every layer, whatever position 0 runs.
+        whole = isinstance(schedule.prompt, str)
+        attachment.schedule = schedule if whole else replace(Schedule.full(schedule.num_layers), prompt=schedule.prompt)
+        self._fed = batch.prompt_length - (not whole)
+        logits = self._forward(0, self._fed, self._cache) if self._fed else None
         # Copied, for a view would hold the whole prompt's logits.
-        self._first = self._forward(0, self._prompt, self._cache)[:, -1:].clone()
+        self._first = logits[:, -1:].clone() if whole and logits is not None else None
         self.kv_bytes = self._cache.kv_bytes()
+
+    def serves(self, schedule: Schedule) -> bool:
+        """Whether it is the prompt of this schedule too."""
+        return self._alike == (schedule.prompt, schedule.prompt_layers())
 
     def sums(self, schedule: Schedule) -> list[float]:
         """Summed loss at each index of the responses under a schedule."""
@@ -156,10 +165,11 @@ class _SharedPrompt:
 
     def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
         """See `LossMeter.records`."""
-        sizes = self._batch.attention_mask[:, : self._prompt].sum(1).tolist()
+        sizes = self._batch.attention_mask[:, : self._batch.prompt_length].sum(1).tolist()
+        first = self._logits(schedules[0]) if self._first is None else self._first
         found: list[dict[str, Any]] = [
             {"prompt": size, "features": features(logits[0], size), "losses": [], "likely": []}
-            for size, logits in zip(sizes, self._first, strict=True)
+            for size, logits in zip(sizes, first, strict=True)
         ]
         for schedule in schedules:
             for record, logits, targets in zip(found, self._logits(schedule), self._batch.targets, strict=True):
@@ -171,11 +181,12 @@ class _SharedPrompt:
 
     def _logits(self, schedule: Schedule) -> Tensor:
         """Of every index of the responses, under a schedule."""
-        if self._batch.targets.shape[1] == 1:
-            return self._first
-        self._attachment.schedule = schedule
-        # The last response token is not fed: nothing follows it.
-        return torch.cat([self._first, self._forward(self._prompt, -1, copy.deepcopy(self._cache))], dim=1)
+        parts = [] if self._first is None else [self._first]
+        if self._batch.targets.shape[1] > len(parts):
+            self._attachment.schedule = schedule
+            # The last response token is not fed: nothing follows it.
+            parts.append(self._forward(self._fed, -1, copy.deepcopy(self._cache)))
+        return torch.cat(parts, dim=1)
 
     def _forward(self, start: int, end: int, cache: SkipCache) -> Tensor:
         batch = self._batch
@@ -195,9 +206,11 @@ class _SharedPrompt:
 
 
 def _behaviour(schedule: Schedule) -> str:
-    """What a schedule does, its name and unused part left out: the position at which each layer goes."""
+    """What a schedule does, its name and unused part left out: the position at which each layer goes; prompt layers."""
     ends = ((layer, schedule.drop_position(layer)) for layer in range(schedule.num_layers))
-    return ",".join(f"{layer}:{end}" for layer, end in ends if end is not None)
+    prompt = schedule.prompt_layers()
+    listed = "" if len(prompt) == schedule.num_layers else f"/{','.join(map(str, prompt))}"
+    return ",".join(f"{layer}:{end}" for layer, end in ends if end is not None) + listed
 
 
 def identity_of(model: Any, name: str, examples: Sequence[Sequence[Example]], batch_size: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import Use
+from skipdecode.performance.cost import Phase, Use
 
 __all__ = ["CalibrationSettings", "OrderMethod"]
 
@@ -25,7 +25,19 @@ class CalibrationSettings(Options):
     """
 
     target_speedup: float | None = option(
-        "wall-clock speed-up of decoding over full depth, on texts as long as the records", default=None, least=1
+        "wall-clock speed-up over full depth, on texts as long as the records; of what, --phase says",
+        default=None,
+        least=1,
+    )
+    phase: Phase = option(
+        "request: prompts and all that follows, where prompts may run fewer layers too; decode: the steps after the "
+        "prompt, which runs at full depth",
+        default="request",
+    )
+    prompt_depths: tuple[str, ...] = option(
+        "prompt layers to try for a request's target: full, numbers (the lowest n or n evenly spaced ones, whichever "
+        "lose less), lists such as 0-14,20 (default: full, and 2/3, 1/2 and 1/3 of the layers)",
+        default=(),
     )
     nominal_speedup: float | None = option(
         "run as many layers as the paper's schedule of this nominal speed-up would on these records",
@@ -55,3 +67,12 @@ class CalibrationSettings(Options):
         super().__post_init__()
         if (self.target_speedup is None) == (self.nominal_speedup is None):
             raise UsageError("give one target: --target-speedup (wall-clock) or --nominal-speedup (layers)")
+        if self.prompt_depths and not self.whole:
+            raise UsageError(
+                "--prompt-depths belongs to --target-speedup of whole requests: else prompts run all layers"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether the target is that of whole requests, prompts included."""
+        return self.target_speedup is not None and self.phase == "request"

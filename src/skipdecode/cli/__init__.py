@@ -24,7 +24,7 @@ __all__ = ["VERBS", "main"]
 
 VERBS = {
     "demo": "the main job on the embedded default model: full depth and schedules, side by side",
-    "plan": "a schedule for a model and a speed target, as a picture, with nominal and real speed-up",
+    "plan": "a schedule for a model and a speed target, as a picture, with request, decode and nominal speed-up",
     "simulate": "throughput and latency of many requests on modelled workers, without a model",
     "generate": "text for every prompt of a file, in batches, with fewer layers per token",
     "chat": "talk to a model in the terminal, schedules switchable between turns",

@@ -119,24 +119,21 @@ def _table(config: Config, loaded: LoadedModel, depths: Sequence[Schedule], part
 
 def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[list[dict[str, Any]], Router]:
     """What a router and thresholds gain, and the router."""
-    from skipdecode.calibration.adaptive import NEVER, find_router, find_thresholds, follow
+    from skipdecode.calibration.adaptive import NEVER, find_router, find_thresholds, follow, penalties, routed
     from skipdecode.engine.adaptive import Router
 
-    fit = find_router(table)
-    choice, _ = fit.choice(table, speedup)
+    weights, predicted = find_router(table)
+    choice, _ = routed(table, predicted, speedup)
     runs, thresholds = table.chosen(WAYS[0], choice), find_thresholds(table, speedup)
     if thresholds is None:
         note("no thresholds of confidence reach the target: rows stay at their first depth")
-    else:
-        for way, begun in ((WAYS[1], choice * 0), (WAYS[2], choice)):
-            runs += table.compare(way, *follow(table, thresholds, begun))
+    for way, begun in ((WAYS[1], choice * 0), (WAYS[2], choice)) if thresholds else ():
+        runs += table.compare(way, *follow(table, thresholds or (), begun))
     router = Router(
         depths=table.depths,
         costs=tuple(table.costs.tolist()),
-        centre=tuple(fit.centre.tolist()),
-        scale=tuple(fit.scale.tolist()),
-        weights=tuple(map(tuple, fit.weights.tolist())),
-        penalties=tuple(fit.penalties(table)),
+        weights=tuple(map(tuple, weights.tolist())),
+        penalties=tuple(penalties(table, predicted)),
         speedup=speedup,
         thresholds=thresholds or (NEVER,) * (len(table.depths) - 1),
         model=model,

@@ -1,8 +1,9 @@
-"""Decoding speed of engines and schedules on a model, side by side, next to the limit that memory sets.
+"""Decoding speed of engines and schedules on a model, side by side, next to the limit that the machine sets.
 
 All run in one process, in turn; medians count. Only decode steps are timed, not prompts. A row tells tokens a second,
 the speed-up over the same engine at full depth and over transformers, the bound that bytes set for that speed-up, and
-the share of the memory's read bandwidth (measured in the same run) that was reached.
+the share of a step's limit that was reached: the longer of its bytes over the memory's read bandwidth and its
+operations over the rate of a large product, both measured in the same run.
 --profile says where the time of a step goes, as a table and as a trace for Perfetto or chrome://tracing.
 """
 
@@ -38,18 +39,18 @@ class Config(Workload, ThreadOptions):
     dtype: str = option("of the weights", default="bfloat16", choices=("bfloat16", "float32"))
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
     engines: tuple[str, ...] = option(
-        "fast, fast-int8, fast-int4: the package's own, with the model's weights or quantized ones; transformers, "
-        "transformers-static: its generate, untouched, with its dynamic or a static cache; gated: transformers under "
-        "the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; llama.cpp-TYPE: "
-        "llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast ones and gated run "
-        "schedules, the others full depth",
+        "fast, fast-int8, fast-int4, fast-w8a8: the package's own, with the model's weights or quantized ones; "
+        "transformers, transformers-static: its generate, untouched, with its dynamic or a static cache; gated: "
+        "transformers under the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; "
+        "llama.cpp-TYPE: llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast "
+        "ones and gated run schedules, the others full depth",
         default=("fast", "transformers"),
         choices=PEERS,
     )
     exit_layer: int | None = option("layers that draft in early-exit (default: a quarter)", default=None, least=1)
     out: str | None = option("file for the results as JSON", default=None)
     png: str | None = option(
-        "file for a picture: speed-up and share of the bandwidth against nominal, step time against batch and prompt",
+        "file for a picture: speed-up and share of the limit against nominal, step time against batch and prompt",
         default=None,
     )
     profile: str | None = option("file for a trace of decode steps; also prints where their time goes", default=None)
@@ -156,7 +157,8 @@ _SPEED = {
     "bound": "{amdahl_bound:.2f}x",
     "x transformers": "{speedup_over_transformers:.2f}",
     "MB/step": "{mb_per_step:.1f}",
-    "of bandwidth": "{roofline_share:.0%}",
+    "limit": "{limit}",
+    "of limit": "{roofline_share:.0%}",
 }
 _PROFILE = {
     "  part": "  {kind}",
@@ -172,7 +174,8 @@ _RUN = ("engine", "batch", "prompt", "nominal_speedup")
 
 def _report(document: dict[str, Any]) -> list[str]:
     rows = [row | {"mb_per_step": row["bytes_per_step"] / 1e6} for row in document["rows"]]
-    read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s, {document['environment']['threads']} threads"
+    rates = "".join(f", products in {kind}: {rate:.0f} GFLOP/s" for kind, rate in document["products_gflop_s"].items())
+    read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s{rates}, {document['environment']['threads']} threads"
     lines = [*figures(_SPEED, rows), "", read, *document["notes"]]
     unprofiled = {tuple(r[k] for k in _RUN): r["ms_per_step"] for r in rows}
     parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

@@ -1,9 +1,11 @@
 """Learn which layers to leave out, in which order and where in the text, on your own records.
 
-Give records with responses and one target: a decode speed-up in wall-clock time (--target-speedup), or the nominal
-one (--nominal-speedup: as many layers as the paper's schedule of that number would run on these records). Losses are
-teacher-forced and need no gradients. Writes schedule.json (for --schedule), calibration.json with all measurements,
-and calibration.png. The loss of every schedule is predicted, then measured, also on records held out.
+Give records with responses and one target: a wall-clock speed-up of whole requests, prompts included
+(--target-speedup; with --phase decode of the steps after the prompt), or the nominal one (--nominal-speedup: as many
+layers as the paper's schedule of that number would run on these records). For whole requests the prompts' depth is
+learned too. Losses are teacher-forced and need no gradients. Writes schedule.json (for --schedule), calibration.json
+with all measurements, and calibration.png. The loss of every schedule is predicted, then measured, also on records
+held out.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.calibration.settings import CalibrationSettings
@@ -87,19 +89,21 @@ def run(config: Config) -> int:
         return run_adaptive(config)
     if config.depths or config.mixture:
         raise UsageError("--depths and --mixture belong to --adaptive")
-    from skipdecode.calibration.goal import check_layers, set_goal
+    from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
 
     cost = None if config.cost is None else read_cost(config.cost)
     check_records(config, "data")
     layers = layers_of(config.model)
     check_layers(config, layers)
+    prompt_sets(config, layers)
     if config.nominal_speedup is not None:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     if cost is not None and cost.num_layers != layers:
         raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     loaded = load(config)
     learn, check = draw(config, loaded)
-    prompt_len = round(median(len(e.prompt) for e in learn))
+    # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
+    prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin = "layers only"
     if config.target_speedup is not None:
         origin = f"from {config.cost}"
@@ -235,14 +239,15 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
     """Lines for people, from the document that is also written as JSON."""
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
-    kind = "predicted decode" if document["options"]["target_speedup"] is not None else "nominal"
+    wall = {"request speed-up": "{request_speedup:.2f}x", "decode speed-up": "{decode_speedup:.2f}x"}
     order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
         " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
     )
     depth = f"{schedule.budgets[0]}" if schedule.is_flat else f"{schedule.budgets[0]} falling to {schedule.budgets[-1]}"
     columns = {
         "schedule": "{name}",
-        f"{kind} speed-up": "{speedup:.2f}x",
+        **(wall if document["options"]["target_speedup"] is not None else {"nominal speed-up": "{speedup:.2f}x"}),
+        "prompt layers": "{prompt_layers}",
         "mean layers": "{mean_layers:.1f}",
         "predicted": "{predicted:.4f}",
         "measured": "{measured:.4f}",
@@ -250,6 +255,7 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
     }
     lines = [
         f"{schedule.name}: {depth} of {schedule.num_layers} layers; left out in the order {order}",
+        *([] if schedule.prompt == "full" else [f"prompts run layers {' '.join(map(str, schedule.prompt_layers()))}"]),
         f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
         + (f", and on {document['held_out_records']} held out" if document["held_out_records"] else ""),
         "",

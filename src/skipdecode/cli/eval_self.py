@@ -97,7 +97,7 @@ def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]
         found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
     else:
         tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
-        found = [METHODS.get("schedule")(with_prompt_layers(config, choice).schedule) for choice in tuned]
+        found = [METHODS.get("schedule")(with_prompt_layers(config, *choice).schedule) for choice in tuned]
     found = [method for method in found if not method.full_depth and not (method.schedule and method.schedule.is_full)]
     if not found or any(method.schedule is None for method in found):
         raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")

@@ -1,4 +1,4 @@
-"""Versions, devices, supported families, cached models.
+"""Versions, devices, supported families, cached models; of a MODEL, whether prompts can leave keys and values alone.
 
 What to paste into a bug report. Names no host and no user, except in the path of the cache.
 """
@@ -11,6 +11,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from skipdecode.cli.options import MODEL
 from skipdecode.common.environment import environment, package_version
 from skipdecode.common.options import Options, option
 
@@ -23,14 +24,36 @@ _NOT_FOR_USERS = "dev"
 class Config(Options):
     """Options of `skipdecode info`."""
 
+    model: str | None = option(f"only this model: {MODEL}", default=None, positional=True)
     json: bool = option("print one JSON document", default=False)
 
 
 def run(config: Config) -> int:
     """Print the report on stdout."""
-    report = _report()
-    print(json.dumps(report, indent=2) if config.json else _text(report))
+    report, text = (_report(), _text) if config.model is None else (_about(config.model), _line)
+    print(json.dumps(report, indent=2) if config.json else text(report))
     return 0
+
+
+def _about(model: str) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from skipdecode.models.families import decoder_layers
+    from skipdecode.models.gate import query_projection
+    from skipdecode.models.loading.hub import load_config
+
+    config = load_config(model)
+    with torch.device("meta"):
+        layers = decoder_layers(AutoModelForCausalLM.from_config(config))
+    alone = query_projection(layers[0]) is not None
+    return {"model": model, "model_type": config.model_type, "num_layers": len(layers), "projects_alone": alone}
+
+
+def _line(about: dict[str, Any]) -> str:
+    parts = "keys and values" if about["projects_alone"] else "queries, keys and values"
+    head = "{model}: {model_type}, {num_layers} layers".format_map(about)
+    return f"{head}; a layer that prompts do not run makes {parts} of them, nothing else"
 
 
 def _report() -> dict[str, Any]:

@@ -151,4 +151,4 @@ def _size(count: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

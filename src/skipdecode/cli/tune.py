@@ -17,14 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import (
-    ScheduleChoice,
-    ScheduleOptions,
-    check_out,
-    check_schedule_options,
-    choose_schedule,
-    with_prompt_layers,
-)
+from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -94,9 +87,8 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if recipe.get("schedule") is not None:
         # The recipe brings the schedule itself: the file it was read from may be gone, or another by now.
         options = {k: v for k, v in options.items() if k not in _SCHEDULE_OPTIONS}
-    # What a method calls its object cannot be a keyword of it.
-    parser._option_string_actions["--self"].default = options.pop("self", False)
-    parser.set_defaults(**options)
+    for action in parser._actions:  # as `set_defaults` does, which takes no option of the name of its own `self`
+        action.default = options.get(action.dest, action.default)
 
 
 def run(config: Config) -> int:
@@ -228,14 +220,13 @@ def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> 
     layers = loaded.num_layers
     longest = lengths[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
-    if stored is not None and all(getattr(config, n) is None for n in _SCHEDULE_OPTIONS if n != "prompt_layers"):
-        choice = with_prompt_layers(config, ScheduleChoice(Schedule.from_dict(stored), "the recipe's"))
-        choice.schedule.check_fits(layers)
-    elif config.self and config.schedule is None and config.nominal_speedup is None and loaded.schedule is None:
-        default = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
-        choice = with_prompt_layers(config, ScheduleChoice(default, "evenly spaced layers left out, as none is named"))
-    else:
-        choice = choose_schedule(config, layers, carried=loaded.schedule, default_seq_len=longest)
+    carried, own = loaded.schedule, None
+    if stored is not None:
+        carried, own = Schedule.from_dict(stored), "the recipe's"
+    elif config.self and config.schedule is None and config.nominal_speedup is None and carried is None:
+        carried = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
+        own = "evenly spaced layers left out, as none is named"
+    choice = choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
     note(f"schedule {choice.schedule.name}: {choice.origin}")
     return choice.schedule
 

@@ -15,14 +15,17 @@ from skipdecode.errors import DataError
 __all__ = ["FORMATS", "check_kind", "heading", "read_json", "read_result"]
 
 FORMATS: Mapping[str, int] = {
+    "adaptive": 1,
     "agreement": 1,
     "bench": 1,
     "calibration": 1,
     "decode-speed": 1,
     "evaluation": 1,
+    "head": 1,
     "kernel-speed": 1,
     "own-words": 1,
     "prediction": 1,
+    "product-speed": 1,
     "quality-table": 1,
     "schedule-speed": 1,
     "scheduling": 1,

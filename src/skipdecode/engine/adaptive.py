@@ -78,14 +78,8 @@ class Router:
 
     depths: tuple[Schedule, ...]  # the deepest first
     costs: tuple[float, ...]  # a request's time at each, as shares of full depth's
-    centre: tuple[float, ...]  # mean of each of the `features`
-    scale: tuple[float, ...]  # and deviation
-    weights: tuple[
-        tuple[float, ...], ...
-    ]  # of normed features, and a constant: what each depth but the first loses more
-    penalties: tuple[
-        tuple[float, float], ...
-    ]  # speed-up of requests, rising, and the nats a token that full time costs
+    weights: tuple[tuple[float, ...], ...]  # of `features` and 1: what each depth but the first loses more
+    penalties: tuple[tuple[float, float], ...]  # speed-up of requests, rising; nats a token that full time costs
     speedup: float  # that it was made for
     thresholds: tuple[float, ...]  # moving log-probability at which a row goes to each depth but the first, rising
     model: Mapping[str, Any] = field(hash=False)  # see `identity`
@@ -94,24 +88,18 @@ class Router:
         for deep, shallow in pairwise(self.depths):
             same = deep.drop_order == shallow.drop_order and deep.prompt_layers() == shallow.prompt_layers()
             if not same or not deep.contains(shallow):
-                raise ScheduleError(
-                    f"depths {deep.name!r} and {shallow.name!r} cannot be chosen between: give schedules of one drop "
-                    "order and one prompt set that never run more than the one before"
-                )
+                accepted = "schedules of one drop order and prompt set, none above the one before"
+                raise ScheduleError(f"rows cannot choose between {deep.name!r} and {shallow.name!r}: give {accepted}")
         count = len(self.depths)
         sizes = {len(self.costs), len(self.weights) + 1, len(self.thresholds) + 1, count}
-        lengths = {len(self.centre), len(self.scale), *(len(each) - 1 for each in self.weights)}
-        if count < 2 or sizes != {count} or lengths != {_KNOWN} or not self.penalties:
-            raise DataError(
-                f"two depths or more are needed, each with a cost, a threshold and {_KNOWN} features' weights"
-            )
+        if count < 2 or sizes != {count} or {*map(len, self.weights)} != {_KNOWN + 1} or not self.penalties:
+            raise DataError(f"two depths or more are needed, with costs, thresholds and {_KNOWN} features' weights")
 
     def excess(self, known: Sequence[float]) -> list[float]:
         """Predicted loss (nats a token) of each depth beyond the deepest's, from `features`; UsageError if absent."""
         if len(known) != _KNOWN:
             raise UsageError(f"the router needs {_KNOWN} features of a prompt, but {len(known)} are known")
-        normed = [(x - c) / s for x, c, s in zip(known, self.centre, self.scale, strict=True)]
-        return [0.0, *(sum(w * x for w, x in zip(each, (*normed, 1.0), strict=True)) for each in self.weights)]
+        return [0.0, *(sum(w * x for w, x in zip(each, (*known, 1.0), strict=True)) for each in self.weights)]
 
     def penalty(self, speedup: float | None = None) -> float:
         """The price of time for a speed-up of requests (default: its target); raises UsageError out of reach."""
@@ -149,8 +137,8 @@ class Router:
     @classmethod
     def load(cls, path: Path) -> Self:
         """The router of a file; raises DataError naming it."""
-        data = read_json(path)
         try:
+            data = read_json(path)
             if not isinstance(data, dict) or any(data.get(name) != value for name, value in _HEADING.items()):
                 raise DataError(f"format {_HEADING['format']} of kind {_HEADING['kind']} is needed")
             depths = tuple(Schedule.from_dict(each) for each in data["depths"])
@@ -222,6 +210,7 @@ class _AdaptivePolicy(SchedulePolicy):
         super().__init__(schedule)
         self.depths, self._adaptive = schedule.router.depths, schedule
         self._thresholds = () if schedule.way == "adaptive" else schedule.router.thresholds
+        self.reads_logprob = bool(self._thresholds)
         self._depth, self._confidence = 0, 0.0
 
     def of_row(self) -> _AdaptivePolicy:

@@ -35,22 +35,21 @@ class RowView(NamedTuple):
 
 
 class BudgetPolicy(Protocol):
-    """Grants layers. `depths` are the schedules that rows may follow, the deepest first; `schedule` is that one."""
+    """Grants layers. `depths` are the schedules that rows may follow, the deepest first.
+
+    `schedule` is that one: it says what prompts run, and the most that a position may be granted. Where `reads_logprob`
+    is False, the log-probabilities that it is shown may be NaN; else they are the full head's.
+    """
 
     schedule: Schedule
     depths: tuple[Schedule, ...]
+    reads_logprob: bool
 
     def of_row(self) -> BudgetPolicy:
         """What grants the layers of one row; itself, where rows share what they ask."""
 
-    def prompt_budget(self) -> int:
-        """Layers of prompt tokens."""
-
-    def first_budget(self) -> int:
-        """Most layers that position 0 may be granted; what memory is planned with."""
-
     def next_budget(self, row: RowView) -> int:
-        """Layers of the row's next token; never above `first_budget` or the row's budget before."""
+        """Layers of the row's next token; never above its budget before."""
 
 
 def granted(policy: BudgetPolicy, row: RowView) -> int:
@@ -83,18 +82,14 @@ class PromptLayers(NamedTuple):
 class SchedulePolicy:
     """Budgets from a schedule's positions."""
 
+    reads_logprob: bool = False
+
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.depths: tuple[Schedule, ...] = (schedule,)
 
     def of_row(self) -> SchedulePolicy:
         return self
-
-    def prompt_budget(self) -> int:
-        return len(self.schedule.prompt_layers())
-
-    def first_budget(self) -> int:
-        return self.schedule.budget(0)
 
     def next_budget(self, row: RowView) -> int:
         return self.schedule.budget(row.position)
@@ -130,7 +125,7 @@ class DepthOrder:
         """What the prompts of a policy's rows do."""
         schedule = policy.schedule
         if isinstance(schedule.prompt, str):
-            return PromptLayers(self.layers(policy.prompt_budget()))
+            return PromptLayers(schedule.prompt_layers())
         return PromptLayers(schedule.prompt_layers(), schedule.projected, own=True)
 
     def layers(self, budget: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class EngineSource:
 
     @property
     def name(self) -> str:
-        """ "fast" (with quantised weights "fast-int8" or "fast-int4") or "transformers"."""
+        """ "fast" (with quantised weights "fast-int8" and the like) or "transformers"."""
         return GatedEngine.name if self.fast is None else self.fast.name
 
     def suited(self, schedule: Schedule) -> Schedule:
@@ -115,8 +115,8 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
         note why.
     note : callable
         Told one line where the choice needs a word.
-    weights : {"model", "int8", "int4"}
-        What the fast engine reads: the model's own weights, or quantised copies.
+    weights : {"model", "int8", "int4", "w8a8"}
+        What the fast engine reads: the model's own weights, or quantised copies (see `kernels.quantize`).
 
     Raises
     ------

@@ -83,7 +83,9 @@ class QuantizedWeights:
 
     def _quantize(self, spec: ModelSpec) -> None:
         *layers, head = weights_of(spec)
-        made = [quantize(weight, self._kind) for weight in layers] + [quantize(head, "int8")]
+        made = [quantize(weight, self._kind) for weight in layers] + [
+            quantize(head, "int8" if self._kind == "int4" else self._kind)
+        ]
         arena = Arena([size for one in made for size in (one.codes.nbytes, one.scales.nbytes)], head.device)
         for weight, one in zip((*layers, head), made, strict=True):
             self._made[weight.data_ptr()] = replace(one, codes=arena.put(one.codes), scales=arena.put(one.scales))

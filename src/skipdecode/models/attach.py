@@ -34,6 +34,9 @@ _MARK = "_skipdecode_attachment"
 def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
     """Put a schedule on a model: from here on its `generate` and `forward` skip layers.
 
+    Where prompts leave keys and values only, families that make them and queries in one product make the queries too
+    (`skipdecode info MODEL` says), and gradient checkpointing has such a layer run and drops what it puts out.
+
     Works with and without `with`; on exit (also after an exception) or `detach` the model is as it was.
 
     Parameters

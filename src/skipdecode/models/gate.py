@@ -20,7 +20,7 @@ from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.plan import LayerPlan, StepPlan
 
-__all__ = ["Conductor", "gate_layer", "is_gated", "ungate_layer", "with_mixin"]
+__all__ = ["Conductor", "gate_layer", "is_gated", "query_projection", "ungate_layer", "with_mixin"]
 
 
 class Conductor:
@@ -134,10 +134,15 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
     return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
 
+def query_projection(layer: nn.Module) -> Any:
+    """The module that makes a layer's queries alone; None where one makes queries, keys and values together."""
+    return next((module for name, module in layer.named_modules() if name.endswith("q_proj")), None)
+
+
 @contextlib.contextmanager
 def _without_queries(layer: nn.Module) -> Iterator[None]:
     """Within it a layer's query projection, where it is a module of its own, gives zeros and computes nothing."""
-    found = next((module for name, module in layer.named_modules() if name.endswith("q_proj")), None)
+    found = query_projection(layer)
     if found is None:
         yield
         return

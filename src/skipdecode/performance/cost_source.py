@@ -75,7 +75,7 @@ def find_cost(
         download.
     engine : {"auto", "fast", "transformers"}
         Whose steps are timed; auto: the fast engine's where it covers the model.
-    weights : {"model", "int8", "int4"}
+    weights : {"model", "int8", "int4", "w8a8"}
         See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
         Measure, whatever an earlier calibration found.

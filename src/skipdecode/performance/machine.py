@@ -13,10 +13,20 @@ from functools import partial
 
 import torch
 
+from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
+from skipdecode.engine.kernels.quantize import quantize
+from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.errors import UsageError
 
-__all__ = ["Machine", "measure_bandwidth", "measure_flops", "measure_machine", "synchronize"]
+__all__ = [
+    "Machine",
+    "measure_bandwidth",
+    "measure_flops",
+    "measure_machine",
+    "measure_products",
+    "synchronize",
+]
 
 # Several times the largest last-level cache, and small enough for any machine that holds a model.
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
@@ -81,6 +91,33 @@ def measure_flops(dtype: torch.dtype = torch.bfloat16, device: torch.device | st
     size = 512 if device.type == "cpu" else 4096
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / _best_seconds(lambda: left @ right, device)
+
+
+def measure_products(arithmetic: str, device: torch.device | str = "cpu") -> float:
+    """Operations a second of a product of 512 rows: what arithmetic alone allows a prompt or a wide step.
+
+    On a CPU the better of torch's and the package's own kernels'.
+
+    Parameters
+    ----------
+    arithmetic : str
+        Type of what is multiplied: a torch dtype's name, or "w8a8" for bytes, on a CPU that multiplies them; where it
+        does not, bf16 counts.
+    """
+    device = torch.device(device)
+    dtype = torch.bfloat16 if arithmetic == "w8a8" else getattr(torch, arithmetic)
+    if device.type != "cpu":
+        return measure_flops(dtype, device)
+    rows, size = 512, 1024
+    x, weight = torch.ones(rows, size), torch.ones(size, size, dtype=dtype)
+    narrow, out = x.to(dtype), torch.empty(rows, size)
+    work: list[Callable[[], object]] = [partial(torch.nn.functional.linear, narrow, weight)]
+    kernels, _ = native_kernels(device, dtype)
+    if kernels is not None:
+        in_bytes = arithmetic == "w8a8" and kernels.multiplies_bytes
+        call = kernels.linear(LinearSpec(quantize(weight, "w8a8") if in_bytes else weight))
+        work.append(partial(call, x, out, rows, False))
+    return 2 * rows * size**2 / min(_best_seconds(each, device) for each in work)
 
 
 def synchronize(device: torch.device) -> None:

@@ -30,7 +30,7 @@ _BENCH = {
     "speed-up": "{decode_speedup:.2f}x",
     "byte bound": "{amdahl_bound:.2f}x",
     "x transformers": "{speedup_over_transformers:.2f}x",
-    "of bandwidth": "{roofline_share:.0%}",
+    "of limit": "{roofline_share:.0%}",
 }
 _LATENCIES = {"first_token_s": "first token", "between_chunks_s": "between chunks"}
 _QUANTILES = ("p50", "p95", "p99")
@@ -65,12 +65,23 @@ def bench_section(source: Source) -> Section:
         ),
         Picture(
             share_chart(rows),
-            f"Bytes that a step must read over its time; 100%: a large read, {source.data['bandwidth_gb_s']:.1f} GB/s",
-            f"Share of the read bandwidth; the most is {best}.",
+            _limits(source),
+            f"Share of a step's limit; the most is {best}.",
         ),
     ]
     heading = f"Engines: {_subject(source)}"
     return Section(heading, pictures=pictures, tables=[table(_made_by(source), rows, _BENCH)])
+
+
+def _limits(source: Source) -> str:
+    """What 100% is; results of earlier versions know bytes alone."""
+    read, rates = f"a large read, {source.data['bandwidth_gb_s']:.1f} GB/s", source.data.get("products_gflop_s")
+    if not rates:
+        return f"Bytes that a step must read over its time; 100%: {read}"
+    large = ", ".join(f"{rate:.0f} GFLOP/s in {kind}" for kind, rate in rates.items())
+    return (
+        f"The longer of a step's bytes over {read}, and its operations over a large product's, {large}, over its time"
+    )
 
 
 def _subject(source: Source) -> str:

@@ -227,8 +227,8 @@ class Schedule(NestedLayers):
     def with_speedup(self, nominal_speedup: float) -> Self:
         """The schedule of another nominal speed-up with this one's order, positions, warm-up and prompt depth.
 
-        A flat schedule gives a flat one, any other the paper's linear one. Raises ScheduleError if the drop order
-        cannot give this speed-up.
+        A flat schedule gives a flat one, any other the paper's linear one; 1 is full depth, for prompts too. Raises
+        ScheduleError if the drop order cannot give this speed-up.
         """
         layers, name = self.num_layers, f"{curve_name(self.name)}-{nominal_speedup:g}x"
         if nominal_speedup == 1:

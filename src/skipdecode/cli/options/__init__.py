@@ -55,8 +55,8 @@ class EngineOptions(Options):
         choices=ENGINES,
     )
     weights: str = option(
-        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact and faster "
-        "(CPUs only)",
+        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact, faster; "
+        "w8a8: activations in 8 bits too, for batches and long prompts (CPUs only; w8a8: those with AVX512_VNNI)",
         default="model",
         choices=WEIGHTS,
     )
@@ -165,7 +165,9 @@ class AdaptiveOptions(ScheduleOptions):
 
         model = getattr(self, "model", "")
         place = Path(self.router or (adapter_dir(model) or locate(model).folder()) / ROUTER_FILE)
-        return ScheduleChoice(Adaptive.choosing(Router.load(place), self.schedule), f"depths by {place}")
+        router = Router.load(place)
+        origin = f"at most: each request one of {', '.join(depth.name for depth in router.depths)}, by {place}"
+        return ScheduleChoice(Adaptive.choosing(router, self.schedule), origin)
 
 
 class ScheduleChoice(NamedTuple):
@@ -201,9 +203,14 @@ def layers_of(model: str) -> int:
 
 
 def choose_schedule(
-    options: ScheduleOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
+    options: ScheduleOptions,
+    num_layers: int,
+    *,
+    carried: Schedule | None,
+    default_seq_len: int,
+    own: str | None = None,
 ) -> ScheduleChoice:
-    """The schedule that the options name for a model of `num_layers` layers, whose checkpoint carries `carried`.
+    """The schedule that the options name for a model of `num_layers` layers, whose checkpoint (or `own`) has `carried`.
 
     `default_seq_len` are the positions for --nominal-speedup without --seq-len. Raises UsageError if the options
     contradict each other, ScheduleError if the schedule does not fit the model.
@@ -218,21 +225,21 @@ def choose_schedule(
         schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
         chosen = ScheduleChoice(schedule, f"the paper's, over {seq_len} positions")
     elif carried is not None:
-        chosen = ScheduleChoice(carried, "the checkpoint's own")
+        chosen = ScheduleChoice(carried, own or "the checkpoint's own")
     else:
         origin = "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup"
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
-    return with_prompt_layers(options, chosen)
+    return with_prompt_layers(options, *chosen)
 
 
-def with_prompt_layers(options: ScheduleOptions, chosen: ScheduleChoice) -> ScheduleChoice:
+def with_prompt_layers(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
     """The choice with the prompt set of --prompt-layers; raises ScheduleError if the schedule cannot have it."""
-    schedule, text = chosen.schedule, options.prompt_layers
+    text = options.prompt_layers
     if text is None:
-        return chosen
+        return ScheduleChoice(schedule, origin)
     prompt = layer_order.prompt_set(text, schedule.num_layers)
-    return ScheduleChoice(schedule.with_prompt(prompt), f"{chosen.origin}; prompts as --prompt-layers {text} says")
+    return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; prompts as --prompt-layers {text} says")
 
 
 def read_cost(path: str) -> CostModel:

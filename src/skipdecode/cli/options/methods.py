@@ -6,13 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import (
-    AdaptiveOptions,
-    ScheduleChoice,
-    check_schedule_options,
-    choose_schedule,
-    with_prompt_layers,
-)
+from skipdecode.cli.options import AdaptiveOptions, check_schedule_options, choose_schedule, with_prompt_layers
 from skipdecode.common.options import option
 from skipdecode.common.registry import near
 from skipdecode.engine.depth import WAYS
@@ -155,7 +149,7 @@ def choose_method(
         )
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
-        schedule, origin = with_prompt_layers(options, ScheduleChoice(schedule, origin))
+        schedule, origin = with_prompt_layers(options, schedule, origin)
     elif options.method == "full":
         schedule, origin = Schedule.full(num_layers), "every layer"
     else:

@@ -1,8 +1,9 @@
 """The C++ kernels. One call costs about a microsecond on top of its work.
 
-Activations between operations are fp32. Weights are bf16, fp32, int8 or int4; cached keys and values are bf16 or fp32.
-With a bf16 model on a CPU that multiplies bf16, activations are rounded to bf16 where they meet weights, as in torch. A
-row's result does not depend, bit for bit, on the other rows of the call.
+Activations between operations are fp32. Weights are bf16, fp32, int8, int4 or w8a8; cached keys and values are bf16 or
+fp32. With a bf16 model on a CPU that multiplies bf16, activations are rounded to bf16 where they meet weights, as in
+torch; where they meet w8a8 weights, to 8 bits. A row's result does not depend, bit for bit, on the other rows of the
+call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec,
 __all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack"]
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-_QUANTIZED = {"int8": 2, "int4": 3}
+_QUANTIZED = {"int8": 2, "int4": 3, "w8a8": 4}
 _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tanh": 4}
 _ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2}
 
@@ -88,12 +89,18 @@ class NativeKernels:
     Parameters
     ----------
     dtype : torch.dtype
-        The model's: activations of an fp32 model meet quantised weights unrounded, others as bf16.
+        The model's: activations of an fp32 model meet int8 and int4 weights unrounded, others as bf16.
+
+    Attributes
+    ----------
+    multiplies_bytes : bool
+        Whether this CPU does (AVX512_VNNI), as w8a8 weights need.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         library = load_library()
         self._round = dtype != torch.float32
+        self.multiplies_bytes = bool(library.skipdecode_multiplies_bytes())
         self._linear, self._stack = library.skipdecode_linear, library.skipdecode_stack
         for function in (self._linear, self._stack):
             function.argtypes, function.restype = [ctypes.c_void_p], None
@@ -101,7 +108,7 @@ class NativeKernels:
     def linear(self, spec: LinearSpec) -> LinearCall:
         """The call that computes `spec`; activations and results are fp32 with contiguous rows."""
         keep: list[Any] = []
-        args = self._linear_args(spec, keep)
+        args = self.linear_args(spec, keep)
         function, address = self._linear, ctypes.addressof(args)
 
         def call(x: torch.Tensor, out: torch.Tensor, rows: int, accumulate: bool) -> None:
@@ -118,14 +125,15 @@ class NativeKernels:
         made = (LayerArgs * len(layers))()
         for args, layer in zip(made, layers, strict=True):
             for name in ("qkv", "out", "mlp_in", "mlp_out"):
-                setattr(args, name, self._linear_args(getattr(layer, name), keep))
+                setattr(args, name, self.linear_args(getattr(layer, name), keep))
             args.attention = _attention_args(layer.attention, keep)
             args.qkv.ldx = args.out.ldy = args.mlp_in.ldx = args.mlp_out.ldy = args.qkv.k
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
         return NativeStack(self._stack, made, keep)
 
-    def _linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
+    def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
+        """`spec` as the C++ side has it; what it points to is put into `keep`."""
         weight = spec.weight
         vectors = [None if t is None else t.detach().float().contiguous() for t in (spec.bias, spec.gamma, spec.beta)]
         bias, gamma, beta = (None if t is None else t.data_ptr() for t in vectors)

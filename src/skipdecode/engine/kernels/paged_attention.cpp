@@ -2,7 +2,8 @@
 //
 // A row is one token of one sequence (a slot): a decode step has one row per sequence, a prompt has one row per token. All
 // rows of a call append before any attends, and each attends to its own positions 0..p, so prompts and decoding share this
-// code and a row's result does not depend on what else is in the call.
+// code and a row's result does not depend on what else is in the call. On AVX-512 the rows of a prompt attend in blocks, to the
+// same bits.
 //
 // pages[id]: [2 (keys, values), kv_heads, page_tokens, dim], bf16 or fp32.
 #include <algorithm>
@@ -233,6 +234,163 @@ void attend(const AttentionArgs& a, int64_t row, int64_t first, int64_t heads, s
   for (int64_t g = 0; g < heads; g++) unpack<T>(acc + g * width, to + g * dim, dim, whole);
 }
 
+#if LANES == 16
+// Rows of one text in a run meet its keys together. A vector holds one word of 16 keys and meets the same word of a query; what
+// is lane l of a row's vector sum is chain l here, and all is added in the same order: a row's result is the same either way.
+constexpr int64_t kRunFrom = 8;      // rows that repay the turning of the keys
+constexpr int64_t kBlockHeads = 12;  // query heads of a block, at least those of a row that share a key head
+
+template <class T>
+struct Run {
+  static constexpr int kPairs = Query<T>::kDot ? 1 : 2;  // vectors of 32 numbers of a key, that are chains of their own
+  static constexpr bool kServes = Query<T>::kDot || sizeof(T) == 4;
+
+  INLINE vf add(vf k, vf q, vf sum) {
+#ifdef HAS_BF16_DOT
+    if constexpr (Query<T>::kDot) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)k, (__m512bh)q);
+#endif
+    return fma(k, q, sum);
+  }
+
+  // Words [word, key] of 16 keys from position t on; past the last key, again the last one.
+  static void turn_keys(const AttentionArgs& a, Place p, int64_t head, int64_t t, int64_t end, float* out) {
+    const float* keys[16];
+    for (int64_t i = 0; i < 16; i++) {
+      const int64_t at = std::min(t + i, end - 1);
+      keys[i] = (const float*)(page_of<T>(a, p, at, 0, head) + at % a.page_tokens * a.dim);
+    }
+    for (int64_t w = 0; w < a.dim / 32 * kPairs; w++) {
+      vf words[16];
+      for (int i = 0; i < 16; i++) words[i] = load(keys[i] + w * 16);
+      turn(words);
+      for (int i = 0; i < 16; i++) store(out + (w * 16 + i) * 16, words[i]);
+    }
+  }
+
+  // out[2 * i + j]: of N queries, the sums of chains [Order, Order + 2^Level) with 16 keys of two blocks, `apart` floats apart.
+  template <int N, int Level, int Order = 0>
+  INLINE void sums(const float* k, int64_t apart, const float* q, int64_t width, int64_t steps, vf* out) {
+    if constexpr (Level > 0) {
+      vf more[2 * N];
+      sums<N, Level - 1, Order>(k, apart, q, width, steps, out);
+      sums<N, Level - 1, Order + (1 << (Level - 1))>(k, apart, q, width, steps, more);
+#pragma GCC unroll 8
+      for (int i = 0; i < 2 * N; i++) out[i] += more[i];
+    } else {
+      vf acc[kPairs][2 * N] = {};
+      for (int64_t s = 0; s < steps; s++)
+#pragma GCC unroll 2
+        for (int c = 0; c < kPairs; c++) {
+          const float* at = k + ((s * kPairs + c) * 16 + chain(Order)) * 16;
+          const vf low = load(at), high = load(at + apart);
+#pragma GCC unroll 4
+          for (int i = 0; i < N; i++) {
+            const vf word = splat_word(q + i * width + s * kPair + c * LANES + chain(Order));
+            acc[c][2 * i] = add(low, word, acc[c][2 * i]), acc[c][2 * i + 1] = add(high, word, acc[c][2 * i + 1]);
+          }
+        }
+#pragma GCC unroll 8
+      for (int i = 0; i < 2 * N; i++) out[i] = kPairs == 2 ? acc[0][i] + acc[kPairs - 1][i] : acc[0][i];
+    }
+  }
+
+  template <int N>
+  __attribute__((noinline)) static void score(float* scores, int64_t stride, const float* q, const float* k, const AttentionArgs& a) {
+    vf found[2 * N];
+    sums<N, 4>(k, a.dim / 2 * kPairs * 16, q, a.dim, a.dim / 32, found);
+    for (int i = 0; i < N; i++) store(scores + i * stride, found[2 * i] * a.scale), store(scores + i * stride + 16, found[2 * i + 1] * a.scale);
+  }
+
+  // G heads at a time add what they take of a page's values.
+  template <int G, int P>
+  INLINE int64_t values(float* acc, const float* scores, int64_t stride, const T* v, int64_t here, int64_t dim, int64_t i, int64_t end) {
+    for (; i + G <= end; i += G) add_scaled<T, G, P>(acc + i * dim, dim, scores + i * stride, stride, v, here, dim, dim);
+    return i;
+  }
+
+  // Query heads of `rows` rows from `row` on that share key head `head`; `keys` are turned.
+  static void attend(const AttentionArgs& a, const float* keys, int64_t row, int64_t rows, int64_t head, std::vector<float>& scratch) {
+    const Place p{a.slots[row], a.positions[row]};
+    const int64_t dim = a.dim, group = a.heads / a.kv_heads, queries = rows * group;
+    const int64_t least = p.position + 1, most = p.position + rows, stride = most + 4 * LANES;
+    scratch.resize(queries * (stride + 2 * dim));
+    float *scores = scratch.data(), *q = scores + queries * stride, *acc = q + queries * dim;
+    std::fill(acc, acc + queries * dim, 0.0f);
+    const auto heads_of = [&](const float* of, int64_t width, int64_t i) {
+      return (float*)of + ((row + i / group) * width + head * group + i % group) * dim;
+    };
+    for (int64_t i = 0; i < queries; i++) Query<T>::pack(heads_of(a.qkv, a.heads + 2 * a.kv_heads, i), q + i * dim, dim, dim);
+    for (int64_t t = 0; t < most; t += 32) {
+      const float* k = keys + t * dim / 2 * kPairs;
+      int64_t i = 0;
+      for (; i + 3 <= queries; i += 3) score<3>(scores + i * stride + t, stride, q + i * dim, k, a);
+      for (; i < queries; i++) score<1>(scores + i * stride + t, stride, q + i * dim, k, a);
+    }
+    for (int64_t i = 0; i < queries; i++) softmax(scores + i * stride, least + i / group);
+    for (int64_t t = 0; t < most; t += a.page_tokens) {
+      const T* v = page_of<T>(a, p, t, 1, head);
+      // Rows that see the whole page together, those that end in it one by one.
+      const bool whole = t + a.page_tokens <= least;
+      for (int64_t r = 0; r < (whole ? 1 : rows); r++) {
+        const int64_t here = std::min(a.page_tokens, least + r - t), end = whole ? queries : (r + 1) * group;
+        if (here <= 0) continue;
+        int64_t i = values<6, 1>(acc, scores + t, stride, v, here, dim, r * group, end);
+        i = values<3, 1>(acc, scores + t, stride, v, here, dim, i, end);
+        values<1, 2>(acc, scores + t, stride, v, here, dim, i, end);
+      }
+    }
+    for (int64_t i = 0; i < queries; i++) unpack<T>(acc + i * dim, heads_of(a.out, a.heads, i), dim, dim);
+  }
+
+  // This thread's share of the run of `count` rows from `row` on; `task` numbers blocks of all runs.
+  static void share(const AttentionArgs& a, const Team& team, int64_t row, int64_t count, int64_t& task, std::vector<float>& scratch) {
+    static thread_local std::vector<float> keys;
+    const int64_t end = a.positions[row] + count, blocks = (end + 31) / 32 * 2, block = a.dim / 2 * kPairs * 16;
+    const int64_t rows = std::max<int64_t>(1, kBlockHeads / (a.heads / a.kv_heads));
+    for (int64_t head = 0; head < a.kv_heads; head++) {
+      bool turned = false;
+      for (int64_t r = 0; r < count; r += rows) {
+        if (task++ % team.size != team.id) continue;
+        if (!turned) {
+          keys.resize(blocks * block);
+          for (int64_t b = 0; b < blocks; b++) turn_keys(a, {a.slots[row], 0}, head, b * 16, end, keys.data() + b * block);
+        }
+        turned = true;
+        attend(a, keys.data(), row + r, std::min(rows, count - r), head, scratch);
+      }
+    }
+  }
+};
+#endif
+
+// Rows [row, row + result) are neighbours of one text.
+int64_t run_from(const AttentionArgs& a, int64_t row) {
+  int64_t next = row + 1;
+  while (next < a.n && a.slots[next] == a.slots[row] && a.positions[next] == a.positions[next - 1] + 1) next++;
+  return next - row;
+}
+
+template <class T>
+void attend_rows(const AttentionArgs& a, const Team& team) {
+  static thread_local std::vector<float> scratch;
+  // Few rows: heads one by one, so that every thread gets as much as the others.
+  const int64_t heads = a.n * a.kv_heads < 4 * team.size ? 1 : a.heads / a.kv_heads;
+  int64_t task = 0;
+  for (int64_t row = 0, count; row < a.n; row += count) {
+    count = run_from(a, row);
+#if LANES == 16
+    const bool seen = !a.window || a.positions[row] + count <= a.window;
+    if (Run<T>::kServes && count >= kRunFrom && seen && a.dim % 32 == 0) {
+      Run<T>::share(a, team, row, count, task, scratch);
+      continue;
+    }
+#endif
+    for (int64_t r = row; r < row + count; r++)
+      for (int64_t first = 0; first < a.heads; first += heads)
+        if (task++ % team.size == team.id) attend<T>(a, r, first, heads, scratch);
+  }
+}
+
 }  // namespace
 
 void append_share(const AttentionArgs& a, const Team& team) {
@@ -243,13 +401,6 @@ void append_share(const AttentionArgs& a, const Team& team) {
 }
 
 void attend_share(const AttentionArgs& a, const Team& team) {
-  static thread_local std::vector<float> scratch;
-  const int64_t group = a.heads / a.kv_heads;
-  // Few rows: heads one by one, so that every thread gets as much as the others.
-  const int64_t heads = a.n * a.kv_heads < 4 * team.size ? 1 : group;
-  for (int64_t task = team.id; task < a.n * a.heads / heads; task += team.size) {
-    const int64_t row = task * heads / a.heads, first = task * heads % a.heads;
-    if (a.dtype == kBFloat16) attend<uint16_t>(a, row, first, heads, scratch);
-    else attend<float>(a, row, first, heads, scratch);
-  }
+  if (a.dtype == kBFloat16) attend_rows<uint16_t>(a, team);
+  else attend_rows<float>(a, team);
 }

@@ -1,4 +1,5 @@
-// Rows of activations on their way to the weights: a norm or a gate, then the order in which the weights come.
+// Rows of activations on their way to the weights: a norm or a gate, then the order in which the weights come; and outputs on
+// their way to memory.
 #pragma once
 
 #include <algorithm>
@@ -59,4 +60,28 @@ void pack_tail(const LinearArgs& a, const float* x, float* out, int64_t apart, S
   if (a.beta) memcpy(beta, a.beta + whole, count * sizeof(float));
   one.k = kStep, one.gamma = gamma, one.beta = a.beta ? beta : nullptr;
   pack<F>(one, xs, out, apart, 0, kStep, s);
+}
+
+constexpr int64_t kShareFrom = 32;  // activation rows that threads pack for each other
+
+INLINE int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
+
+INLINE vf load_some(const float* p, int64_t count) {
+  if (count >= LANES) return load(p);
+  float t[LANES] = {};
+  memcpy(t, p, count * sizeof(float));
+  return load(t);
+}
+
+// Up to LANES outputs of the row `y`, from n on.
+INLINE void write(const LinearArgs& a, float* y, int64_t n, int64_t count, vf v) {
+  if (a.dtype == kInt8 || a.dtype == kW8A8) v *= load_some((const float*)a.scales + n, count);
+  if (a.bias) v += load_some(a.bias + n, count);
+  if (a.activation == kRelu) v = v > 0 ? v : vf{};
+  else if (a.activation == kGeluTanh) v = gelu_tanh(v);
+  if (a.accumulate) v += load_some(y + n, count);
+  if (count >= LANES) return store(y + n, v);
+  float t[LANES];
+  store(t, v);
+  memcpy(y + n, t, count * sizeof(float));
 }

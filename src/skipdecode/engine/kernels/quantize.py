@@ -2,6 +2,9 @@
 
 int8: one fp32 scale for each output row; a weight is its integer (-127 to 127) times the scale.
 
+w8a8: the same integers and scales, in the order in which a CPU multiplies bytes by bytes. Activations are rounded to
+127ths of their row's largest where they meet them, in every step alike, so a row stays the same in any batch.
+
 int4: for each 32 columns of a row one 32-bit word, whose lower half is a scale in bf16, and which as a whole, read as
 fp32, is an offset. A weight is its integer (0 to 15) times the scale plus the offset, cut off to bf16: exact in bf16, 5
 bits in all, as in llama.cpp's Q4_1. Scale and offset are those of a few, from the group's range and a little less of
@@ -18,11 +21,12 @@ from torch import Tensor
 
 __all__ = ["QUANTIZATIONS", "Quantization", "QuantizedWeight", "quantize"]
 
-Quantization = Literal["int8", "int4"]
-QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4")
+Quantization = Literal["int8", "int4", "w8a8"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "w8a8")
 
 _STEP = 64  # columns that the kernels read at once; rows are padded to whole steps
 _GROUP = 32
+_BLOCK = 16  # rows of w8a8 that lie together, 4 columns of each in turn
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 _CUT = 1 + 2**-9  # makes up for the cutting off
 _CHUNK = 2**22  # weights quantised at a time: bounds the fp32 copies
@@ -34,14 +38,15 @@ class QuantizedWeight:
 
     Parameters
     ----------
-    kind : {"int8", "int4"}
+    kind : {"int8", "int4", "w8a8"}
     shape : tuple of int
         (out, in).
     codes : torch.Tensor
         uint8. int8: (out, padded in), two's complement. int4: (out, padded in / 2); 32 bytes hold 64 columns, the
-        first 32 in the low halves. Padded columns are not to be used.
+        first 32 in the low halves. w8a8: (padded out, padded in), 128 more than the integers, in blocks of 16 rows:
+        [4 columns, row, column]. Padded rows and columns are not to be used.
     scales : torch.Tensor
-        int8: (out,) fp32. int4: (out, padded in / 32) int32, the words.
+        int8, w8a8: (out,) fp32. int4: (out, padded in / 32) int32, the words.
     """
 
     kind: Quantization
@@ -55,10 +60,11 @@ class QuantizedWeight:
         return self.codes.nbytes + self.scales.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The (out, in) matrix; int4 is exact in bf16 and fp32, int8 in neither (its products are rounded)."""
+        """The (out, in) matrix; int4 is exact in bf16 and fp32, the others in neither (the products are rounded)."""
         rows, columns = self.shape
-        if self.kind == "int8":
-            return (self.codes.view(torch.int8)[:, :columns] * self.scales[:, None]).to(dtype)
+        if self.kind != "int4":
+            codes = self.codes.view(torch.int8) if self.kind == "int8" else _in_rows(self.codes)
+            return (codes[:rows, :columns] * self.scales[:, None]).to(dtype)
         halves = self.codes.view(rows, -1, _GROUP)
         codes = torch.stack((halves & 15, halves >> 4), dim=2).view(rows, -1, _GROUP)
         return _decode(codes.float(), self.scales[:, :, None]).flatten(1)[:, :columns].to(dtype)
@@ -67,9 +73,10 @@ class QuantizedWeight:
 def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight:
     """Quantise a (out, in) matrix; it is not changed."""
     rows = max(1, _CHUNK // weight.shape[1])
-    one = _int8 if kind == "int8" else _int4
+    one = _int4 if kind == "int4" else _int8
     codes, scales = zip(*(one(part.detach().float()) for part in torch.split(weight, rows)), strict=True)
-    return QuantizedWeight(kind, (weight.shape[0], weight.shape[1]), torch.cat(codes), torch.cat(scales))
+    stored = _in_blocks(torch.cat(codes)) if kind == "w8a8" else torch.cat(codes)
+    return QuantizedWeight(kind, (weight.shape[0], weight.shape[1]), stored, torch.cat(scales))
 
 
 def _padded(weight: Tensor) -> Tensor:
@@ -81,6 +88,17 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.abs().amax(1).clamp_min(1e-30) / 127
     codes = torch.round(weight / scale[:, None]).to(torch.int8)
     return _padded(codes).view(torch.uint8).contiguous(), scale
+
+
+def _in_blocks(codes: Tensor) -> Tensor:
+    rows, columns = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -rows % _BLOCK)) ^ 128
+    return padded.view(-1, _BLOCK, columns // 4, 4).transpose(1, 2).reshape(-1, columns)
+
+
+def _in_rows(codes: Tensor) -> Tensor:
+    blocks = codes.view(-1, codes.shape[1] // 4, _BLOCK, 4).transpose(1, 2)
+    return (blocks.reshape(codes.shape) ^ 128).view(torch.int8)
 
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,12 @@
 //
 // Weights are row-major and read once for up to kMostRows rows; sums are fp32. A block of weight rows meets a block of activation
 // rows in registers. Every output is one chain of vector sums in the order of k, whatever the other rows are, so a row's result
-// does not depend on its batch, bit for bit.
+// does not depend on its batch, bit for bit. Many rows, and products of bytes, are in wide_gemm.h.
 #include <algorithm>
 #include <vector>
 
 #include "prologue.h"
+#include "wide_gemm.h"
 
 namespace {
 
@@ -20,7 +21,6 @@ constexpr int kRows = 2, kCols = 4, kThinRows = 4, kThinCols = 3, kThinMost = 6,
 #endif
 constexpr int64_t kPanel = 2 * kCols;       // activation rows that meet a strip of weights in L1, if that holds them
 constexpr int64_t kMostRows = 128;          // activation rows packed at a time
-constexpr int64_t kShareFrom = 32;          // activation rows that threads pack for each other
 constexpr int64_t kStrip = LANES;           // weight rows whose sums are held
 constexpr int64_t kSlabBytes = 128 * 1024;  // weights that stay in L2 while the panels pass
 constexpr int64_t kChunkBytes = 24 * 1024;  // a panel's columns that stay in L1 beside the weights that stream past them
@@ -68,27 +68,6 @@ INLINE void block_of(int64_t cols, const typename F::Row* w, const float* x, vf*
     if (cols < M) return block_of<F, R, Least, M - 1, Apart>(cols, w, x, sums, k, first, ahead, apart);
   }
   block<F, R, M, Apart>(w, x, sums, k, first, ahead, apart);
-}
-
-INLINE vf load_some(const float* p, int64_t count) {
-  if (count >= LANES) return load(p);
-  float t[LANES] = {};
-  memcpy(t, p, count * sizeof(float));
-  return load(t);
-}
-
-// Up to LANES outputs of a row, y, from n on, from their vector sums.
-INLINE void write_out(const LinearArgs& a, float* y, int64_t n, int64_t count, const vf* sums) {
-  vf v = sums_of(sums);
-  if (a.dtype == kInt8) v *= load_some((const float*)a.scales + n, count);
-  if (a.bias) v += load_some(a.bias + n, count);
-  if (a.activation == kRelu) v = v > 0 ? v : vf{};
-  else if (a.activation == kGeluTanh) v = gelu_tanh(v);
-  if (a.accumulate) v += load_some(y, count);
-  if (count >= LANES) return store(y, v);
-  float t[LANES];
-  store(t, v);
-  memcpy(y, t, count * sizeof(float));
 }
 
 // Packed activation rows in groups, one for each block, whose weights' columns are read in chunks.
@@ -180,14 +159,14 @@ void strip(const LinearArgs& a, const Panel& p, float* y, const T& t, int64_t li
   for (int64_t r = 0; r < (T::Apart > 1 ? T::R : 1); r++) {
     const int64_t n = t.begin + line + r * t.apart(), outputs = std::min(count, t.end - n);
     for (int64_t c = 0; c < p.m && outputs > 0; c++)
-      write_out(a, y + c * a.ldy + n, n, outputs, sums + r * T::Apart + c * kStrip);
+      write(a, y + c * a.ldy, n, outputs, sums_of(sums + r * T::Apart + c * kStrip));
   }
 }
 
 // Rows x through the prologue. Of few rows, each thread packs all for itself, which is cheaper than a barrier and than fetching
 // another core's lines.
 template <class F>
-void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
+__attribute__((noinline)) void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
   constexpr int64_t kWidth = F::kParts * LANES;
   const int64_t whole = a.k / kStep * kStep;
   for (int64_t c = 0; c < p.m; c++) {
@@ -214,8 +193,6 @@ void pass(const LinearArgs& a, const Panel* panels, int64_t count, float* y, int
     }
   }
 }
-
-int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
 // Up to kMostRows rows: panels of about equal size pass slabs of weights.
 template <class F>
@@ -251,17 +228,41 @@ void rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& 
 
 template <DType D, bool Dot>
 void linear(const LinearArgs& a, const Team& team) {
+#ifdef HAS_WIDE
+  if (a.m >= kWideFrom) return wide_linear<Turned<Weights<D, Dot>>>(a, team);
+#endif
   for (int64_t i = 0; i < a.m; i += kMostRows)
     rows<Weights<D, Dot>>(a, a.x + i * a.ldx, a.y + i * a.ldy, std::min(kMostRows, a.m - i), team);
 }
 
+// A row's activations as the weights meet them, in the order of k.
+template <DType D, bool Dot>
+void met(const LinearArgs& a, const float* x, float* out) {
+  using F = Weights<D, Dot>;
+  const int64_t padded = parts_of(a.k, kStep) * kStep;
+  std::vector<float> packed(padded / kStep * F::kParts * LANES);
+  pack_panel<F>(a, {nullptr, 1, 1, padded, padded, 0, 0}, x, packed.data());
+  for (int64_t i = 0; i < a.k; i++) out[i] = F::activation(packed.data(), i);
+}
+
 }  // namespace
+
+void activations_met(const LinearArgs& a, const float* x, float* out) {
+#ifdef HAS_BF16_DOT
+  if (a.round && a.dtype == kBFloat16) return met<kBFloat16, true>(a, x, out);
+#endif
+  if (a.dtype == kBFloat16) return met<kBFloat16, false>(a, x, out);
+  met<kFloat32, false>(a, x, out);
+}
 
 void linear_share(const LinearArgs& a, const Team& team) {
 #ifdef HAS_BF16_DOT
   if (a.round && a.dtype == kBFloat16) return linear<kBFloat16, true>(a, team);
   if (a.round && a.dtype == kInt8) return linear<kInt8, true>(a, team);
   if (a.round && a.dtype == kInt4) return linear<kInt4, true>(a, team);
+#endif
+#ifdef HAS_W8A8
+  if (a.dtype == kW8A8) return wide_linear<Bytes>(a, team);
 #endif
   switch (a.dtype) {
     case kBFloat16: return linear<kBFloat16, false>(a, team);

@@ -29,9 +29,10 @@ LinearArgs with(LinearArgs a, int64_t m, const float* x, float* y, int32_t accum
 
 // The rows of the fused weights that make keys and values, behind `queries` rows that make queries.
 LinearArgs keys_and_values(LinearArgs a, int64_t queries) {
+  if (a.dtype == kW8A8) queries = queries / 16 * 16;  // whole blocks: some queries come out too, in their places
   a.w = (const char*)a.w + queries * a.ldw, a.n -= queries;
   if (a.bias) a.bias += queries;
-  if (a.dtype == kInt8) a.scales = (const float*)a.scales + queries;
+  if (a.dtype == kInt8 || a.dtype == kW8A8) a.scales = (const float*)a.scales + queries;
   if (a.dtype == kInt4) a.scales = (const int32_t*)a.scales + queries * a.ldw * 2 / 32;
   return a;
 }
@@ -52,7 +53,7 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
   if (stored > n) {
     const int64_t queries = attention.heads * attention.dim;
     const LinearArgs rest = keys_and_values(layer.qkv, queries);
-    linear_share(with(rest, stored - n, s.hidden + n * rest.ldx, s.qkv + n * rest.ldy + queries, 0), team);
+    linear_share(with(rest, stored - n, s.hidden + n * rest.ldx, s.qkv + n * rest.ldy + layer.qkv.n - rest.n, 0), team);
   }
   end(kQkv);
   append_share(attention, team);
@@ -78,6 +79,14 @@ void with_team(Work work) {
 }
 
 }  // namespace
+
+extern "C" int32_t skipdecode_multiplies_bytes() {
+#if defined(__AVX512VNNI__)
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 extern "C" void skipdecode_linear(const LinearArgs* a) {
   with_team([a](const Team& team) { linear_share(*a, team); });

@@ -122,6 +122,36 @@ INLINE vf sums_of(const vf* v) {
 #endif
 }
 
+#if LANES == 16
+// The lane that `sums_of` adds as the order-th: 4 bits backwards. Added in pairs, pairs of pairs and so on.
+constexpr int64_t chain(int64_t order) { return order >> 3 | (order >> 1 & 2) | (order << 1 & 4) | (order << 3 & 8); }
+
+// A word (an fp32 number, two of bf16, four bytes) in every lane.
+INLINE vf splat_word(const float* p) { return hold((vf)_mm512_broadcastss_ps(_mm_load_ss(p))); }
+
+// 16 x 16 words in place.
+INLINE void turn(vf* t) {
+  vf u[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4) {
+    const __m512 a = _mm512_unpacklo_ps((__m512)t[i], (__m512)t[i + 1]), b = _mm512_unpackhi_ps((__m512)t[i], (__m512)t[i + 1]);
+    const __m512 c = _mm512_unpacklo_ps((__m512)t[i + 2], (__m512)t[i + 3]);
+    const __m512 d = _mm512_unpackhi_ps((__m512)t[i + 2], (__m512)t[i + 3]);
+    u[i] = (vf)_mm512_unpacklo_pd((__m512d)a, (__m512d)c), u[i + 1] = (vf)_mm512_unpackhi_pd((__m512d)a, (__m512d)c);
+    u[i + 2] = (vf)_mm512_unpacklo_pd((__m512d)b, (__m512d)d), u[i + 3] = (vf)_mm512_unpackhi_pd((__m512d)b, (__m512d)d);
+  }
+  // u[i + c]: words c, c + 4, c + 8, c + 12 of rows i to i + 3, a block of four lanes each.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const __m512 a = (__m512)u[c], b = (__m512)u[4 + c], x = (__m512)u[8 + c], y = (__m512)u[12 + c];
+    const __m512 ab = _mm512_shuffle_f32x4(a, b, 0x88), ab2 = _mm512_shuffle_f32x4(a, b, 0xdd);
+    const __m512 xy = _mm512_shuffle_f32x4(x, y, 0x88), xy2 = _mm512_shuffle_f32x4(x, y, 0xdd);
+    t[c] = (vf)_mm512_shuffle_f32x4(ab, xy, 0x88), t[c + 8] = (vf)_mm512_shuffle_f32x4(ab, xy, 0xdd);
+    t[c + 4] = (vf)_mm512_shuffle_f32x4(ab2, xy2, 0x88), t[c + 12] = (vf)_mm512_shuffle_f32x4(ab2, xy2, 0xdd);
+  }
+}
+#endif
+
 // exp to about 2 ulp for x <= 88; below -87 it returns 0.
 INLINE vf exp_fast(vf x) {
   vi tiny = x < splat(-87.0f);

@@ -1,8 +1,9 @@
 """Alternating measurement of engines and schedules on one model, in one process; every figure next to its limit.
 
-Limits come from bytes: what the steps must read (weights of the layers that run, head, cache), and the bandwidth of a
-large read in the same process, on the same threads, before and after each run. Memory that is shared with other users
-of a machine gives by turns more and less, so shares and ratios are formed within a round; medians over rounds count.
+A step's limit is the longer of two times: its bytes (weights of the layers that run, head, cache) over the bandwidth
+of a large read, before and after each run, and its operations over the rate of a large product in the type that the
+engine multiplies, in each round; in the same process, on the same threads. Memory that is shared with other users of a
+machine gives by turns more and less, so shares and ratios are formed within a round; medians over rounds count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from skipdecode.common.progress import progress_bar
 from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.bench.workload import Workload
-from skipdecode.performance.machine import measure_bandwidth
+from skipdecode.performance.machine import measure_bandwidth, measure_products
 from skipdecode.schedule import Schedule
 
 __all__ = ["measure"]
@@ -33,10 +34,11 @@ class _Run(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Of each round, the seconds of a run, and the bandwidth next to it."""
+    """Of each round, the seconds of a run, and the bandwidth and the rate of products next to it."""
 
     seconds: list[float]
     bandwidth: list[float]
+    products: list[float]
 
 
 def measure(
@@ -47,8 +49,8 @@ def measure(
     Returns
     -------
     dict
-        ``bandwidth_gb_s``, the median of all reads; ``rows``, one for each batch, prompt length, engine and nominal
-        speed-up; ``notes``, lines on what could not be measured.
+        ``bandwidth_gb_s``, the median of all reads; ``products_gflop_s``, of products by type; ``rows``, one for each
+        batch, prompt length, engine and nominal speed-up; ``notes``, lines on what could not be measured.
     """
     schedules = workload.schedules(num_layers)
     cells = [(Rows(*size, workload.new), _runs(peers, schedules, size[0])) for size in workload.sizes]
@@ -56,20 +58,32 @@ def measure(
     total = sum(len(runs) for _, runs in cells) * workload.rounds
     with progress_bar(total, "run", shown=progress) as bar:
         for rows, runs in cells:
-            times = {run: _Times([], []) for run in runs}
+            times = {run: _Times([], [], []) for run in runs}
             # An engine's schedules in a row, and every other round backwards: memory's speed may change within a round.
             order = sorted(runs, key=lambda run: peers.index(run.peer))
             for number in range(workload.rounds):
+                rates = {kind: measure_products(kind, device) for kind in {run.peer.arithmetic for run in runs}}
                 before = measure_bandwidth(device)
                 for run in order[:: -1 if number % 2 else 1]:
                     times[run].seconds.append(run.peer.decode_seconds(run.schedule, rows))
                     after = measure_bandwidth(device)
                     times[run].bandwidth.append((before + after) / 2)
+                    times[run].products.append(rates[run.peer.arithmetic])
                     before = after
                     bar.update()
             found += [_row(rows, times, run) for run in runs]
     bandwidth = statistics.median(b for row in found for b in row["bandwidth_gb_s"])
-    return {"bandwidth_gb_s": bandwidth, "rows": found, "notes": _notes(peers, workload)}
+    kinds = {peer.name: peer.arithmetic for peer in peers}
+    products = {
+        kind: statistics.median(p for row in found if kinds[row["engine"]] == kind for p in row["products_gflop_s"])
+        for kind in dict.fromkeys(kinds[row["engine"]] for row in found)
+    }
+    return {
+        "bandwidth_gb_s": bandwidth,
+        "products_gflop_s": products,
+        "rows": found,
+        "notes": _notes(peers, workload),
+    }
 
 
 def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -> list[_Run]:
@@ -89,10 +103,11 @@ def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
 def _row(rows: Rows, times: dict[_Run, _Times], run: _Run) -> dict[str, Any]:
     steps, peer = rows.new - 1, run.peer
     full = {r.peer.name: found.seconds for r, found in times.items() if r.nominal == 1}
-    seconds, bandwidth = times[run]
+    seconds, bandwidth, products = times[run]
     median = statistics.median(seconds)
     reference = next((full[name] for name in _REFERENCES if name in full), None)
-    read = peer.step_bytes(run.schedule, rows)
+    read, flops = peer.step_bytes(run.schedule, rows), peer.step_flops(run.schedule, rows)
+    limits = [(read / b, flops / p) for b, p in zip(bandwidth, products, strict=True)]
     return {
         "engine": peer.name,
         "weights": peer.weights,
@@ -105,9 +120,12 @@ def _row(rows: Rows, times: dict[_Run, _Times], run: _Run) -> dict[str, Any]:
         "speedup_over_transformers": None if reference is None else _ratio(reference, seconds),
         "amdahl_bound": peer.reads(rows.batch).speedup(run.schedule, rows.prompt, rows.new),
         "bytes_per_step": read,
-        "roofline_share": statistics.median(read / b / (s / steps) for s, b in zip(seconds, bandwidth, strict=True)),
+        "flops_per_step": flops,
+        "limit": "bytes" if statistics.median(a / b for a, b in limits) >= 1 else "arithmetic",
+        "roofline_share": statistics.median(max(wall) / (s / steps) for s, wall in zip(seconds, limits, strict=True)),
         "seconds": seconds,
         "bandwidth_gb_s": [b / 1e9 for b in bandwidth],
+        "products_gflop_s": [p / 1e9 for p in products],
     }
 
 

@@ -11,7 +11,7 @@ from skipdecode.schedule import Schedule
 
 __all__ = ["DRAFTING", "GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
 
-QUANTIZED = ("fast-int8", "fast-int4")
+QUANTIZED = ("fast-int8", "fast-int4", "fast-w8a8")
 DRAFTING = ("early-exit", "prompt-lookup")
 PEERS = (
     "fast",

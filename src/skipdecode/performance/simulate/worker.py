@@ -227,7 +227,7 @@ class Worker:
         """Seconds of a forward over a token of each row, by falling depth, and tokens of prompts, of which some end."""
         result, cost = self._result, self._cost
         budgets = [row.budget for row in rows]
-        prompt_depth = self._policy.prompt_budget() if tokens else 0
+        prompt_depth = len(self._policy.schedule.prompt_layers()) if tokens else 0
         seconds = self._steps[max(len(rows) + ends, 1) - 1].fixed_seconds
         read = 0.0
         # The layers between two depths run on exactly the rows that are at least that deep, and on the prompts.

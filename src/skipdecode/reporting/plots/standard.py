@@ -92,7 +92,7 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 
     shown = schedule.seq_len if positions is None else max(1, positions)
     ends = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
-    left, right = -0.1 * shown, -0.02 * shown  # of the strip for the prompt
+    left, right = -0.13 * shown, -0.02 * shown  # of the strip for the prompt
     for span in ((left, right), (0, shown)):
         axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
     prompts = {_RUNS: (schedule.prompt_layers(), "runs on"), _STORED: (schedule.projected, "leaves keys and values of")}
@@ -100,7 +100,7 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
         for layer, bar in zip(layers, axes.barh(layers, right - left, 0.94, left, color=color), strict=True):
             tip(bar, f"layer {layer} {does} prompt tokens")
     below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=7)
+    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=6)
     widths = [shown if e is None else min(e, shown) for e in ends]
     run = [layer for layer, width in enumerate(widths) if width]
     bars = axes.barh(run, [widths[layer] for layer in run], 0.94, color=_RUNS, clip_on=False)
@@ -120,7 +120,7 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 def speed_png(rows: _Rows) -> bytes:
     """A `skipdecode bench` document's rows in one PNG.
 
-    Speed-up and share of the bandwidth against nominal speed-up; where they vary, the time of a full-depth step against
+    Speed-up and share of the limit against nominal speed-up; where they vary, the time of a full-depth step against
     batch and against prompt.
     """
     skipping = {r["engine"] for r in rows if r["nominal_speedup"] > 1}
@@ -146,12 +146,12 @@ def speed_chart(rows: _Rows, ylabel: str = "decode speed-up") -> Chart:
 
 
 def share_chart(rows: _Rows) -> Chart:
-    """Share of the read bandwidth that decoding reaches, against nominal speed-up, a line an engine and batch."""
+    """Share of a step's limit that decoding reaches, against nominal speed-up, a line an engine and batch."""
     series = [
         Series(name, [Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in mine])
         for name, mine in _by_engine(rows).items()
     ]
-    return Chart(series, "nominal speed-up", "% of the read bandwidth", from_zero=True)
+    return Chart(series, "nominal speed-up", "% of the limit", from_zero=True)
 
 
 def _cost_series(rows: _Rows, axis: str, other: str) -> list[Series]:

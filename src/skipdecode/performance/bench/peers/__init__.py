@@ -36,8 +36,9 @@ class Rows(NamedTuple):
 class Peer(ABC):
     """An engine under measurement, which runs a model's weights, greedy, without an end token.
 
-    `weights` is the type in which it reads them. One that `skips` can run schedules; others are measured at full depth
-    only. `max_batch` is the most rows that it decodes together, None for any number; one that `warms` compiles or
+    `weights` is the type in which it reads them, `arithmetic` the one in which it multiplies
+    (`skipdecode.performance.machine.measure_products`). One that `skips` can run schedules; others are measured at full
+    depth only. `max_batch` is the most rows that it decodes together, None for any number; one that `warms` compiles or
     records a step on its first run, which is not to be timed.
     """
 
@@ -48,7 +49,7 @@ class Peer(ABC):
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.weights = str(model.dtype).removeprefix("torch.")
+        self.weights = self.arithmetic = str(model.dtype).removeprefix("torch.")
         self._warm: set[tuple[Schedule, Rows]] = set()
         self._geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
 
@@ -100,6 +101,13 @@ class Peer(ABC):
     def step_bytes(self, schedule: Schedule, rows: Rows) -> float:
         """Mean bytes that a step must read."""
         return self.reads(rows.batch).sequence_seconds(schedule, rows.prompt, rows.new) / (rows.new - 1)
+
+    def step_flops(self, schedule: Schedule, rows: Rows) -> float:
+        """Mean operations of a step: of products and of attention over the cache."""
+        sizes, batch = self._geometry, rows.batch
+        flops = batch * sizes.fixed_flops(), batch * sizes.layer_flops(), sizes.kv_flops_per_token()
+        cost = CostModel.of_step(sizes.num_layers, batch, *flops)
+        return cost.sequence_seconds(schedule, rows.prompt, rows.new) / (rows.new - 1)
 
     def mean_layers(self, schedule: Schedule, rows: Rows) -> float:
         """Mean layers that a step runs."""

@@ -111,6 +111,7 @@ class LlamaCppPeer(Peer):
 
         super().__init__(model)
         self.name, self.weights = f"llama.cpp-{kind}", kind
+        self.arithmetic = "w8a8" if kind.startswith("q") else self.arithmetic
         self._library: Any = llama_cpp
         self._engine: tuple[Rows, _LlamaCppEngine] | None = None
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)

@@ -1,0 +1,281 @@
+"""Depth by difficulty at equal measured time: static, random, router, confident and oracle, on a mixture and each task.
+
+One model, one engine, one process. Every job (all requests of a part, in batches of --batch) is run once a round under
+each depth alone and under each method, in turning order; its time is the median over rounds. The oracle is given the
+depth of each record's least loss + penalty x time on these very records, and its requests are submitted as a job for
+each depth. *Static* at a method's measured time is the mix by lot of the two depths with the least loss there, *random*
+the router's mix: their scores and times are those of the depths, mixed. Gains are method - static, with paired 95%
+intervals.
+
+    python benchmarks/adaptive.py --model CHECKPOINT --router router/router.json --targets 1.4 1.8 \
+        --data e2e=e2e/test.jsonl tldr=tldr/test.jsonl cnn_dm=cnn_dm/test.jsonl --out results/adaptive-smollm2-135m.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from itertools import combinations_with_replacement
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.data.prompts import encode_prompts, response_ids
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import load_task
+from skipdecode.engine import Request
+from skipdecode.engine.adaptive import Adaptive, Router
+from skipdecode.engine.base import Engine
+from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
+from skipdecode.evaluation.bootstrap import compare
+from skipdecode.evaluation.metrics import check_metrics, make_metrics
+from skipdecode.evaluation.scores import scorer_of
+from skipdecode.evaluation.settings import MetricOptions
+from skipdecode.evaluation.teacher_forced import reference_loss
+from skipdecode.models.loading.hub import load_model
+from skipdecode.schedule import Schedule
+
+Tables = dict[str, Any]
+"""Rows of statistics of each record, by metric; `layers` are (layers of fed tokens, fed tokens)."""
+
+
+class Row(NamedTuple):
+    """A record."""
+
+    task: str
+    prompt: list[int]
+    reference: list[int]
+    references: tuple[str, ...]
+    new: int
+
+
+class Bench:
+    """The records, and what decodes and scores them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        loaded = load_model(options.model, dtype=options.dtype)
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.router = Router.load(Path(options.router))
+        self.router.check(self.model)
+        self.ends = frozenset(end_tokens(self.model, self.tokenizer))
+        self.tasks = {name: load_task(name) for name, _ in options.data}
+        self.rows = [row for name, path in options.data for row in self._rows(name, path)]
+        metric = MetricOptions(bertscore_model=options.bertscore_model)
+        self.metrics = make_metrics(check_metrics(options.metrics, metric, tell), metric)
+        self.losses = [self._losses(depth) for depth in self.router.depths]  # before the engine fuses weights
+        self.source: EngineSource = open_engines(self.model, "auto", tell)
+
+    def _rows(self, name: str, path: str) -> list[Row]:
+        task = self.tasks[name]
+        found = load_records(task, path).limited(self.options.limit)
+        records, prompts = encode_prompts(task.template(), found, self.tokenizer)
+        first = response_ids([record.references[0] for record in records.items], self.tokenizer)
+        rows = zip(records.items, prompts, first, strict=True)
+        return [Row(name, p, ids, tuple(r.references), task.max_new_tokens) for r, p, ids in rows]
+
+    def _losses(self, depth: Schedule) -> Any:
+        size, found = 16, np.zeros((len(self.rows), 2))
+        order = sorted(range(len(self.rows)), key=lambda i: len(self.rows[i].prompt))
+        for part in (order[i : i + size] for i in range(0, len(order), size)):
+            rows = [self.rows[i] for i in part]
+            given = [row.prompt for row in rows], [row.reference for row in rows]
+            found[part] = reference_loss(self.model, depth, *given)["loss"]
+        return found
+
+    def engine(self, schedule: Schedule) -> Engine:
+        return self.source.engine(schedule, max_rows=self.options.batch)
+
+    def job(self, jobs: list[tuple[Schedule, list[int]]]) -> tuple[float, dict[int, tuple[list[int], int]]]:
+        """Seconds of jobs one after the other, and of each record its tokens and the layers of its first fed one."""
+        seconds, found = 0.0, {}
+        for schedule, part in jobs:
+            if not part:
+                continue
+            engine = self.engine(schedule)
+            rows = [self.rows[i] for i in part]
+            numbers = engine.submit([Request(tuple(r.prompt), r.new, stop_ids=self.ends) for r in rows])
+            where, start = dict(zip(numbers, part, strict=True)), time.perf_counter()
+            got: dict[int, tuple[list[int], list[int]]] = {i: ([], []) for i in part}
+            while engine.has_work:
+                for out in engine.step():
+                    tokens, layers = got[where[out.request]]
+                    tokens.append(out.token)
+                    layers.append(out.layers)
+            seconds += time.perf_counter() - start
+            found |= {i: (tokens, layers[1:]) for i, (tokens, layers) in got.items()}
+        return seconds, found
+
+    def tables(self, part: list[int], found: dict[int, Any], losses: Any) -> Tables:
+        """Statistics of a job's records; `losses` (records, 2) of the part, None where no depth is a record's."""
+        texts = [
+            self.tasks[self.rows[i].task].cut(self.tokenizer.decode(found[i][0], skip_special_tokens=True))
+            for i in part
+        ]
+        references = [self.rows[i].references for i in part]
+        tables = {metric.name: metric.statistics(texts, references) for metric in self.metrics}
+        layers = np.array([[sum(found[i][1]), len(found[i][1])] for i in part], dtype=float)
+        return tables | {"layers": layers} | ({} if losses is None else {"loss": losses})
+
+
+def tell(line: str) -> None:
+    """To the terminal, beside the result."""
+    print(line, file=sys.stderr)
+
+
+def oracle_choice(losses: Any, seconds: Any, limit: float) -> Any:
+    """The depth of least summed loss + penalty x seconds of each record, within a limit of mean seconds."""
+    low, high = 0.0, 1e12
+    for _ in range(100):
+        middle = np.sqrt(max(low, 1e-9) * high)
+        within = seconds[np.argmin(losses + middle * seconds, axis=1)].mean() <= limit
+        low, high = (low, middle) if within else (middle, high)
+    return np.argmin(losses + high * seconds, axis=1)
+
+
+def mixed(tables: list[Tables], shares: Any) -> Tables:
+    """Expected statistics of records under depths given out by lot."""
+    return {name: sum(share * table[name] for share, table in zip(shares, tables, strict=True)) for name in tables[0]}
+
+
+def static_shares(pure: list[Tables], seconds: list[float], at: float) -> Any:
+    """Shares of the two depths that take `at` seconds together, or less, with the least loss."""
+    best: tuple[float, Any] | None = None
+    for a, b in combinations_with_replacement(np.argsort(seconds), 2):
+        if seconds[a] > at:
+            continue
+        share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
+        shares = np.zeros(len(seconds))
+        shares[a] += 1 - share
+        shares[b] += share
+        total = mixed(pure, shares)["loss"].sum(0)
+        if best is None or total[0] / total[1] < best[0]:
+            best = total[0] / total[1], shares
+    return np.eye(len(seconds))[int(np.argmin(seconds))] if best is None else best[1]
+
+
+def entry(task: str, method: str, tables: Tables, seconds: float, full: float, **more: Any) -> dict[str, Any]:
+    """A run of the result."""
+    layers = tables["layers"].sum(0)
+    scores = {n: float(scorer_of(n)(t.sum(0))) for n, t in tables.items() if n != "layers"}
+    about = {"task": task, "method": method, "n": len(tables["layers"]), "seconds": seconds}
+    return about | {"request_speedup": full / seconds, "mean_layers": layers[0] / layers[1]} | scores | more
+
+
+def gains(method: Tables, static: Tables) -> dict[str, Any]:
+    """Method - static, by metric: estimate and bounds."""
+    found = {}
+    for name in method.keys() - {"layers"}:
+        difference = compare(static[name], method[name], scorer_of(name)).difference
+        found[name] = [difference.estimate, difference.low, difference.high]
+    return found
+
+
+def part_runs(bench: Bench, task: str, part: list[int]) -> list[dict[str, Any]]:
+    """All methods on the records of one part."""
+    depths, rounds = bench.router.depths, bench.options.rounds
+    full = Schedule.full(depths[0].num_layers)
+    jobs: dict[str, list[tuple[Schedule, list[int]]]] = {"full": [(full, part)]}
+    jobs |= {f"depth {n}": [(depth, part)] for n, depth in enumerate(depths)}
+    jobs["confident"] = [(Adaptive.choosing(bench.router, "confident"), part)]
+    for target in bench.options.targets:
+        jobs[f"adaptive {target:g}"] = [(Adaptive.choosing(bench.router, "adaptive", speedup=target), part)]
+    taken: dict[str, list[float]] = {name: [] for name in jobs}
+    outputs: dict[str, dict[int, Any]] = {}
+    measure(bench, jobs, taken, outputs, rounds)
+    losses = np.stack([bench.losses[d][part] for d in range(len(depths))])
+    pure = [bench.tables(part, outputs[f"depth {n}"], losses[n]) for n in range(len(depths))]
+    seconds = [statistics.median(taken[f"depth {n}"]) for n in range(len(depths))]
+    whole = statistics.median(taken["full"])
+    runs = [entry(task, "static", t, s, whole, depth=d.name) for t, s, d in zip(pure, seconds, depths, strict=True)]
+    oracles = {}
+    for target in bench.options.targets:
+        limit = max(min(seconds), statistics.median(taken[f"adaptive {target:g}"])) / len(part)
+        choice = oracle_choice(losses[:, :, 0].T, np.array(seconds) / len(part), limit)
+        oracles[f"oracle {target:g}"] = [
+            (depth, [i for i, c in zip(part, choice, strict=True) if c == n]) for n, depth in enumerate(depths)
+        ]
+    taken |= {name: [] for name in oracles}
+    measure(bench, oracles, taken, outputs, rounds)
+    for name in (*(n for n in jobs if n.split()[0] in ("adaptive", "confident")), *oracles):
+        took, found = statistics.median(taken[name]), outputs[name]
+        depth_of = [_depth(bench, outputs, i, found[i]) for i in part]
+        known = None if name == "confident" else np.stack([losses[d, r] for r, d in enumerate(depth_of)])
+        tables = bench.tables(part, found, known)
+        shares = static_shares(pure, seconds, took)
+        static = mixed(pure, shares)
+        chosen = Counter(depths[d].name for d in depth_of)
+        more = {"target": float(name.split()[1]) if " " in name else bench.router.speedup, "chosen": chosen}
+        runs.append(entry(task, "router" if name[0] == "a" else name.split()[0], tables, took, whole, **more))
+        runs[-1] |= {"against_static": gains(tables, static), "static_at_its_time": shares.tolist()}
+        if name[0] == "a":
+            lot = np.array([chosen[d.name] for d in depths]) / len(part)
+            drawn, takes = mixed(pure, lot), float(np.dot(lot, seconds))
+            runs.append(entry(task, "random", drawn, takes, whole, target=more["target"]))
+            runs[-1]["against_router"] = gains(drawn, tables)
+    return runs
+
+
+def _depth(bench: Bench, outputs: dict[str, dict[int, Any]], record: int, found: Any) -> int:
+    """The depth that a record's layers are those of; of a confident row its first."""
+    first = found[1][0] if found[1] else bench.router.depths[-1].budget(0)
+    return next(n for n, depth in enumerate(bench.router.depths) if depth.budget(0) == first)
+
+
+def measure(bench: Bench, jobs: Any, taken: Any, outputs: Any, rounds: int) -> None:
+    """Each job once a round, the first time to warm up, in turning order."""
+    names = list(jobs)
+    for number in range(rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            seconds, outputs[name] = bench.job(jobs[name])
+            tell(f"round {number}: {name}: {seconds:.2f} s")
+            if number:
+                taken[name].append(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--router", required=True)
+    parser.add_argument(
+        "--data", nargs="+", required=True, type=lambda text: tuple(text.split("=", 1)), metavar="TASK=FILE"
+    )
+    parser.add_argument(
+        "--targets", nargs="+", type=float, required=True, help="speed-ups of requests, in the router's reach"
+    )
+    parser.add_argument("--limit", type=int, default=100, help="records of each task")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--metrics", nargs="+", default=["rougeL", "bertscore_f1"])
+    parser.add_argument("--bertscore-model", default="minilm")
+    parser.add_argument("--out", required=True)
+    options = parser.parse_args()
+    bench = Bench(options)
+    parts = {"mixture": list(range(len(bench.rows)))} if len(bench.tasks) > 1 else {}
+    parts |= {task: [i for i, row in enumerate(bench.rows) if row.task == task] for task in bench.tasks}
+    runs = [run for task, part in parts.items() for run in part_runs(bench, task, part)]
+    figures = json.loads(Path(options.router).read_text())["figures"]
+    document = {
+        **heading("adaptive"),
+        "options": vars(options),
+        "environment": environment(),
+        "oracle": figures["oracle"],
+        "calibration": figures["runs"],
+        "runs": runs,
+    }
+    Path(options.out).write_text(json.dumps(document, indent=1) + "\n")
+    for run in runs:
+        tell(json.dumps({name: run.get(name) for name in ("task", "method", "request_speedup", "loss", "rougeL", "n")}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

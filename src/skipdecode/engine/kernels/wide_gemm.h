@@ -1,0 +1,268 @@
+// Products whose pace is arithmetic's: many activation rows against a weight matrix, and bytes against bytes.
+//
+// A vector holds one word (an fp32 number, two of bf16, four bytes) of 16 weight rows and meets the same word of an activation
+// row, so outputs come out side by side, without sums across a vector.
+//
+// Weights that lie in rows are turned, a strip at a time, for all activation rows. What is lane l of the narrow kernels' vector
+// sum is chain l here, and chains are added in the order of `sums_of`: both give the same bits, so a row's result does not
+// depend on which of them its batch took. Sums of bytes are integers, exact in any order.
+#pragma once
+
+#include "prologue.h"
+
+#if LANES == 16
+#define HAS_WIDE 1
+
+namespace {
+
+constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
+constexpr int64_t kWideRows = 512;  // activation rows packed at a time
+constexpr int kTileRows = 6, kTileVectors = 3;
+
+// out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors; x: M rows, `ldx`
+// floats apart, of [chain, part] words; both in the order in which chains are added. `ahead`: floats from the weights that are
+// read to those that are fetched.
+template <class T, int M, int V>
+__attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx, int64_t parts, int64_t ahead, vf* out) {
+  const int64_t apart = T::kChains * parts * LANES;
+  vf held[4][M * V];  // sums of 1, 2, 4 and 8 chains that wait for as many
+  for (int order = 0; order < T::kChains; order++, x += parts) {
+    vf acc[M][V] = {};
+    for (int64_t i = 0; i < parts; i++, w += LANES) {
+      vf part[V];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; v++) {
+        part[v] = load(w + v * apart);
+        if (T::kFetches) __builtin_prefetch(w + v * apart + ahead, 0, 2);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < M; r++) {
+        const vf word = splat_word(x + r * ldx + i);
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) acc[r][v] = T::add_product(part[v], word, acc[r][v]);
+      }
+    }
+    int level = 0;
+    for (; order >> level & 1; level++)
+#pragma GCC unroll 32
+      for (int i = 0; i < M * V; i++) acc[i / V][i % V] += held[level][i];
+    vf* to = order + 1 < T::kChains ? held[level] : out;
+#pragma GCC unroll 32
+    for (int i = 0; i < M * V; i++) to[i] = acc[i / V][i % V];
+  }
+}
+
+// Weights that lie in rows.
+template <class F>
+struct Turned {
+  static constexpr int kChains = 16, kLeastRows = 4, kLeastVectors = 2, kBehind = 0;
+  static constexpr bool kFetches = false;  // by the tile; the rows are fetched while tiles of those before them run
+  static int64_t parts(const LinearArgs& a) { return parts_of(a.k, kStep) * F::kParts; }
+  INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
+  INLINE vf output(vf sum, const float*) { return sum; }
+
+  // An activation row through the prologue.
+  static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {
+    const int64_t whole = a.k / kStep * kStep, count = parts(a);
+    scratch.resize(count + 16);
+    float* row = (float*)scratch.data();
+    const Stats stats = row_stats(a, x);
+    pack<F>(a, x, row, LANES, 0, whole, stats);
+    if (whole < a.k) pack_tail<F>(a, x, row + whole / kStep * F::kParts * LANES, LANES, stats);
+    for (int64_t i = 0; i < count; i += 16) {
+      vf t[16];
+      std::copy(scratch.data() + i, scratch.data() + i + 16, t);
+      turn(t);
+      const __mmask16 some = count - i < 16 ? (1 << (count - i)) - 1 : 0xffff;
+      for (int64_t order = 0; order < 16; order++)
+        _mm512_mask_storeu_ps(out + order * count + i, some, (__m512)t[chain(order)]);
+    }
+  }
+
+  // 16 weight rows from `n` on; past the last row, the last one.
+  static void turn_rows(const LinearArgs& a, int64_t n, float* out) {
+    const int64_t count = parts(a), padded = count / F::kParts * kStep, columns = F::kPadded ? padded : a.k / kStep * kStep;
+    typename F::Row rows[16];
+    for (int64_t r = 0; r < 16; r++) rows[r] = F::row(a, std::min(n + r, a.n - 1), 0);
+    const auto put = [&](int64_t k, int64_t to) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int p = 0; p < F::kParts; p++) {
+        vf t[16];
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) t[r] = F::part(rows[r], k, p);
+        turn(t);
+#pragma GCC unroll 16
+        for (int order = 0; order < 16; order++)
+          store(out + (order * count + to / kStep * F::kParts + p) * LANES, t[chain(order)]);
+      }
+    };
+    for (int64_t k = 0; k < columns; k += kStep) put(k, k);
+    if (columns == padded) return;
+    // Columns behind the last whole step, of rows copied to where zeros follow them.
+    alignas(64) char behind[16][F::kStepBytes] = {};
+    for (int64_t r = 0; r < 16; r++) {
+      memcpy(behind[r], (const char*)rows[r].w + columns * F::kStepBytes / kStep, (a.k - columns) * F::kStepBytes / kStep);
+      rows[r].w = (decltype(rows[r].w))behind[r];
+    }
+    put(0, columns);
+  }
+
+  static const float* strip(const LinearArgs& a, int64_t n, int64_t vectors, std::vector<vf>& memory) {
+    memory.resize(std::max<int64_t>(memory.size(), kTileVectors * 16 * parts(a)));
+    float* w = (float*)memory.data();
+    for (int64_t v = 0; v < vectors; v++) turn_rows(a, n + v * LANES, w + v * 16 * parts(a) * LANES);
+    return w;
+  }
+};
+
+#if defined(__AVX512VNNI__)
+#define HAS_W8A8 1
+// Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see quantize.py); activations rounded
+// to 127ths of their row's largest. Behind a packed row lie its scale and 128 times its sum.
+struct Bytes {
+  static constexpr int kChains = 1, kLeastRows = 1, kLeastVectors = 1, kBehind = LANES;
+  static constexpr bool kFetches = true;
+  static int64_t parts(const LinearArgs& a) { return a.ldw / 4; }
+  INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
+  INLINE vf output(vf sum, const float* behind) {
+    int32_t more;
+    memcpy(&more, behind + 1, 4);
+    return (vf)_mm512_cvtepi32_ps((__m512i)((vi)sum - more)) * behind[0];
+  }
+
+  struct Plain {
+    static constexpr int kParts = kStep / LANES, kPutParts = 2;
+    INLINE void put(float* out, int64_t apart, vf a, vf b) { store(out, a), store(out + apart, b); }
+  };
+
+  static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {
+    const int64_t whole = a.k / kStep * kStep, count = a.ldw / LANES;
+    scratch.resize(count);
+    float* row = (float*)scratch.data();
+    const Stats stats = row_stats(a, x);
+    pack<Plain>(a, x, row, LANES, 0, whole, stats);
+    if (whole < a.k) pack_tail<Plain>(a, x, row + whole, LANES, stats);
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i++) most = _mm512_max_ps(most, _mm512_abs_ps((__m512)scratch[i]));
+    const float largest = std::max(_mm512_reduce_max_ps(most), 1e-30f);
+    const __m512 scale = _mm512_set1_ps(127.0f / largest);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i++) {
+      const __m512i codes = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)scratch[i], scale));
+      sum = _mm512_add_epi32(sum, codes);
+      _mm_storeu_si128((__m128i*)(out + i * 4), _mm512_cvtsepi32_epi8(codes));
+    }
+    const int32_t more = 128 * _mm512_reduce_add_epi32(sum);
+    out[parts(a)] = largest / 127.0f;
+    memcpy(out + parts(a) + 1, &more, 4);
+  }
+
+  static const float* strip(const LinearArgs& a, int64_t n, int64_t, std::vector<vf>&) {
+    return (const float*)((const char*)a.w + n * a.ldw);
+  }
+};
+#endif
+
+// Fetches a part of the weight rows that come next, so that all of them are there when the last part was asked for.
+INLINE void fetch_part(const LinearArgs& a, int64_t n, int64_t rows, int64_t part, int64_t next, int64_t of) {
+  const char* begin = (const char*)a.w + n * a.ldw;
+  const int64_t lines = std::max<int64_t>(0, std::min(rows, a.n - n)) * a.ldw / 64;
+  for (int64_t i = lines * part / of; i < lines * next / of; i++) __builtin_prefetch(begin + i * 64, 0, 2);
+}
+
+// How a team shares a product out: so many threads side by side over the weight rows, the others over the activation rows.
+INLINE int64_t threads_across(int64_t vectors, int64_t tiles, int64_t size) {
+  int64_t best = size, least = INT64_MAX;
+  for (int64_t across = size; across > 0; across--) {
+    const int64_t down = size / across, work = parts_of(vectors, across) * parts_of(tiles, down);
+    if (size % across == 0 && work < least) best = across, least = work;
+  }
+  return best;
+}
+
+// Where a tile's outputs are: of the activation rows y and the packed ones x, `rows` of them, and of the weight rows from n on.
+struct Corner {
+  const float *w, *x;
+  float* y;
+  int64_t n, rows, vectors, ahead;
+};
+
+template <class T, int M, int V>
+INLINE void tile_out(const LinearArgs& a, const Corner& at) {
+  const int64_t parts = T::parts(a), ldx = T::kChains * parts + T::kBehind;
+  const int64_t rows = std::min<int64_t>(M, at.rows);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t v = 0; v < at.vectors; v++) __builtin_prefetch(at.y + r * a.ldy + at.n + v * LANES, 1);
+  vf sums[M * V];
+  tile<T, M, V>(at.w, at.x, ldx, parts, at.ahead, sums);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t v = 0; v < at.vectors; v++) {
+      const int64_t n = at.n + v * LANES;
+      write(a, at.y + r * a.ldy, n, std::min<int64_t>(LANES, a.n - n), T::output(sums[r * V + v], at.x + (r + 1) * ldx - T::kBehind));
+    }
+}
+
+template <class T, int M, int V = kTileVectors>
+INLINE void tile_of(const LinearArgs& a, const Corner& at) {
+  if constexpr (V > T::kLeastVectors) {
+    if (at.vectors < V) return tile_of<T, M, V - 1>(a, at);
+  }
+  tile_out<T, M, V>(a, at);
+}
+
+// The activation rows of the next tile where so many are left: 6 as a rule, else what leaves the fewest over.
+template <class T>
+INLINE int64_t tile_rows(int64_t left) {
+  if (left <= 2 && T::kLeastRows == 1) return left;
+  return left % kTileRows == 0 || left % kTileRows == kTileRows - 1 ? kTileRows : 4;
+}
+
+// Up to kWideRows rows.
+template <class T>
+void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const Team& team) {
+  static thread_local std::vector<vf> memory, rows;
+  const int64_t size = T::kChains * T::parts(a) + T::kBehind, vectors = parts_of(a.n, LANES);
+  // Of few rows, each thread packs all for itself, which is cheaper than a barrier.
+  const bool share = team.size > 1 && m >= kShareFrom;
+  const int64_t room = (m + kTileRows) * size;
+  if (!share) rows.resize(parts_of(room, LANES));
+  float* packed = share ? team.shared(room) : (float*)rows.data();
+  for (int64_t c = share ? team.id : 0; c < m; c += share ? team.size : 1) T::pack_row(a, x + c * a.ldx, packed + c * size, memory);
+  if (share) team.wait();
+  const int64_t across = threads_across(vectors, parts_of(m, kTileRows), team.size), down = team.size / across;
+  const int64_t mine = team.id % across, begin = vectors * mine / across, count = vectors * (mine + 1) / across - begin;
+  const int64_t first = m * (team.id / across) / down, last = m * (team.id / across + 1) / down;
+  const int64_t strips = parts_of(count, kTileVectors);
+  for (int64_t s = 0; s < strips; s++) {
+    const int64_t from = begin + count * s / strips, width = begin + count * (s + 1) / strips - from, n = from * LANES;
+    const float* w = T::strip(a, n, std::max<int64_t>(width, T::kLeastVectors), memory);
+    for (int64_t c = first, next; c < last; c = next) {
+      const int64_t left = last - c, rows = tile_rows<T>(left);
+      next = std::min(last, c + rows);
+      if (!T::kFetches) fetch_part(a, n + width * LANES, kTileVectors * LANES, c - first, next - first, last - first);
+      const int64_t ahead = c == first ? width * a.ldw * LANES / 4 : 0;
+      const Corner at{w, packed + c * size, y + c * a.ldy, n, left, width, ahead};
+      if constexpr (T::kLeastRows == 1) {
+        if (rows <= 2) {
+          if (rows == 1) tile_of<T, 1>(a, at);
+          else tile_of<T, 2>(a, at);
+          continue;
+        }
+      }
+      if (rows == kTileRows) tile_of<T, kTileRows>(a, at);
+      else tile_of<T, 4>(a, at);
+    }
+  }
+}
+
+template <class T>
+void wide_linear(const LinearArgs& a, const Team& team) {
+  const int64_t chunks = parts_of(a.m, kWideRows);
+  for (int64_t i = 0; i < chunks; i++) {
+    const int64_t begin = a.m * i / chunks, end = a.m * (i + 1) / chunks;
+    wide_rows<T>(a, a.x + begin * a.ldx, a.y + begin * a.ldy, end - begin, team);
+  }
+}
+
+}  // namespace
+#endif
