@@ -65,7 +65,7 @@ def linear_rate(fast: FastModel) -> float:
     """Operations a second of `F.linear` on a layer's matrices, 512 rows."""
     layer = fast._spec.layers[0]
     weights = [spec.weight for spec in (layer.qkv, layer.out, layer.mlp_in, layer.mlp_out)]
-    inputs = [torch.ones(ROWS, weight.shape[1], dtype=weight.dtype) for weight in weights]
+    inputs = [torch.randn(ROWS, weight.shape[1]).to(weight.dtype) for weight in weights]
 
     def all_of_them() -> None:
         for x, weight in zip(inputs, weights, strict=True):

@@ -73,6 +73,55 @@ def bench(document: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def exact_head(document: dict[str, Any]) -> list[list[str]]:
+    """What the 8-bit copy of the head gains in decoding."""
+    head = ["batch", "nominal", "full head, ms a step", "with the copy", "gain"]
+    return [
+        head,
+        *(
+            [
+                str(row["batch"]),
+                f"{row['nominal_speedup']:g}x",
+                f"{row['full_head_ms']:.2f}",
+                f"{row['ms']:.2f}",
+                f"{row['gain']:.2f}x",
+            ]
+            for row in document["speed"]
+        ),
+    ]
+
+
+def same_tokens(document: dict[str, Any]) -> list[list[str]]:
+    """How often the 8-bit copy of the head decided, and how many words it left."""
+    head = [
+        "prompts",
+        "weights",
+        "steps",
+        "decided by the copy",
+        "other tokens than the full head's",
+        "fell back",
+        "words left, mean",
+    ]
+    return [
+        [*head, "most"],
+        *(
+            [
+                row["data"],
+                {"model": "bfloat16"}.get(row["weights"], row["weights"]),
+                f"{row['steps']:,}",
+                f"{row['rows_decided']:,}",
+                str(row["different"]),
+                *(
+                    (f"{row['fallback_share']:.2%}", f"{row['mean_candidates']:.1f}", str(row["max_candidates"]))
+                    if row["rows_decided"]
+                    else ("-",) * 3
+                ),
+            ]
+            for row in document["same"]
+        ),
+    ]
+
+
 def speeds(document: dict[str, Any]) -> list[list[str]]:
     """`skipdecode bench` in short: our tokens/s next to transformers', with the gain over our own full depth."""
     cells = {(row["batch"], row["engine"], row["nominal_speedup"]): row for row in document["rows"]}
@@ -228,6 +277,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "quality": ("quality-table", quality),
     "requests": ("quality-table", requests),
     "speeds": ("bench", speeds),
+    "exact-head": ("head", exact_head),
+    "same-tokens": ("head", same_tokens),
     "vllm": ("vllm-speed", vllm),
 }
 

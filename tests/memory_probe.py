@@ -42,6 +42,8 @@ def main() -> None:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     engine = decode(model, ROWS, float(sys.argv[1]))
+    if engine.model.kernel == "native" and (short := engine.model.head.short) is not None:
+        weights += short.nbytes
     figures = {
         "before": before,
         "weights": weights,

@@ -68,6 +68,9 @@ def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, t
     assert main(["tune", model, *WORDS, *PACE, "--out", str(tmp_path / "again")]) == 0
     assert main(["tune", model, *WORDS, *PACE, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
     assert words(tmp_path / "again") == words(tuned) != words(tmp_path / "other")
+    recipe = str(tuned / "recipe.json")
+    assert main(["tune", "--recipe", recipe, "--out", str(tmp_path / "recipe")]) == 0
+    assert words(tmp_path / "recipe") == words(tuned)
 
 
 @pytest.mark.parametrize(

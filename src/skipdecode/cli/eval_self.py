@@ -27,7 +27,7 @@ from skipdecode.data.source import Records
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.requests import row_seed
-from skipdecode.errors import UsageError
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.methods.scheduled import Full, on_engine
@@ -78,7 +78,10 @@ def evaluate_own_words(config: Config) -> int:
     recipe = loaded.path / RECIPE_FILE
     tuned_from = read_recipe(recipe)["options"].get("model") if recipe.is_file() else None
     name = config.base or (base_name(adapter) if adapter is not None else tuned_from) or config.model
-    base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
+    try:
+        base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
+    except ModelLoadError as e:
+        raise type(e)(f"the untouched model: {e} (--base names another)") from None
     document, rows = _measured(config, loaded, base, *_methods(config, loaded))
     save_run(out, document, rows)
     print(json.dumps(document, indent=1) if config.json else "\n".join(_lines(document, out)))

@@ -220,7 +220,7 @@ def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> 
     layers = loaded.num_layers
     longest = lengths[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
-    carried, own = loaded.schedule, None
+    carried, own = loaded.schedule, ""
     if stored is not None:
         carried, own = Schedule.from_dict(stored), "the recipe's"
     elif config.self and config.schedule is None and config.nominal_speedup is None and carried is None:

@@ -21,6 +21,7 @@ FORMATS: Mapping[str, int] = {
     "calibration": 1,
     "decode-speed": 1,
     "evaluation": 1,
+    "head": 1,
     "kernel-speed": 1,
     "own-words": 1,
     "prediction": 1,

@@ -127,7 +127,7 @@ class OwnWords:
         seen = {_key(text) for text in without}
         if self.options.prompts is not None:
             return self._read(seen)
-        head, count = about["settings"]["before_user"], self.options.self_records or _DRAWN
+        head, count = about["before_user"], self.options.self_records or _DRAWN
         records = [Record(i, i + 1, i + 1, head) for i in range(count)]
         sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
         rows = self._generated(_PROMPTS, records, _AsTheyAre, sampling, _PROMPT_TOKENS)
@@ -166,14 +166,15 @@ class OwnWords:
         path, prompts = self.directory / _ABOUT, self.options.prompts
         depend_on = asdict(self.options) | {
             "prompts": prompts and hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
-            "before_user": None if prompts else self._before_user(),
             "model": self.loaded.name,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
             "seed": self.seed,
         }
         settings = json.loads(json.dumps(depend_on))
-        about: dict[str, Any] = read_json(path) if path.exists() else {"settings": settings}
+        if not path.exists():
+            return {"settings": settings, "before_user": "" if prompts else self._before_user()}
+        about: dict[str, Any] = read_json(path)
         if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
             raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
         return about

@@ -146,6 +146,8 @@ class RunSummary:
             "prefill_s": stats.prompt_seconds,
             "decode_s": stats.after_prompts,
             "decode_tokens": stats.fed_tokens,
+            "short_heads": stats.short_heads,
+            "head_fallbacks": stats.head_fallbacks,
             "kv_bytes_peak": stats.kv_bytes_peak,
             "kv_bytes_full_peak": stats.kv_bytes_full_peak,
             "tokens_per_s": self.tokens_per_s,
@@ -202,6 +204,11 @@ def summary_lines(summary: RunSummary) -> list[str]:
             f"{layers:.1f} of {summary.num_layers} layers for a token on average "
             f"({summary.num_layers / layers:.2f}x nominal); keys and values: at most "
             f"{_bytes(stats.kv_bytes_peak)}, {summary.kv_saved or 0:.0%} saved"
+        )
+    if asked := stats.short_heads + stats.head_fallbacks:
+        lines.append(
+            f"an 8-bit copy of the head found the tokens of {stats.short_heads / asked:.1%} of {asked} forwards (the "
+            "same ones), the full head those of the rest"
         )
     if summary.ended_at_once:
         good = _counted(summary.rows - summary.bad_rows, "row")

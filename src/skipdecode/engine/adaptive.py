@@ -212,6 +212,7 @@ class _AdaptivePolicy(SchedulePolicy):
         super().__init__(schedule)
         self.depths, self._adaptive = schedule.router.depths, schedule
         self._thresholds = () if schedule.way == "adaptive" else schedule.router.thresholds
+        self.reads_logprob = bool(self._thresholds)
         self._depth, self._confidence = 0, 0.0
 
     def of_row(self) -> _AdaptivePolicy:

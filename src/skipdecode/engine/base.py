@@ -46,6 +46,9 @@ class EngineStats:
         Sum over fed tokens of the layers that they ran.
     layer_reads : int
         Sum over steps of the layers that some fed token ran: what had to be read for them.
+    short_heads, head_fallbacks : int
+        Forwards whose tokens an 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and those that asked
+        it and took the full head.
     kv_bytes_peak, kv_bytes_full_peak : int
         Most bytes of keys and values held at a time, and what the same rows would have held at full depth.
     """
@@ -59,6 +62,8 @@ class EngineStats:
     fed_tokens: int = 0
     token_layers: int = 0
     layer_reads: int = 0
+    short_heads: int = 0
+    head_fallbacks: int = 0
     kv_bytes_peak: int = 0
     kv_bytes_full_peak: int = 0
 

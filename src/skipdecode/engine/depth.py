@@ -37,11 +37,13 @@ class RowView(NamedTuple):
 class BudgetPolicy(Protocol):
     """Grants layers. `depths` are the schedules that rows may follow, the deepest first.
 
-    `schedule` is that one: it says what prompts run, and the most that a position may be granted.
+    `schedule` is that one: it says what prompts run, and the most that a position may be granted. Where `reads_logprob`
+    is False, the log-probabilities that it is shown may be NaN; else they are the full head's.
     """
 
     schedule: Schedule
     depths: tuple[Schedule, ...]
+    reads_logprob: bool
 
     def of_row(self) -> BudgetPolicy:
         """What grants the layers of one row; itself, where rows share what they ask."""
@@ -79,6 +81,8 @@ class PromptLayers(NamedTuple):
 
 class SchedulePolicy:
     """Budgets from a schedule's positions."""
+
+    reads_logprob: bool = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

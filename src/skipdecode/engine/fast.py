@@ -15,6 +15,7 @@ from skipdecode.engine.depth import BudgetPolicy, DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.feeds import DepthWaves, EngineRow, Feed, token_rows
 from skipdecode.engine.kernels import KernelChoice
+from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import KV
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import put_out
@@ -261,6 +262,8 @@ class FastEngine(Engine):
         for row, tokens in feeds:
             row.fed += len(tokens)
         logits = self.model.forward(batch, self.kv)
+        self.stats.short_heads += isinstance(logits, Candidates)
+        self.stats.head_fallbacks += self.model.fell_back
         if len(due) < len(batch.tokens):
             self.model.wait()
         for row, _ in feeds:
@@ -302,7 +305,7 @@ class FastEngine(Engine):
                 return  # in a page that it has
         self.kv.extend(row.slot, row.layers, row.fed + tokens)
 
-    def _emit(self, rows: list[EngineRow], logits: torch.Tensor, start: float) -> list[StepOutput]:
+    def _emit(self, rows: list[EngineRow], logits: torch.Tensor | Candidates, start: float) -> list[StepOutput]:
         outputs = put_out(self, rows, logits, start)
         for row, out in zip(rows, outputs, strict=True):
             if out.finish_reason is not None:

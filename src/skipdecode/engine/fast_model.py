@@ -23,6 +23,7 @@ from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.kernels import KernelChoice, native_kernels
 from skipdecode.engine.kernels.dense import DenseDecoder, Segment
 from skipdecode.engine.kernels.graphs import GraphCapture, capture_for
+from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
 from skipdecode.engine.kernels.spec import ModelSpec, StackInput
@@ -85,8 +86,11 @@ class FastModel(ABC):
         """An empty KV store of this model's geometry, for its forwards; `prefix_cache` needs `has_pages`."""
 
     @abstractmethod
-    def forward(self, rows: TokenRows, kv: Any) -> Tensor:
-        """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`."""
+    def forward(self, rows: TokenRows, kv: Any) -> Tensor | Candidates:
+        """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
+
+        Where `rows.tops` are given, perhaps only the words that are enough for them.
+        """
 
     @abstractmethod
     def _bind(self) -> None:
@@ -116,6 +120,11 @@ class FastModel(ABC):
             self._spec = self._read(self._positions)
             self._bind()
 
+    @property
+    def fell_back(self) -> bool:
+        """Whether the last forward asked an 8-bit copy of the head, and took the full head."""
+        return False
+
     def wait(self) -> None:
         """Until the device has done its forwards, so that their time can be told."""
         if self.device.type != "cpu":
@@ -138,6 +147,7 @@ class NativeModel(FastModel):
 
     kernel = "native"
     has_pages = True
+    head: NativeHead
     projects = True  # prompts' tokens but the last, in the top layer; the tests compare without
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
@@ -147,14 +157,13 @@ class NativeModel(FastModel):
         if quantization is None:
             move_into_one_block(model)
         super().__init__(model)
-        self._logits = torch.empty(0, self.vocab_size)
 
     def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         attention = self._spec.layers[0].attention
         kind = PrefixKV if prefix_cache else PagedKV
         return kind(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype, self.device)
 
-    def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor:
+    def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
@@ -164,12 +173,11 @@ class NativeModel(FastModel):
         else:
             self._stack(given)
             hidden = hidden if len(rows.wanted) == len(rows.tokens) else hidden[rows.wanted]
-        wanted = len(rows.wanted)
-        if wanted > len(self._logits):
-            self._logits = torch.empty(wanted, self.vocab_size)
-        if wanted:
-            self._head(hidden, self._logits, wanted, False)
-        return self._logits[:wanted]
+        return self._head(hidden, rows.tops)
+
+    @property
+    def fell_back(self) -> bool:
+        return self.head.fell_back
 
     def _wanted_alone_at_the_top(self, given: StackInput, wanted: list[int]) -> Tensor:
         """Run the stack; returns the hidden states of the wanted rows.
@@ -197,7 +205,7 @@ class NativeModel(FastModel):
 
     def _bind(self) -> None:
         self._stack = self._kernels.stack(self._spec.layers)
-        self._head = self._kernels.linear(self._spec.head)
+        self.head = self._head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
 
 
 class DenseModel(FastModel):

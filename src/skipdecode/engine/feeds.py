@@ -16,7 +16,8 @@ class TokenRows(NamedTuple):
     """The rows of one forward: each token's id, its row of the KV store (slot) and its position in its text.
 
     `counts` says how many rows, from the first, run each layer, `stored`, where it is not the same, how many leave
-    their keys and values there, and `wanted` of which rows, rising, logits are wanted.
+    their keys and values there, and `wanted` of which rows, rising, logits are wanted. `tops`, where given, says of
+    each of these how many of the likeliest words' logits are enough.
     """
 
     tokens: list[int]
@@ -25,6 +26,7 @@ class TokenRows(NamedTuple):
     counts: list[int]
     wanted: list[int]
     stored: list[int] | None = None
+    tops: list[int] | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,6 +51,12 @@ class EngineRow(Row):
     pages: int
     fed: int = 0
     depth: int = 0
+
+    @property
+    def top(self) -> int:
+        """How many of the likeliest words' logits its next token takes; 0: those of all words."""
+        chooses = len(self.policy.depths) > 1 and not self.output
+        return 0 if chooses or self.policy.reads_logprob else self.sampler.top
 
 
 class DepthWaves:
@@ -121,4 +129,7 @@ def token_rows(feeds: list[Feed], order: DepthOrder) -> tuple[TokenRows, list[En
         batch.positions.extend(range(span.start, span.start + len(span.tokens)))
         if span.wanted:
             batch.wanted.append(len(batch.tokens) - 1)
-    return batch, [span.row for span in spans if span.wanted]
+    rows = [span.row for span in spans if span.wanted]
+    tops = [row.top for row in rows]
+    # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
+    return batch._replace(tops=tops if all(tops) else None), rows

@@ -45,8 +45,8 @@ class Sampling(Options):
         "of the row's own random numbers: the same row and seed give the same tokens in any batch", default=None
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    top_logprobs: int = option(
-        "log-probabilities of this many likeliest tokens are wanted for each new one", default=0, least=0
+    top_logprobs: int | None = option(
+        "log-probabilities of each new token and of this many likeliest ones are wanted", default=None, least=0
     )
 
     def for_row(self, key: int) -> Self:
@@ -94,7 +94,8 @@ class StepOutput(NamedTuple):
         Its id.
     logprob : float
         Natural logarithm of the token's probability under the model: before bias, penalties, temperature and cuts, as
-        in vLLM's default. So is `top`.
+        in vLLM's default. So is `top`. NaN where the step did not compute it, which is only so of a request that asks
+        for none (`Sampling.top_logprobs` None).
     layers : int
         Layers that the token it was predicted from ran.
     finish_reason : {"eos", "length"} or None

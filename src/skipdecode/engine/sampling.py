@@ -5,6 +5,7 @@ A row's choice depends on its logits and its own generator only, never on the ot
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +18,12 @@ from skipdecode.engine.adaptive import features
 from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import BudgetPolicy, RowView, granted
 from skipdecode.engine.kernels.greedy import greedy
+from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.requests import Request, Sampling, StepOutput, finish_reason
 
 __all__ = ["Row", "RowSampler", "choose", "likeliest", "put_out"]
+
+_MOST_TOP = 128  # of top-k, for which candidates are looked for
 
 
 class RowSampler:
@@ -27,6 +31,11 @@ class RowSampler:
 
     The repetition penalty sees prompt and output, as in transformers; frequency and presence penalty see the output
     alone, as at OpenAI.
+
+    Attributes
+    ----------
+    top : int
+        How many of the likeliest words' logits the choice takes: 1 if greedy, k of top-k; 0: those of all words.
     """
 
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...]) -> None:
@@ -34,6 +43,9 @@ class RowSampler:
         self.is_plain_greedy = sampling.is_plain_greedy
         self._prompt = torch.tensor(sorted(set(prompt)) if sampling.repetition_penalty != 1 else [], dtype=torch.int64)
         self._output: Counter[int] | None = Counter() if sampling.penalises else None
+        self.top = 0
+        if not (sampling.penalises or sampling.logit_bias or sampling.top_logprobs is not None):
+            self.top = 1 if sampling.temperature == 0 else sampling.top_k if sampling.top_k <= _MOST_TOP else 0
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items(), strict=True)
@@ -48,8 +60,7 @@ class RowSampler:
 
     def pick(self, logits: Tensor) -> int:
         """The next token from a row's logits (vocabulary,), fp32 on the CPU; they are not changed."""
-        s = self.sampling
-        if not self.is_plain_greedy:
+        if self._bias is not None or self._output is not None:
             logits = logits.clone()
         if self._bias is not None:
             logits.index_add_(0, *self._bias)
@@ -58,7 +69,7 @@ class RowSampler:
         if self._generator is None:
             token = int(logits.argmax())
         else:
-            token = self._draw(logits.div_(s.temperature), self._generator)
+            token = self._draw(logits, self._generator)
         if self._output is not None:
             self._output[token] += 1
         return token
@@ -76,10 +87,14 @@ class RowSampler:
 
     def _draw(self, logits: Tensor, generator: torch.Generator) -> int:
         s, tokens = self.sampling, None
-        if 0 < s.top_k < len(logits):
-            logits, tokens = logits.topk(s.top_k)
+        if 0 < s.top_k <= len(logits):
+            # Of equals the first, so that candidates alone give what all words do.
+            near = (logits >= logits.topk(s.top_k).values[-1]).nonzero()[:, 0]
+            tokens = near[logits[near].sort(descending=True, stable=True).indices[: s.top_k]]
+            logits = logits[tokens]
+        logits = logits / s.temperature
         if s.top_p < 1:
-            logits, order = logits.sort(descending=True)
+            logits, order = logits.sort(descending=True, stable=True)
             tokens = order if tokens is None else tokens[order]
             probs = logits.softmax(0)
             # A token stays if those before it do not reach p yet; the first stays, even where p is 0 in fp32.
@@ -93,16 +108,23 @@ class RowSampler:
         return index if tokens is None else int(tokens[index])
 
 
-def choose(logits: Tensor, rows: list[RowSampler]) -> tuple[list[int], list[float]]:
-    """Next tokens and their log-probabilities under the untouched logits.
+def choose(logits: Tensor | Candidates, rows: list[RowSampler]) -> tuple[list[int], list[float]]:
+    """Next tokens and their log-probabilities under the untouched logits (of candidates: NaN).
 
     Parameters
     ----------
-    logits : torch.Tensor
-        (rows, vocabulary), fp32.
+    logits : torch.Tensor or Candidates
+        (rows, vocabulary), fp32; or the words that are enough for each row's `top`.
     rows : list of RowSampler
         One for each row.
     """
+    if isinstance(logits, Candidates):
+        tokens = list(logits.best)
+        for i, row in enumerate(rows):
+            if not row.is_plain_greedy:
+                count = logits.counts[i]
+                tokens[i] = int(logits.words[i, row.pick(logits.logits[i, :count])])
+        return tokens, [math.nan] * len(rows)
     tokens, logprobs = greedy(logits)
     if own := [i for i, row in enumerate(rows) if not row.is_plain_greedy]:
         local = (logits if len(own) == len(rows) else logits[own]).cpu()
@@ -112,11 +134,11 @@ def choose(logits: Tensor, rows: list[RowSampler]) -> tuple[list[int], list[floa
     return tokens, logprobs
 
 
-def likeliest(logits: Tensor, rows: list[RowSampler]) -> list[tuple[tuple[int, float], ...]]:
+def likeliest(logits: Tensor | Candidates, rows: list[RowSampler]) -> list[tuple[tuple[int, float], ...]]:
     """For each row the likeliest tokens and their log-probabilities, as many as it asks for; arguments of `choose`."""
     found: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
     for i, row in enumerate(rows):
-        if row.sampling.top_logprobs:
+        if row.sampling.top_logprobs and isinstance(logits, Tensor):
             values, tokens = logits[i].topk(min(row.sampling.top_logprobs, logits.shape[1]))
             found[i] = tuple(zip(tokens.tolist(), (values - logits[i].logsumexp(-1)).tolist(), strict=True))
     return found
@@ -146,14 +168,14 @@ class Row:
         return granted(self.policy, RowView(self.number, len(self.output) - 1, self.budget, self.logprob, self.first))
 
 
-def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor, start: float) -> list[StepOutput]:
+def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor | Candidates, start: float) -> list[StepOutput]:
     """Choose the next token of each row from its logits, in a step that began at `start`."""
     samplers = [row.sampler for row in rows]
     tokens, logprobs = choose(logits, samplers)
     tops = likeliest(logits, samplers)
-    for row, values in zip(rows, logits, strict=True):
-        if len(row.policy.depths) > 1 and not row.output:
-            row.first = features(values, len(row.request.prompt))
+    for i, row in enumerate(rows):
+        if len(row.policy.depths) > 1 and not row.output and isinstance(logits, Tensor):
+            row.first = features(logits[i], len(row.request.prompt))
     now = time.perf_counter()
     engine.stats.new_tokens += len(rows)
     outputs = []

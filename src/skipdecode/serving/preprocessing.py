@@ -184,7 +184,7 @@ class Preprocessor:
             presence_penalty=request.presence_penalty or 0.0,
             seed=None if request.seed is None else row_seed(request.seed, index),
             logit_bias=bias,
-            top_logprobs=request.top_logprobs_wanted or 0,
+            top_logprobs=request.top_logprobs_wanted,
         )
 
 

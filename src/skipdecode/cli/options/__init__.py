@@ -203,12 +203,7 @@ def layers_of(model: str) -> int:
 
 
 def choose_schedule(
-    options: ScheduleOptions,
-    num_layers: int,
-    *,
-    carried: Schedule | None,
-    default_seq_len: int,
-    own: str | None = None,
+    options: ScheduleOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int, own: str = ""
 ) -> ScheduleChoice:
     """The schedule that the options name for a model of `num_layers` layers, whose checkpoint (or `own`) has `carried`.
 

@@ -94,11 +94,9 @@ def _from_word(options: OptionsT, word: str) -> OptionsT:
     if not colon:
         return replace(options, method=name, seq_len=None, drop_order=None, prompt_layers=None)
     order = options.drop_order if name in _TAKE_ORDER else None
-    prompt_layers = prompt or options.prompt_layers
+    given = prompt or options.prompt_layers
     try:
-        return replace(
-            options, method=name, nominal_speedup=float(speedup), drop_order=order, prompt_layers=prompt_layers
-        )
+        return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order, prompt_layers=given)
     except OptionError as e:
         raise UsageError(f"--methods {word}: a speed-up of {speedup} is not accepted: give {e.accepted}") from None
     except ValueError:

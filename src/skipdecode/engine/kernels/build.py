@@ -21,7 +21,7 @@ from skipdecode.common.files import cache_dir
 
 __all__ = ["KernelBuildError", "load_library"]
 
-_SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "read.cpp")
+_SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "head.cpp", "read.cpp")
 _HEADERS = ("kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"

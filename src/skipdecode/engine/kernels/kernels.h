@@ -61,6 +61,8 @@ struct StackArgs {
 
 // y for this thread's share of the weight rows.
 void linear_share(const LinearArgs& a, const Team& team);
+// A row x as bf16 or fp32 weights meet it: through the prologue, rounded where they round it.
+void activations_met(const LinearArgs& a, const float* x, float* out);
 // Rotates and stores keys and values of this thread's share of the rows; then, when all have: attends.
 void append_share(const AttentionArgs& a, const Team& team);
 void attend_share(const AttentionArgs& a, const Team& team);

@@ -108,7 +108,7 @@ class NativeKernels:
     def linear(self, spec: LinearSpec) -> LinearCall:
         """The call that computes `spec`; activations and results are fp32 with contiguous rows."""
         keep: list[Any] = []
-        args = self._linear_args(spec, keep)
+        args = self.linear_args(spec, keep)
         function, address = self._linear, ctypes.addressof(args)
 
         def call(x: torch.Tensor, out: torch.Tensor, rows: int, accumulate: bool) -> None:
@@ -125,14 +125,15 @@ class NativeKernels:
         made = (LayerArgs * len(layers))()
         for args, layer in zip(made, layers, strict=True):
             for name in ("qkv", "out", "mlp_in", "mlp_out"):
-                setattr(args, name, self._linear_args(getattr(layer, name), keep))
+                setattr(args, name, self.linear_args(getattr(layer, name), keep))
             args.attention = _attention_args(layer.attention, keep)
             args.qkv.ldx = args.out.ldy = args.mlp_in.ldx = args.mlp_out.ldy = args.qkv.k
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
         return NativeStack(self._stack, made, keep)
 
-    def _linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
+    def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
+        """`spec` as the C++ side has it; what it points to is put into `keep`."""
         weight = spec.weight
         vectors = [None if t is None else t.detach().float().contiguous() for t in (spec.bias, spec.gamma, spec.beta)]
         bias, gamma, beta = (None if t is None else t.data_ptr() for t in vectors)

@@ -166,7 +166,7 @@ void strip(const LinearArgs& a, const Panel& p, float* y, const T& t, int64_t li
 // Rows x through the prologue. Of few rows, each thread packs all for itself, which is cheaper than a barrier and than fetching
 // another core's lines.
 template <class F>
-void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
+__attribute__((noinline)) void pack_panel(const LinearArgs& a, const Panel& p, const float* x, float* out) {
   constexpr int64_t kWidth = F::kParts * LANES;
   const int64_t whole = a.k / kStep * kStep;
   for (int64_t c = 0; c < p.m; c++) {
@@ -235,7 +235,25 @@ void linear(const LinearArgs& a, const Team& team) {
     rows<Weights<D, Dot>>(a, a.x + i * a.ldx, a.y + i * a.ldy, std::min(kMostRows, a.m - i), team);
 }
 
+// A row's activations as the weights meet them, in the order of k.
+template <DType D, bool Dot>
+void met(const LinearArgs& a, const float* x, float* out) {
+  using F = Weights<D, Dot>;
+  const int64_t padded = parts_of(a.k, kStep) * kStep;
+  std::vector<float> packed(padded / kStep * F::kParts * LANES);
+  pack_panel<F>(a, {nullptr, 1, 1, padded, padded, 0, 0}, x, packed.data());
+  for (int64_t i = 0; i < a.k; i++) out[i] = F::activation(packed.data(), i);
+}
+
 }  // namespace
+
+void activations_met(const LinearArgs& a, const float* x, float* out) {
+#ifdef HAS_BF16_DOT
+  if (a.round && a.dtype == kBFloat16) return met<kBFloat16, true>(a, x, out);
+#endif
+  if (a.dtype == kBFloat16) return met<kBFloat16, false>(a, x, out);
+  met<kFloat32, false>(a, x, out);
+}
 
 void linear_share(const LinearArgs& a, const Team& team) {
 #ifdef HAS_BF16_DOT

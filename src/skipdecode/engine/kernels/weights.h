@@ -2,7 +2,7 @@
 //
 // A step has kParts vectors. Where the CPU multiplies pairs of bf16 (AVX512_BF16), a part is 32 weights as bf16 and the
 // activations are rounded to bf16; else it is LANES weights as fp32. int8 and int4 weights are exact in both. `put` stores
-// kPair activations as kPutParts parts, `apart` floats apart.
+// kPair activations as kPutParts parts, `apart` floats apart; `activation` finds one of a row's.
 #pragma once
 
 #include "kernels.h"
@@ -24,6 +24,7 @@ struct Exact {
   INLINE vf add_product(vf w, vf x, vf sum) { return fma(w, x, sum); }
   static constexpr int kPutParts = 2;
   INLINE void put(float* out, int64_t apart, vf a, vf b) { store(out, a), store(out + apart, b); }
+  INLINE float activation(const float* packed, int64_t i) { return packed[i]; }
 };
 
 template <>
@@ -49,6 +50,9 @@ struct Weights<kBFloat16, false> : Exact {
     float t[kPair];
     store(t, a), store(t + LANES, b);
     for (int j = 0; j < LANES; j++) out[j] = t[2 * j], out[apart + j] = t[2 * j + 1];
+  }
+  INLINE float activation(const float* packed, int64_t i) {
+    return packed[i / kPair * kPair + i % 2 * LANES + i % kPair / 2];
   }
 };
 
@@ -100,6 +104,11 @@ struct Rounded {
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
   static constexpr int kPutParts = 1;
   INLINE void put(float* out, int64_t, vf a, vf b) { store(out, (vf)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a)); }
+  INLINE float activation(const float* packed, int64_t i) {
+    uint16_t half;
+    memcpy(&half, (const char*)packed + 2 * i, 2);
+    return widen(half);
+  }
 };
 
 template <>

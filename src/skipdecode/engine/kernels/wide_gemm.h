@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
 constexpr int64_t kWideRows = 512;  // activation rows packed at a time
-constexpr int kTileRows = 6, kTileVectors = 3;
+constexpr int kTileVectors = 3;
 
 // out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors; x: M rows, `ldx`
 // floats apart, of [chain, part] words; both in the order in which chains are added. `ahead`: floats from the weights that are
@@ -55,7 +55,7 @@ __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx,
 // Weights that lie in rows.
 template <class F>
 struct Turned {
-  static constexpr int kChains = 16, kLeastRows = 4, kLeastVectors = 2, kBehind = 0;
+  static constexpr int kChains = 16, kRows = 6, kLeastVectors = 2, kBehind = 0;
   static constexpr bool kFetches = false;  // by the tile; the rows are fetched while tiles of those before them run
   static int64_t parts(const LinearArgs& a) { return parts_of(a.k, kStep) * F::kParts; }
   INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
@@ -120,7 +120,7 @@ struct Turned {
 // Bytes: weights as 128 more than they are, in blocks of 16 rows ([part, row, 4 columns], see quantize.py); activations rounded
 // to 127ths of their row's largest. Behind a packed row lie its scale and 128 times its sum.
 struct Bytes {
-  static constexpr int kChains = 1, kLeastRows = 1, kLeastVectors = 1, kBehind = LANES;
+  static constexpr int kChains = 1, kRows = 4, kLeastVectors = 1, kBehind = LANES;
   static constexpr bool kFetches = true;
   static int64_t parts(const LinearArgs& a) { return a.ldw / 4; }
   INLINE vf add_product(vf w, vf x, vf sum) { return (vf)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x); }
@@ -210,11 +210,11 @@ INLINE void tile_of(const LinearArgs& a, const Corner& at) {
   tile_out<T, M, V>(a, at);
 }
 
-// The activation rows of the next tile where so many are left: 6 as a rule, else what leaves the fewest over.
+// The activation rows of the next tile where so many are left: what in the end leaves the fewest over.
 template <class T>
 INLINE int64_t tile_rows(int64_t left) {
-  if (left <= 2 && T::kLeastRows == 1) return left;
-  return left % kTileRows == 0 || left % kTileRows == kTileRows - 1 ? kTileRows : 4;
+  if (T::kRows == 4) return std::min<int64_t>(left, 4) == 3 ? 4 : std::min<int64_t>(left, 4);
+  return left % 6 == 0 || left % 6 == 5 ? 6 : 4;
 }
 
 // Up to kWideRows rows.
@@ -224,12 +224,12 @@ void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const T
   const int64_t size = T::kChains * T::parts(a) + T::kBehind, vectors = parts_of(a.n, LANES);
   // Of few rows, each thread packs all for itself, which is cheaper than a barrier.
   const bool share = team.size > 1 && m >= kShareFrom;
-  const int64_t room = (m + kTileRows) * size;
+  const int64_t room = (m + T::kRows) * size;
   if (!share) rows.resize(parts_of(room, LANES));
   float* packed = share ? team.shared(room) : (float*)rows.data();
   for (int64_t c = share ? team.id : 0; c < m; c += share ? team.size : 1) T::pack_row(a, x + c * a.ldx, packed + c * size, memory);
   if (share) team.wait();
-  const int64_t across = threads_across(vectors, parts_of(m, kTileRows), team.size), down = team.size / across;
+  const int64_t across = threads_across(vectors, parts_of(m, T::kRows), team.size), down = team.size / across;
   const int64_t mine = team.id % across, begin = vectors * mine / across, count = vectors * (mine + 1) / across - begin;
   const int64_t first = m * (team.id / across) / down, last = m * (team.id / across + 1) / down;
   const int64_t strips = parts_of(count, kTileVectors);
@@ -242,15 +242,10 @@ void wide_rows(const LinearArgs& a, const float* x, float* y, int64_t m, const T
       if (!T::kFetches) fetch_part(a, n + width * LANES, kTileVectors * LANES, c - first, next - first, last - first);
       const int64_t ahead = c == first ? width * a.ldw * LANES / 4 : 0;
       const Corner at{w, packed + c * size, y + c * a.ldy, n, left, width, ahead};
-      if constexpr (T::kLeastRows == 1) {
-        if (rows <= 2) {
-          if (rows == 1) tile_of<T, 1>(a, at);
-          else tile_of<T, 2>(a, at);
-          continue;
-        }
-      }
-      if (rows == kTileRows) tile_of<T, kTileRows>(a, at);
-      else tile_of<T, 4>(a, at);
+      if (rows == 4) tile_of<T, 4>(a, at);
+      else if constexpr (T::kRows == 6) tile_of<T, 6>(a, at);
+      else if (rows == 2) tile_of<T, 2>(a, at);
+      else tile_of<T, 1>(a, at);
     }
   }
 }

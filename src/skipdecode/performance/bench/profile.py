@@ -88,7 +88,7 @@ def _of_fast(engine: FastEngine, recorder: Recorder, tokens: float) -> list[Call
         calls += [
             (model, "_embed", recorder.timed("embedding", model._embed)),
             (model, "_stack", _noted_stack(model, recorder, tokens * engine.kv.token_bytes)),
-            (model, "_head", recorder.timed("head", model._head, num_bytes=model._spec.head.weight.nbytes)),
+            (model, "_head", recorder.timed("head", model._head, num_bytes=model.head.bytes_read(1))),
         ]
     elif isinstance(model, DenseModel):
         # A step of fixed shape is one call: nothing inside it can be timed.

@@ -92,7 +92,7 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
 
     shown = schedule.seq_len if positions is None else max(1, positions)
     ends = [schedule.drop_position(layer) for layer in range(schedule.num_layers)]
-    left, right = -0.1 * shown, -0.02 * shown  # of the strip for the prompt
+    left, right = -0.13 * shown, -0.02 * shown  # of the strip for the prompt
     for span in ((left, right), (0, shown)):
         axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
     prompts = {_RUNS: (schedule.prompt_layers(), "runs on"), _STORED: (schedule.projected, "leaves keys and values of")}
@@ -100,7 +100,7 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
         for layer, bar in zip(layers, axes.barh(layers, right - left, 0.94, left, color=color), strict=True):
             tip(bar, f"layer {layer} {does} prompt tokens")
     below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=7)
+    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=6)
     widths = [shown if e is None else min(e, shown) for e in ends]
     run = [layer for layer, width in enumerate(widths) if width]
     bars = axes.barh(run, [widths[layer] for layer in run], 0.94, color=_RUNS, clip_on=False)

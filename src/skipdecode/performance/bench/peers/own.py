@@ -11,9 +11,10 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.fast_model import FastModel, NativeModel, open_model
 from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.gated import GatedEngine
+from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kv import KV
@@ -64,7 +65,7 @@ class FastPeer(Peer):
         """See `Peer`: zeros."""
         forward = self.fast.forward
 
-        def made_up(rows: TokenRows, kv: KV) -> torch.Tensor:
+        def made_up(rows: TokenRows, kv: KV) -> torch.Tensor | Candidates:
             if len(rows.wanted) == len(rows.tokens):
                 return forward(rows, kv)
             kv.fill()
@@ -81,7 +82,10 @@ class FastPeer(Peer):
         spec, geometry = self.fast._spec, self._geometry
         layers = sum(_bytes(linear) for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
         rows = batch * spec.embedding.shape[1] * spec.embedding.element_size()
-        step = StepCost(batch, _bytes(spec.head) + rows, layers / geometry.num_layers, geometry.kv_bytes_per_token())
+        head = _bytes(spec.head)
+        if isinstance(self.fast, NativeModel):
+            head += self.fast.head.bytes_read(batch) - spec.head.weight.nbytes
+        step = StepCost(batch, head + rows, layers / geometry.num_layers, geometry.kv_bytes_per_token())
         return replace(super().reads(batch), steps=(step,))
 
 

@@ -1,0 +1,192 @@
+"""The exact 8-bit head: that its tokens are the full head's, how often it does not suffice, and what it gains.
+
+`same`: records of E2E with its bundled adapter and chat prompts with the other one are decoded at full depth and under
+schedules; wherever the copy has decided, the full head computes all logits of the same state, and the tokens are
+compared. With int8 weights the head has 8 bits anyway and there is no copy: rows_decided is 0.
+`speed`: decoding alone, with and without the copy in turn, of E2E's records.
+
+    python benchmarks/head.py --data e2e/test.jsonl --out results/head-smollm2-135m-cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from skipdecode import Schedule
+from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.data.prompts import encode_prompts
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import load_task
+from skipdecode.engine import FastEngine, Request
+from skipdecode.engine.kernels.greedy import greedy
+from skipdecode.engine.kernels.head import Candidates
+from skipdecode.engine.opening import end_tokens, open_fast
+from skipdecode.models.loading.hub import load_model
+
+ADAPTERS = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters"
+FORMS = (
+    "Tell me about {}.",
+    "What should a beginner know about {}?",
+    "Write a short story about {}.",
+    "List five facts about {}.",
+    "Explain {} to a child.",
+    "Write a letter to a friend about {}.",
+    "What are the pros and cons of {}?",
+    "Write a poem about {}.",
+)
+TOPICS = """bread volcanoes bicycles chess rivers languages photosynthesis trains gardening jazz Rome sleep bees
+mountains money libraries whales computers tea winter swimming friendship maps vaccines football painting deserts
+cats bridges
+programming oceans rice dinosaurs museums wind running islands clocks"""
+
+
+class Compared:
+    """Stands before a model's head; where the 8-bit copy has decided, the full head says what it would have."""
+
+    def __init__(self, fast: Any) -> None:
+        self._head = fast.head
+        self.words: list[int] = []
+        self.forwards = self.fallbacks = self.different = 0
+
+    def __call__(self, hidden: Any, tops: list[int] | None = None) -> Any:
+        found = self._head(hidden, tops)
+        if isinstance(found, Candidates):
+            logits = self._head(hidden)
+            self.different += sum(a != b for a, b in zip(greedy(logits)[0], found.best, strict=True))
+            self.words += found.counts
+        self.forwards += isinstance(found, Candidates) or self._head.fell_back
+        self.fallbacks += self._head.fell_back
+        return found
+
+
+def e2e(options: argparse.Namespace, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Prompts of E2E."""
+    task = load_task("e2e")
+    return [tuple(p) for p in encode_prompts(task.template(), load_records(task, str(options.data)), tokenizer)[1]]
+
+
+def chat(options: argparse.Namespace, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Prompts of a chat."""
+    texts = [form.format(topic) for topic in TOPICS.split() for form in FORMS]
+    apply = tokenizer.apply_chat_template
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    return [tuple(apply(turn, add_generation_prompt=True, return_dict=False)) for turn in turns]
+
+
+def schedules(layers: int) -> dict[float, Schedule]:
+    """Full depth, and those that are worth a comparison."""
+    nominal = {s: Schedule.from_speedup(layers, s, 41) for s in (2.0, 3.0, 5.0)}
+    return {1.0: Schedule.full(layers), **nominal}
+
+
+def jobs(prompts: list[tuple[int, ...]], layers: int, batch: int) -> Iterator[tuple[Schedule, list[tuple[int, ...]]]]:
+    """Batches of prompts under one schedule after the other, each prompt once under each."""
+    starts = range(0, len(prompts), batch)
+    for turn in range(len(schedules(layers))):
+        for number, start in enumerate(starts):
+            chosen = list(schedules(layers).values())[(number + turn) % len(schedules(layers))]
+            yield chosen, prompts[start : start + batch]
+
+
+def same(options: argparse.Namespace, name: str, weights: str, steps: int) -> dict[str, Any]:
+    """`steps` generated tokens, each the full head's."""
+    loaded = load_model(str(ADAPTERS / f"{name}-smollm2-135m"), dtype="bfloat16")
+    fast: Any = open_fast(loaded.model, "fast", print, weights)
+    prompts = (e2e if name == "e2e" else chat)(options, loaded.tokenizer)
+    ends = end_tokens(loaded.model, loaded.tokenizer)
+    fast._head = compared = Compared(fast)
+    done, bar = 0, tqdm(total=steps, desc=f"{name}, {weights}", unit="step")
+    for schedule, texts in itertools.cycle(jobs(prompts, fast.num_layers, options.batch)):
+        engine = FastEngine(fast, schedule, max_rows=options.batch)
+        engine.decode([Request(text, options.new, stop_ids=ends) for text in texts])
+        done += engine.stats.new_tokens
+        bar.update(engine.stats.new_tokens)
+        if done >= steps:
+            break
+    bar.close()
+    counts = compared.words
+    return {
+        "data": name,
+        "weights": weights,
+        "steps": done,
+        "rows_decided": len(counts),
+        "different": compared.different,
+        "forwards_asked": compared.forwards,
+        "fallbacks": compared.fallbacks,
+        "fallback_share": compared.fallbacks / compared.forwards if compared.forwards else None,
+        "mean_candidates": statistics.fmean(counts) if counts else None,
+        "max_candidates": max(counts, default=None),
+    }
+
+
+def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decoding with and without the copy."""
+    loaded = load_model(str(ADAPTERS / "e2e-smollm2-135m"), dtype="bfloat16")
+    fast: Any = open_fast(loaded.model, "fast", print)
+    prompts, rows = e2e(options, loaded.tokenizer), []
+    for batch, nominal in itertools.product((1, 32), (1.0, 5.0)):
+        schedule = schedules(fast.num_layers)[nominal]
+        requests = [Request(text, 41) for text in prompts[: options.speed_rows * (1 if batch == 1 else 8)]]
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        tokens: dict[bool, list[list[int]]] = {}
+        for turn in range(options.rounds + 1):
+            for on in (True, False) if turn % 2 else (False, True):
+                fast.head.short_from = 0 if on else math.inf
+                engine = FastEngine(fast, schedule, max_rows=batch)
+                tokens[on] = [row.tokens for row in engine.decode(requests)]
+                if turn:
+                    seconds[on].append(engine.stats.after_prompts / engine.stats.steps)
+        gains = [full / short for full, short in zip(seconds[False], seconds[True], strict=True)]
+        rows.append(
+            {
+                "batch": batch,
+                "nominal_speedup": nominal,
+                "full_head_ms": 1000 * statistics.median(seconds[False]),
+                "ms": 1000 * statistics.median(seconds[True]),
+                "gain": statistics.median(gains),
+                "gains": gains,
+                "same_tokens": tokens[True] == tokens[False],
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
+    parser.add_argument("--steps", type=int, default=100_000, help="generated tokens that are compared")
+    parser.add_argument("--new", type=int, default=128, help="most tokens of a text")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5, help="of the timing; medians count")
+    parser.add_argument(
+        "--speed-rows", type=int, default=16, help="records that are timed (8 times as many in a batch)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    timed = speed(options)
+    runs = [(name, weights) for name in ("e2e", "chat") for weights in ("model", "int8")]
+    found = []
+    for name, weights in runs:
+        # Without a copy there is little to compare.
+        found.append(same(options, name, weights, options.steps // 2 if weights == "model" else options.steps // 20))
+        print(json.dumps(found[-1]), flush=True)
+    config = {k: v for k, v in vars(options).items() if k not in ("out", "data")}
+    config["command"] = " ".join(["python", Path(sys.argv[0]).name])
+    document = {**heading("head"), "environment": environment(), "config": config, "same": found, "speed": timed}
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The output embedding on the C++ kernels, and the likeliest words without reading all of it.
+
+An 8-bit copy of the weight gives each word a score and a bound on its distance from the logit that the full head
+computes, rounding included (docs/theory.md derives it). Words whose upper bound reaches the best lower bound are
+candidates; their logits come from the full head's own kernel, so the likeliest of them is the full head's, bit for bit
+and ties included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from skipdecode.engine.kernels.build import load_library
+from skipdecode.engine.kernels.memory import huge_pages
+from skipdecode.engine.kernels.native import NativeKernels
+from skipdecode.engine.kernels.quantize import QuantizedWeight, quantize
+from skipdecode.engine.kernels.spec import LinearSpec
+
+__all__ = ["MOST_ROWS", "MOST_WORDS", "Candidates", "NativeHead", "ShortHead"]
+
+MOST_ROWS = 32
+"""Of a forward, beyond which the full head is as quick."""
+MOST_WORDS = 512
+"""Candidates of a row, beyond which it takes the full head."""
+_GROUP, _STEP = 64, 64  # words and columns that the kernel takes at once
+_CHUNK = 2**21  # weights looked at at a time
+_LARGEST = 1e12  # of a row's norm; beyond, the kernel's bound may overflow
+_POINTERS = "head codes scales errors norms bias tops upper best words logits counts"
+
+
+class _Args(ctypes.Structure):
+    """See head.cpp."""
+
+    _fields_ = [*((name, ctypes.c_void_p) for name in _POINTERS.split()), ("most", ctypes.c_int64)]
+
+
+class Candidates(NamedTuple):
+    """Each row's likeliest word, the first of equals, and the words of which it is one with their logits.
+
+    Parameters
+    ----------
+    best : list of int
+    words : torch.Tensor
+        (rows, MOST_WORDS), int64; of each row the first `counts`, rising.
+    logits : torch.Tensor
+        As `words`, fp32: those of the full head.
+    counts : list of int
+    """
+
+    best: list[int]
+    words: Tensor
+    logits: Tensor
+    counts: list[int]
+
+
+class ShortHead:
+    """The 8-bit copy of an output embedding and its bounds.
+
+    Parameters
+    ----------
+    kernels : NativeKernels
+    spec : LinearSpec
+        A head whose weight is bf16 or fp32, with nothing behind the product but a bias.
+
+    Attributes
+    ----------
+    bounded : bool
+        Whether the bounds hold: not of weights that are not finite, or beyond 10^12.
+    nbytes : int
+        What it takes, and a step reads.
+    """
+
+    def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
+        weight: Any = spec.weight
+        self._keep: list[Any] = []
+        self._full = kernels.linear_args(spec, self._keep)
+        self._call = load_library().skipdecode_likeliest
+        size, columns = weight.shape
+        groups, padded = -(-size // _GROUP), -(-columns // _STEP) * _STEP
+        self._codes = huge_pages(torch.empty(groups, padded // 4, _GROUP, 4, dtype=torch.uint8))
+        self._numbers = torch.zeros(4, groups * _GROUP)
+        rows = max(1, _CHUNK // (columns * _GROUP)) * _GROUP
+        for start in range(0, size, rows):
+            self._copy(weight[start : start + rows].detach(), start)
+        scales, errors, norms, bias = self._numbers
+        if spec.bias is not None:
+            bias[:size] = spec.bias
+        self.bounded = bool(errors.isfinite().all() and norms.max() < _LARGEST and bias.abs().max() < _LARGEST)
+        self.nbytes = self._codes.nbytes + self._numbers.nbytes
+        self._args = _Args(
+            head=ctypes.addressof(self._full), codes=self._codes.data_ptr(), scales=scales.data_ptr(),
+            errors=errors.data_ptr(), norms=norms.data_ptr(), bias=None if spec.bias is None else bias.data_ptr(),
+            most=MOST_WORDS,
+        )  # fmt: skip
+
+    def __call__(self, hidden: Tensor, tops: list[int], room: Tensor) -> Candidates | None:
+        """The words that can be among each row's `tops` likeliest; None where a row has more than `MOST_WORDS`.
+
+        `hidden` are the states before the head's norm, (rows, hidden) in fp32; `room` is (rows, vocabulary), fp32.
+        """
+        rows, full, args = len(tops), self._full, self._args
+        wanted, made = torch.tensor(tops, dtype=torch.int32), torch.empty(2, rows, dtype=torch.int64)
+        words, logits = torch.empty(rows, MOST_WORDS, dtype=torch.int64), torch.empty(rows, MOST_WORDS)
+        full.x, full.m, full.ldx = hidden.data_ptr(), rows, hidden.stride(0)
+        args.tops, args.upper, args.best, args.counts = (t.data_ptr() for t in (wanted, room, *made))
+        args.words, args.logits = words.data_ptr(), logits.data_ptr()
+        self._call(ctypes.c_void_p(ctypes.addressof(args)))
+        best, counts = made.tolist()
+        return None if min(counts) < 0 else Candidates(best, words, logits, counts)
+
+    def _copy(self, part: Tensor, start: int) -> None:
+        """Codes and bounds of the words from `start` on; what rounding takes from a bound is made up for."""
+        count, columns = part.shape
+        made, part = quantize(part, "int8"), part.float()
+        codes = torch.nn.functional.pad(made.codes, (0, 0, 0, -count % _GROUP)) ^ 128
+        groups = codes.view(-1, _GROUP, codes.shape[1] // 4, 4).transpose(1, 2)
+        self._codes[start // _GROUP : start // _GROUP + len(groups)] = groups
+        unit = 2.0**-24
+        # Sums of squares in fp32, and squares that are too small for it.
+        up, least = 1 + 4 * columns * unit, math.sqrt(columns) * 2.0**-62
+        norm = part.norm(dim=1) * up + least
+        error = (part - made.dequantize()).norm(dim=1) * up + least
+        # The full head's products and sums, in any order; and the difference above.
+        error += norm * ((2 * columns + 16) * unit * 1.01 + 8 * unit)
+        for row, values in zip(self._numbers, (made.scales, error, norm + error), strict=False):
+            row[start : start + count] = values
+
+
+class NativeHead:
+    """The head of a model on the C++ kernels.
+
+    Of up to 32 rows whose next tokens take a few likeliest words only (greedy ones, top-k) it asks an 8-bit copy first,
+    and the weight itself where that leaves too many. The copy is made when first asked, where it pays: of a weight of 8
+    MiB or more, to whose memory it adds half (a quarter in fp32), on a CPU that multiplies bytes (AVX512_VNNI). It is
+    of the weight as it was then.
+
+    Attributes
+    ----------
+    short_from : float
+        Bytes of a weight from which there is a copy; infinity: never.
+    fell_back : bool
+        Whether the last call asked the copy, and took the weight.
+    """
+
+    short_from: float = 2**23
+
+    def __init__(self, kernels: NativeKernels, spec: LinearSpec, before: NativeHead | None = None) -> None:
+        self._kernels, self._spec = kernels, spec
+        self._linear = kernels.linear(spec)
+        self._logits = torch.empty(0, spec.weight.shape[0])
+        # Read anew, with the same weights, where a longer text needs more positions.
+        self._short: ShortHead | None = None if before is None else before._short
+        plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
+        self._can = plain and kernels.multiplies_bytes and spec.weight.shape[1] <= 2**15
+        self.fell_back = False
+
+    @property
+    def short(self) -> ShortHead | None:
+        """The 8-bit copy, made now if it was not; None where there is none."""
+        if not self._can or self._spec.weight.nbytes < self.short_from:
+            return None
+        if self._short is None:
+            self._short = ShortHead(self._kernels, self._spec)
+        return self._short if self._short.bounded else None
+
+    def bytes_read(self, rows: int) -> int:
+        """Bytes that a greedy step of so many rows reads."""
+        short = self.short if rows <= MOST_ROWS else None
+        return self._spec.weight.nbytes if short is None else short.nbytes
+
+    def __call__(self, hidden: Tensor, tops: list[int] | None = None) -> Tensor | Candidates:
+        """Logits (rows, vocabulary) of the states before the norm, valid until the next call.
+
+        With `tops`, for each row how many of its likeliest words are enough, perhaps these only.
+        """
+        rows, vocabulary = len(hidden), self._logits.shape[1]
+        if rows > len(self._logits):
+            self._logits = torch.empty(rows, vocabulary)
+        self.fell_back = False
+        if tops and rows <= MOST_ROWS and (short := self.short) is not None:
+            found = short(hidden, [min(top, vocabulary) for top in tops], self._logits)
+            if found is not None:
+                return found
+            self.fell_back = True
+        if rows:
+            self._linear(hidden, self._logits, rows, False)
+        return self._logits[:rows]
