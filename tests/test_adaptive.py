@@ -168,6 +168,8 @@ def test_bounds_of_a_request_move_its_depth() -> None:
     for bound in (0.0, *sorted(abs(loss) for loss in excess)):
         assert depth(max_loss=bound) == max(i for i, loss in enumerate(excess) if loss <= bound)
     assert depth(speedup=2.0) >= depth(speedup=1.0)
+    late = replace(router, penalties=((1.5, 0.0), (2.0, 4.0)))  # free of charge it is faster than its target
+    assert Adaptive.choosing(late).penalty == 0
     with pytest.raises(UsageError, match="reach"):
         Adaptive.choosing(router, speedup=3.0)
     with pytest.raises(UsageError):
@@ -395,6 +397,7 @@ def test_calibrate_says_what_it_cannot_do(made: dict[str, str], tmp_path: Path, 
     wrong = (
         (["--depths", "8", "5"], "--target-speedup"),
         (["--depths", "8", "5", "--nominal-speedup", "2"], "--target-speedup"),
+        (["--depths", "8", "5", "--target-speedup", "1.2", "--phase", "decode"], "--phase"),
         (["--depths", "8", "5", "--target-speedup", "9"], "out of reach"),
         (["--depths", "8", "--target-speedup", "1.2"], "--depths"),
         (["--target-speedup", "1.2"], "--depths"),

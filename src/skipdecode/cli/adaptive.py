@@ -47,8 +47,8 @@ def run(config: Config) -> int:
     from skipdecode.engine.adaptive import ROUTER_FILE, identity
 
     speedup = config.target_speedup
-    if speedup is None:
-        raise UsageError("--adaptive compares at equal time: give --target-speedup, of requests")
+    if speedup is None or config.phase != "request":
+        raise UsageError("--adaptive compares at equal time of requests: give --target-speedup, and no --phase decode")
     parts = _parts(config)
     loaded = load(config)
     depths, model = _depths(config, loaded), identity(loaded.model)

@@ -102,11 +102,13 @@ class Router:
         return [0.0, *(sum(w * x for w, x in zip(each, (*known, 1.0), strict=True)) for each in self.weights)]
 
     def penalty(self, speedup: float | None = None) -> float:
-        """The price of time for a speed-up of requests (default: its target); raises UsageError out of reach."""
+        """The price of time for a speed-up of requests (default: its target), 0 where it is had for nothing.
+
+        Raises UsageError where it is out of reach.
+        """
         wanted, (speedups, prices) = self.speedup if speedup is None else speedup, zip(*self.penalties, strict=True)
-        if not speedups[0] <= wanted <= speedups[-1]:
-            reach = f"{speedups[0]:.2f} to {speedups[-1]:.2f}"
-            raise UsageError(f"a speed-up of {wanted:g} is out of the router's reach: give {reach}")
+        if wanted > speedups[-1]:
+            raise UsageError(f"a speed-up of {wanted:g} is out of the router's reach: give up to {speedups[-1]:.2f}")
         return float(np.interp(wanted, speedups, prices))
 
     def check(self, model: Any) -> None:
