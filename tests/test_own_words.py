@@ -197,6 +197,9 @@ def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_
     assert document["n"] == 2
     assert [row["name"] for row in document["rows"]] == ["untouched", "unified-1.5x"]
     assert document["rows"][0]["measured_speedup"] == 1.0
+    named = [*call[: call.index("--methods")], "--method", "unified", "--nominal-speedup", "1.5", "--overwrite"]
+    assert main(named) == 0
+    assert json.loads((tmp_path / "eval" / "run.json").read_text())["rows"][1]["kl"] == document["rows"][1]["kl"]
 
 
 @pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])

@@ -67,6 +67,8 @@ class CalibrationSettings(Options):
         super().__post_init__()
         if (self.target_speedup is None) == (self.nominal_speedup is None):
             raise UsageError("give one target: --target-speedup (wall-clock) or --nominal-speedup (layers)")
+        if self.phase == "decode" and self.target_speedup is None:
+            raise UsageError("--phase says what --target-speedup is of: give both, or neither")
         if self.prompt_depths and not self.whole:
             raise UsageError(
                 "--prompt-depths belongs to --target-speedup of whole requests: else prompts run all layers"

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.arguments import flag
 from skipdecode.cli.calibrate import STORE, draw, load
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import read_cost
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _LEAST_GAIN = 0.01  # nats a token: less is not worth a router
+_OF_SCHEDULES = ("prompt_depths", "use", "method", "candidates", "least", "buckets", "warmup_layers", "seq_len")
 _COLUMNS = {
     "method": "{method}",
     "records": "{task}: {n}",
@@ -49,6 +51,8 @@ def run(config: Config) -> int:
     speedup = config.target_speedup
     if speedup is None or config.phase != "request":
         raise UsageError("--adaptive compares at equal time of requests: give --target-speedup, and no --phase decode")
+    if unused := next((n for n in _OF_SCHEDULES if getattr(config, n) != getattr(type(config), n)), None):
+        raise UsageError(f"--adaptive learns no schedule, and takes those of --depths: leave out {flag(unused)}")
     parts = _parts(config)
     loaded = load(config)
     depths, model = _depths(config, loaded), identity(loaded.model)
@@ -155,16 +159,7 @@ def _report(config: Config, depths: Sequence[Schedule], document: dict[str, Any]
         return "\n".join([*lines[:-1], f"{lines[-1]}: too little for a router, so none was made"])
     sure = [each["method"] for each in runs if each["task"] == "all" and each["low"] > 0]
     way = sure[0] if sure else WAYS[0]
-    use = [
-        "skipdecode",
-        "generate",
-        config.model,
-        "--schedule",
-        way,
-        "--router",
-        str(place),
-        "--input",
-        "prompts.jsonl",
-    ]
+    use = ["skipdecode", "generate", config.model, "--schedule", way, "--router", str(place)]
+    use += ["--input", "prompts.jsonl"]
     lines += [f"ahead of static beyond chance: {', '.join(sure) or 'none, so a static depth is the better choice'}"]
     return "\n".join([*lines, f"next: {shlex.join(use)} (no --router where the file lies beside the weights)"])

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
+    AdaptiveOptions,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
-    ScheduleOptions,
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
@@ -46,7 +46,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, AdaptiveOptions):
     """Options of `skipdecode chat`."""
 
     model: str = option(f"{MODEL}; with a chat template", default="smollm2-135m", positional=True)

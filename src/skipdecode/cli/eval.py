@@ -62,8 +62,8 @@ class Config(EvaluationSettings, OwnWordsOptions, MethodOptions, ModelOptions, E
         "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub", default=None
     )
     methods: tuple[str, ...] = option(
-        "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and, if need "
-        "be, their prompt layers (skipdecode:3:15), schedule files (*.json)",
+        "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and prompt "
+        "layers (skipdecode:3:15), schedule files (*.json), adaptive, confident, adaptive+confident (see --router)",
         default=(),
     )
     out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None)

@@ -70,7 +70,7 @@ def evaluate_own_words(config: Config) -> int:
             raise UsageError(f"--self takes no {flag(name)}: see --prompts, --self-records and --self-tokens")
     if not config.model or not config.out:
         raise UsageError(f"{'--out' if config.model else 'MODEL'} is needed")
-    for one in each_method(config, config.methods):
+    for one in _each(config):
         check_method_options(one)
     out, adapter = Path(config.out), adapter_dir(config.model)
     check_directory(out, overwrite=config.overwrite or is_unfinished(out))
@@ -88,13 +88,16 @@ def evaluate_own_words(config: Config) -> int:
     return 0
 
 
+def _each(config: Config) -> list[Config]:
+    return each_method(config, config.methods) if config.methods else [config]
+
+
 def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]:
     """The schedules that are asked for, or all that the checkpoint was tuned under; and full depth on their engine."""
     named = config.methods or config.method or config.schedule or config.nominal_speedup
     if named or loaded.recipe is None:
-        each = each_method(config, config.methods) if config.methods else [config]
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
-        found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
+        found = [choose_method(one, loaded.num_layers, **kind)[0] for one in _each(config)]
     else:
         tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
         found = [METHODS.get("schedule")(with_prompt_layers(config, *choice).schedule) for choice in tuned]

@@ -79,12 +79,16 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
             f"--drop-order: none of --methods {' '.join(wanted)} takes an order of layers: leave it out, or add one "
             f"that does, such as {accepted}"
         )
+    if options.router is not None and all(one.router is None for one in each):
+        raise UsageError(f"--router: none of --methods {' '.join(wanted)} takes one: {', '.join(WAYS)} do")
     return each
 
 
 def _from_word(options: OptionsT, word: str) -> OptionsT:
     if word.endswith(".json") or word in WAYS:
-        return replace(options, schedule=word, seq_len=None, drop_order=None)
+        router = options.router if word in WAYS else None
+        return replace(options, schedule=word, seq_len=None, drop_order=None, router=router)
+    options = replace(options, router=None)
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in (*_OTHERS, *_SCHEDULES):
