@@ -188,6 +188,12 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
     ]
 
 
+def test_vllm_is_not_started_for_prompts_that_it_cannot_run(tmp_path, capsys):
+    save_checkpoint(tmp_path, Schedule.split(LAYERS, 3, 4, name="own").to_dict())
+    assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
+    assert "'own'" in capsys.readouterr().err
+
+
 def test_vllm_takes_no_adapter(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2

@@ -53,8 +53,8 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         default=None,
     )
     engine: str = option(
-        "fast: the package's own engine (CPU; Llama, Mistral, OPT, Qwen2, Qwen3); auto: fast where it covers the "
-        "model, else transformers; vllm: start vLLM's own server with the plugin instead",
+        "fast: the package's own engine (CPUs, CUDA GPUs; Llama, Mistral, OPT, Qwen2, Qwen3); auto: fast where it "
+        "covers the model, else transformers; vllm: start vLLM's own server with the plugin instead",
         default="auto",
         choices=(*ENGINES, "vllm"),
     )
@@ -105,11 +105,6 @@ def _check(config: Config) -> None:
         layers = layers_of(config.model)
         for schedule in _schedules(config, layers):
             schedule.check_fits(layers)
-            if config.engine == "vllm" and schedule.projected:
-                raise UsageError(
-                    f"--engine vllm cannot run schedule {schedule.name!r}, whose prompts leave only keys and values in "
-                    f"{len(schedule.projected)} layers: give --prompt-layers full or max_exit"
-                )
 
 
 def _schedules(config: Config, num_layers: int) -> list[Schedule]:
@@ -168,6 +163,7 @@ def _service(config: Config) -> Service:
 
 def _run_vllm(config: Config) -> int:
     from skipdecode.common.progress import note
+    from skipdecode.models.carried import of_config
     from skipdecode.models.families import layers_in
     from skipdecode.models.loading.hub import load_config, load_recipe
     from skipdecode.models.loading.locate import adapter_dir
@@ -183,8 +179,14 @@ def _run_vllm(config: Config) -> int:
         raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
     model_config = load_config(config.model)
     layers = layers_in(model_config)
-    schedules = _schedules(config, layers)
-    if schedules and getattr(model_config, "skipdecode", None) is None:
+    schedules, own = _schedules(config, layers), of_config(model_config, config.model)
+    for schedule in schedules if own is None else (own, *schedules):
+        if schedule.projected:
+            raise UsageError(
+                f"--engine vllm cannot run schedule {schedule.name!r}, whose prompts leave only keys and values in "
+                f"{len(schedule.projected)} layers: leave out --engine vllm, or make it one with --prompt-layers full"
+            )
+    if schedules and own is None:
         # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.
         schedules.insert(0, Schedule.full(layers))
     command = vllm_command(
