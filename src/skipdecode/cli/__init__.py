@@ -32,7 +32,7 @@ VERBS = {
     "calibrate": "which layers to leave out, and where in the text, learned on your records",
     "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",
     "report": "result files as one HTML page that works offline",
-    "bench": "decoding speed of engines and schedules, next to the limit that memory sets",
+    "bench": "decoding speed of engines and schedules, next to the limit that the machine sets",
     "serve": "an OpenAI-compatible server with a schedule per request, and a page to try it",
     "info": "versions, devices, supported families, cached models",
 }

@@ -20,6 +20,8 @@ _SHOWN = 6  # pictures of a kind that a reader sees without asking for more
 _VERDICTS = {
     "schedule": "{name}",
     "speed-up": "{speedup:.2f}x",
+    "request": "{request_speedup:.2f}x",
+    "decode": "{decode_speedup:.2f}x",
     "prompt layers": "{prompt_layers}",
     "mean layers": "{mean_layers:.1f}",
     "predicted": "{predicted:.4f}",
