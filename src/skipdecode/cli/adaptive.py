@@ -162,4 +162,5 @@ def _report(config: Config, depths: Sequence[Schedule], document: dict[str, Any]
     use = ["skipdecode", "generate", config.model, "--schedule", way, "--router", str(place)]
     use += ["--input", "prompts.jsonl"]
     lines += [f"ahead of static beyond chance: {', '.join(sure) or 'none, so a static depth is the better choice'}"]
-    return "\n".join([*lines, f"next: {shlex.join(use)} (no --router where the file lies beside the weights)"])
+    lines += [f"next: {shlex.join(use)}", "beside the weights the file is found without --router"]
+    return "\n".join(lines)
