@@ -239,7 +239,7 @@ PLANS = {
         checkpoints={
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "pop20-1x.json"]),
-            **requested("lower15-3x", "lower10-3x", "lower10-5x", "static-2.5x"),
+            **requested("lower15-3x", "lower10-3x", "lower9-3x", "lower7-4x", "lower10-5x", "static-2.7x"),
         },
         yardstick="full-b",
         calibration=(),

@@ -256,6 +256,40 @@ def kept(share: dict[str, float] | None) -> str:
     return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
 
 
+def products(document: dict[str, Any]) -> list[list[str]]:
+    """Forwards of one prompt, and steps of a batch, against the machine's bf16 product and against bf16."""
+    head = ["what", "weights", "ms", "GFLOP/s", "of the bf16 product", "x bf16"]
+    return [
+        head,
+        *(
+            [
+                f"prompt of {row['tokens']}" if "tokens" in row else f"step of {row['batch']} rows",
+                row["weights"],
+                f"{1000 * row['seconds']:.1f}",
+                f"{row['gflop_s']:.0f}" if "gflop_s" in row else "-",
+                f"{row['of_bf16_product']:.2f}" if "of_bf16_product" in row else "-",
+                f"{row['over_bf16']:.2f}x",
+            ]
+            for row in document["rows"]
+        ),
+    ]
+
+
+def predictions(document: dict[str, Any]) -> list[list[str]]:
+    """Measured and predicted request speed-ups, by lengths and batch: the middle and the largest distance."""
+    groups: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
+    for row in document["runs"]:
+        groups.setdefault((row["lengths"], row["prompt_len"], row["new_tokens"], row["batch"]), []).append(row)
+    rows = [["lengths", "batch", "request speed-ups measured", "prediction off by, median", "most"]]
+    for (name, prompt, new, batch), group in groups.items():
+        errors = sorted(abs(row["request_error"]) for row in group)
+        gains = [row["request_speedup"] for row in group]
+        span = f"{min(gains):.2f}x to {max(gains):.2f}x"
+        middle = errors[len(errors) // 2]
+        rows.append([f"{name}, {prompt} + {new}", str(batch), span, f"{middle:.1%}", f"{errors[-1]:.1%}"])
+    return rows
+
+
 def vllm(document: dict[str, Any]) -> list[list[str]]:
     """The vLLM plugin against stock vLLM in the same run."""
     ratios = document["ratios"]
@@ -274,6 +308,8 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "decode": ("decode-speed", decode),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
+    "predictions": ("prediction", predictions),
+    "products": ("product-speed", products),
     "quality": ("quality-table", quality),
     "requests": ("quality-table", requests),
     "speeds": ("bench", speeds),

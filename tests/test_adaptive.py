@@ -146,6 +146,20 @@ def test_rows_of_like_depth_step_together() -> None:
     assert waves.stats.layer_reads < 0.9 * mixed.stats.layer_reads
 
 
+def test_an_engine_keeps_to_its_rows_when_they_choose_no_more() -> None:
+    model = tiny_model("llama")
+    adaptive, plain = Adaptive.choosing(router_for(model)), Schedule(LAYERS, ORDER, (6, 5, 4))
+    engine, most = FastEngine(model, plain, max_rows=3), []
+    for schedule in (adaptive, plain):
+        engine.submit([Request(row, NEW) for row in PROMPTS], schedule)
+        begun = 0
+        while engine.has_work:
+            engine.step()
+            begun = max(begun, engine.rows)
+        most.append(begun)
+    assert most[0] > 3 == most[1]
+
+
 def test_the_gated_engine_decides_alike_and_runs_the_deepest_rows_depth() -> None:
     model = tiny_model("llama")
     adaptive = Adaptive.choosing(router_for(model))

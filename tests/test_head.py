@@ -206,6 +206,20 @@ def test_what_needs_all_logits_has_them(monkeypatch):
     assert all(math.isnan(out.logprob) for out in FastEngine(open_model(model), schedule).run([Request((5,), 4)]))
 
 
+def test_a_head_that_is_changed_in_place_is_the_changed_one(monkeypatch):
+    model = tiny_model("llama", vocab_size=3001)
+    fast, texts = open_model(model), []
+    for short_from in (0, 0, math.inf):
+        monkeypatch.setattr(NativeHead, "short_from", short_from)
+        engine = FastEngine(fast, Schedule.full(LAYERS))
+        texts.append([row.tokens for row in engine.decode([Request(p, NEW) for p in PROMPTS])])
+        assert bool(engine.stats.short_heads) == (short_from == 0)
+        if len(texts) == 1:
+            with torch.no_grad():
+                model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    assert texts[0] != texts[1] == texts[2]
+
+
 def test_a_policy_may_ask_for_log_probabilities(monkeypatch):
     class Asking(SchedulePolicy):
         reads_logprob = True

@@ -100,7 +100,9 @@ class LossMeter:
             key = f"{self._part}/{number}/records/{';'.join(map(_behaviour, schedules))}"
             if self._store.get(key) is None:
                 with torch.inference_mode():
-                    self._store.put(key, self._shared_prompt(number, batch, schedules[0]).records(schedules))
+                    # Of use once, so its keys and values are not kept.
+                    prompt = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device), schedules[0])
+                    self._store.put(key, prompt.records(schedules))
             self._advance()
             found += self._store.get(key)
         return found

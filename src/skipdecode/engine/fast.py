@@ -88,7 +88,7 @@ class FastEngine(Engine):
         self._policy.schedule.check_fits(self.model.num_layers)
         super().__init__(self._policy.schedule)
         self._order = DepthOrder(self.schedule)
-        self._prompt_tokens, self._in_order = prompt_tokens, in_order
+        self._prompt_tokens, self._in_order, self._max_rows = prompt_tokens, in_order, max_rows
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
         self._waves: DepthWaves | None = None
         if kv_bytes is not None and not self.model.has_pages:
@@ -114,9 +114,10 @@ class FastEngine(Engine):
         batch = list(requests)
         policy = self._policy if schedule is None else policy_of(schedule)
         self._order.check(policy.schedule)
-        if len(policy.depths) > 1 and self._waves is None and self.model.has_pages and not self._in_order:
-            self._waves = DepthWaves(self._scheduler.max_rows, self._scheduler.join_below)
-            self._scheduler.max_rows *= len(policy.depths)
+        depths = len(policy.depths) if self.model.has_pages and not self._in_order else 1
+        if not self.has_work or (depths > 1 and self._waves is None):
+            self._waves = DepthWaves(self._max_rows, self._scheduler.join_below) if depths > 1 else None
+            self._scheduler.max_rows = self._max_rows * depths
         sizes = [self._size(self._submitted + i, request, policy) for i, request in enumerate(batch)]
         self._requests |= {size.request: (request, policy) for size, request in zip(sizes, batch, strict=True)}
         self._submitted += len(batch)

@@ -73,6 +73,8 @@ class ShortHead:
         Whether the bounds hold: not of weights that are not finite, or beyond 10^12.
     nbytes : int
         What it takes, and a step reads.
+    version : int
+        See `_version`.
     """
 
     def __init__(self, kernels: NativeKernels, spec: LinearSpec) -> None:
@@ -80,7 +82,7 @@ class ShortHead:
         self._keep: list[Any] = []
         self._full = kernels.linear_args(spec, self._keep)
         self._call = load_library().skipdecode_likeliest
-        size, columns = weight.shape
+        self.version, (size, columns) = _version(weight), weight.shape
         groups, padded = -(-size // _GROUP), -(-columns // _STEP) * _STEP
         self._codes = huge_pages(torch.empty(groups, padded // 4, _GROUP, 4, dtype=torch.uint8))
         self._numbers = torch.zeros(4, groups * _GROUP)
@@ -131,13 +133,18 @@ class ShortHead:
             row[start : start + count] = values
 
 
+def _version(weight: Tensor) -> int:
+    """How often a weight was changed in place; torch does not count those made in inference mode."""
+    return 0 if weight.is_inference() else weight._version
+
+
 class NativeHead:
     """The head of a model on the C++ kernels.
 
     Of up to 32 rows whose next tokens take a few likeliest words only (greedy ones, top-k) it asks an 8-bit copy first,
     and the weight itself where that leaves too many. The copy is made when first asked, where it pays: of a weight of 8
-    MiB or more, to whose memory it adds half (a quarter in fp32), on a CPU that multiplies bytes (AVX512_VNNI). It is
-    of the weight as it was then.
+    MiB or more, to whose memory it adds half (a quarter in fp32), on a CPU that multiplies bytes (AVX512_VNNI); made
+    anew when the weight was changed.
 
     Attributes
     ----------
@@ -162,9 +169,11 @@ class NativeHead:
     @property
     def short(self) -> ShortHead | None:
         """The 8-bit copy, made now if it was not; None where there is none."""
-        if not self._can or self._spec.weight.nbytes < self.short_from:
+        weight: Any = self._spec.weight
+        if not self._can or weight.nbytes < self.short_from:
             return None
-        if self._short is None:
+        if self._short is None or self._short.version != _version(weight):
+            self._short = None  # its memory, before that of the next
             self._short = ShortHead(self._kernels, self._spec)
         return self._short if self._short.bounded else None
 
