@@ -1,8 +1,8 @@
 """The main job on the embedded default model: full depth and schedules, side by side.
 
 Generates text for a few built-in prompts at full depth and under several schedules, for the same number of tokens, and
-shows the texts, the layers that ran, and three speed-ups: request (time of prompts and steps), decode (of the
-steps after the prompts) and nominal (layers). Restaurant records and chats run on bundled adapters that were tuned under the
+shows the texts, the layers that ran, and three speed-ups: request (time of prompts and steps), decode (of the steps
+after the prompts) and nominal (layers). Restaurant records and chats run on bundled adapters that were tuned under the
 schedules; the model as published stands beside the chats, to show what tuning is for. The first run fetches the model
 (about 100 MB) into the user's cache.
 """
