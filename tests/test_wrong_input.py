@@ -65,6 +65,7 @@ WRONG = {
     f"{EVAL} --methods even:2 --router nowhere.json": "--router",
     f"{EVAL} --methods even:2 confident --router nowhere.json": "router nowhere.json",
     "chat hollow --schedule adaptive": "router.json",
+    "generate hollow x --schedule adaptive --prompt-layers 4": "takes no --prompt-layers",
     "eval hollow --self --out new --method calm --nominal-speedup 2": "--nominal-speedup",
     "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 2 --phase decode": "--phase",
     "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --adaptive --buckets 4": "--buckets",

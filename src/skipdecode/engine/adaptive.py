@@ -146,7 +146,7 @@ class Router:
             depths = tuple(Schedule.from_dict(each) for each in data["depths"])
             return cls(**{f.name: _tuple(data[f.name]) for f in fields(cls)} | {"depths": depths})
         except (DataError, ScheduleError, TypeError, KeyError) as e:
-            what = f"the entry {e} is missing" if isinstance(e, KeyError) else e
+            what = f"the entry {e} is missing" if isinstance(e, KeyError) else str(e).removeprefix(f"{path}: ")
             raise DataError(f"router {path}: {what}; skipdecode calibrate --adaptive makes one") from None
 
 

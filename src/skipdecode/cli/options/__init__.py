@@ -158,8 +158,10 @@ class AdaptiveOptions(ScheduleOptions):
         """The schedule, where it is one that chooses; DataError without a router."""
         if self.schedule not in WAYS and self.router is None:
             return None
-        if self.schedule not in WAYS or self.prompt_layers is not None:
-            raise UsageError(f"--router belongs to --schedule {', '.join(WAYS)}, which take no --prompt-layers")
+        if self.schedule not in WAYS:
+            raise UsageError(f"--router belongs to --schedule {', '.join(WAYS)}: give both, or neither")
+        if self.prompt_layers is not None:
+            raise UsageError(f"--schedule {self.schedule} takes no --prompt-layers: the router says what prompts run")
         from skipdecode.engine.adaptive import ROUTER_FILE, Adaptive, Router
         from skipdecode.models.loading.locate import adapter_dir, locate
 
