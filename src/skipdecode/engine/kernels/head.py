@@ -28,7 +28,7 @@ MOST_ROWS = 32
 MOST_WORDS = 512
 """Candidates of a row, beyond which it takes the full head."""
 _GROUP, _STEP = 64, 64  # words and columns that the kernel takes at once
-_CHUNK = 2**18  # weights looked at at a time: bounds the fp32 copies
+_CHUNK = 2**16  # weights looked at at a time: bounds the fp32 copies
 _LARGEST = 1e12  # of a row's norm; beyond, the kernel's bound may overflow
 _POINTERS = "head codes scales errors norms bias tops upper best words logits counts"
 
