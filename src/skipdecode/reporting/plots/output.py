@@ -127,11 +127,14 @@ _SAID = (
 
 
 def _smaller(text: str) -> str:
-    """The same picture in fewer letters: tenths of a point, no white space between elements."""
+    """The same picture in fewer letters: tenths of a point, no white space between elements or in styles."""
     text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: _rounded(found[0]), text)
-    return re.sub("|".join(_SAID), "", re.sub(r">\s+<", "><", text))
+    text = re.sub("|".join(_SAID), "", re.sub(r">\s+<", "><", text))
+    return re.sub(r' style="[^"]*"', lambda found: re.sub("([:;]) ", r"\1", found[0]), text)
 
 
 def _rounded(attribute: str) -> str:
     tenths = re.sub(r"-?\d+\.\d+", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), attribute)
-    return re.sub(r"\s*\n", "", tenths)
+    joined = re.sub(r"\s*\n", "", tenths)
+    # Behind a point another one is a line to it; behind a curve's it would be the curve's.
+    return joined if "C" in joined or "Q" in joined else re.sub(r"(?<=\d)L ", " ", joined)
