@@ -172,7 +172,7 @@ def test_rounds_alternate_between_engines_and_schedules():
             calls.append((self.name, rows.batch, schedule.mean_budget(8)))
             return GatedEngine(self.model, schedule, max_rows=rows.batch)
 
-    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2), LAYERS, CPU)
+    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2, prompts=False), LAYERS, CPU)
     mean = Schedule.from_speedup(LAYERS, 2, 8).mean_budget(8)
     there = [("a", 8), ("a", mean), ("b", 8)]  # an engine's schedules next to each other
     assert calls == [(n, b, d) for b in (1, 4) for n, d in (*there, *there[::-1])]
