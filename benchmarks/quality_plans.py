@@ -199,9 +199,9 @@ def requested(*words: str) -> dict[str, Checkpoint]:
     return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
 
 
-def _summary_requests(plan: Plan, steps: int) -> Plan:
-    """Request time of the same task: a prompt of its own, and static pruning in as long, each from full depth."""
-    made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in ("lower12-2x", "static-2.3x")}
+def _summary_requests(plan: Plan, steps: int, *words: str) -> Plan:
+    """Request time of the same task: schedules by name, each tuned from full depth."""
+    made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in words}
     return replace(
         plan,
         results=f"request-{plan.results}",
@@ -267,8 +267,8 @@ PLANS = {
     ),
     "cnn_dm": _CNN_DM,
     "tldr": _TLDR,
-    "request-cnn_dm": _summary_requests(_CNN_DM, 120),
-    "request-tldr": _summary_requests(_TLDR, 120),
+    "request-cnn_dm": _summary_requests(_CNN_DM, 120, "lower12-2x", "static-2.3x"),
+    "request-tldr": _summary_requests(_TLDR, 120, "lower12-2x"),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
