@@ -106,8 +106,8 @@ _ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
 # Of what else configs may ask, all that is computed.
-_COVERED = {"_remove_final_layer_norm": False, "do_layer_norm_before": True, "use_bidirectional_attention": False}
-_COVERED |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+_COVERED: dict[str, bool | None] = {"do_layer_norm_before": True, "use_bidirectional_attention": False}
+_COVERED |= {"_remove_final_layer_norm": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def read_model(model: Any, positions: int) -> ModelSpec:
