@@ -55,8 +55,6 @@ class Plan:
         Name or file.
     start : str
         Its name; the calibration runs on its weights.
-    timed : bool
-        Measure speed apart, on the package's engine, which must know the model; else the evaluations do.
     calibration : sequence of str
         Options of every `skipdecode calibrate`; none where no schedule is learned.
     request : bool
@@ -75,7 +73,6 @@ class Plan:
     evaluation: Sequence[str] = field(default=("--batch-size", "32"))
     task: str = "e2e"
     start: str = "full-a"
-    timed: bool = True
     calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
     request: bool = False
 
@@ -282,7 +279,7 @@ PLANS = {
             "full-b": full_depth("full-a", E2E_SEQ_LEN, 120),
         },
         yardstick="full-b",
-        timed=False,
         calibration=(),
+        request=True,
     ),
 }

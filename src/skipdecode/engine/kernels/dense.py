@@ -151,12 +151,10 @@ class DenseDecoder:
         for index, (layer, count, kept) in enumerate(zip(layers, counts, stored, strict=True)):
             if kept > count:
                 projected = _linear(_keys_and_values(layer, x.dtype), x[count:kept])
-                rotation = turned(layer.attention, count, kept)
-                store(index, count, *_turned_keys(layer.attention, projected, rotation))
+                store(index, count, *_turned_keys(layer.attention, projected, turned(layer.attention, count, kept)))
             if count:
                 _run_layer(layer, index, x[:count], attend)
-        x = x.index_select(0, wanted)
-        return _linear(self._spec.head, x)
+        return _linear(self._spec.head, x.index_select(0, wanted))
 
 
 def _run_layer(layer: LayerSpec, index: int, x: Tensor, attend: _Attend, active: Tensor | None = None) -> None:
