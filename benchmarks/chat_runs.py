@@ -54,6 +54,8 @@ def call(*command: str | Path) -> None:
 def tuned(runs: Path) -> Path:
     """The checkpoint, made where it is not there."""
     words, order, out = runs / "chat-words", runs / "chat-calibration", runs / "chat-self"
+    if finished(out):
+        return out
     tune = ["skipdecode", "tune", MODEL, *WORDS, *PACE, *RECORDS]
     if not finished(words):
         call(*tune, "--steps", "1", "--out", words, "--resume")
@@ -76,11 +78,10 @@ def tuned(runs: Path) -> Path:
         depth = round(LAYERS / TARGET)
         flat = Schedule.constant(LAYERS, depth, drop_order=learned, prompt="max_exit", name=target.stem)
         flat.save(target)
-    if not finished(out):
-        out.mkdir(exist_ok=True)
-        for file in ("self.json", "self.jsonl", "self-dev.jsonl"):  # it goes on with these words
-            shutil.copy(words / file, out)
-        call(*tune, *SAMPLED, "--schedule", target, "--steps", "170", "--out", out, "--resume")
+    out.mkdir(exist_ok=True)
+    for file in ("self.json", "self.jsonl", "self-dev.jsonl"):  # it goes on with these words
+        shutil.copy(words / file, out)
+    call(*tune, *SAMPLED, "--schedule", target, "--steps", "170", "--out", out, "--resume")
     return out
 
 
