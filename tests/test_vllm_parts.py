@@ -141,7 +141,7 @@ class Keys(torch.nn.Module):
         super().__init__()
         self.stored: dict[int, torch.Tensor] = {}
 
-    def forward(self, hidden_states: Any, residual: Any, positions: Any) -> Any:
+    def forward(self, hidden_states: Any, residual: Any = None, positions: Any = None) -> Any:
         states = hidden_states if residual is None else hidden_states + residual
         return states, states if positions is None else states + positions[:, None]
 

@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def one_engine(checkpoint: Any, request: pytest.FixtureRequest) -> Any:
     with engine(checkpoint[0], **options(enforce_eager=request.param == "eager")) as llm:
-        assert (pieces_of(llm) is None) == (request.param == "eager")
+        assert pieces_of(llm).eager == (request.param == "eager")
         graphs = compiled_graphs()
         yield llm
         assert compiled_graphs() == graphs

@@ -23,6 +23,7 @@ _MOST = 4
 # Kinds of Dynamo's guards whose values say what a trace has relied on.
 _KINDS = {"EQUALS_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "TENSOR_MATCH", "NONE_MATCH", "BOOL_MATCH"}
 _KINDS |= {"CLOSURE_MATCH", "SEQUENCE_LENGTH"}
+_SCOPE = ("layer", "arguments")
 
 _log = logging.getLogger("vllm.skipdecode")  # Below vLLM's own logger, whose handler and level it takes.
 
@@ -36,23 +37,23 @@ class LayerPieces:
 
     Parameters
     ----------
-    vllm_config : VllmConfig
-        Names the backend and its options.
+    vllm_config : VllmConfig or None
+        Names the backend and its options. Where vLLM compiles its own graph, once, layers are compiled too.
     axis : int
         Axis of a layer's inputs that counts rows.
+
+    Attributes
+    ----------
+    eager : bool
+        Whether layers for which there is no piece yet run eagerly.
     """
 
     def __init__(self, vllm_config: Any, axis: int) -> None:
         self._config, self._axis = vllm_config, axis
         self._of: dict[tuple[int, Callable[..., Any], tuple[str, ...]], Piece] = {}
         self._made: dict[tuple[Callable[..., Any], tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
-        self._eager = False
-
-    @staticmethod
-    def wanted(vllm_config: Any) -> bool:
-        """Whether vLLM compiles its own graph, once and ahead of time: then layers are compiled too."""
-        settings = vllm_config.compilation_config
-        return int(settings.mode or 0) >= 2 and settings.backend != "eager"
+        settings = vllm_config and vllm_config.compilation_config
+        self.eager = not settings or int(settings.mode or 0) < 2 or settings.backend == "eager"
 
     @property
     def count(self) -> int:
@@ -76,11 +77,11 @@ class LayerPieces:
         if arguments["hidden_states"].shape[self._axis] < 2:
             return eager  # A trace would take the one row for a constant; the next call may have more.
         made = self._made.setdefault((function, nones), [])
-        scope = {"layer": layer, "arguments": arguments}
+        scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
         found = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
         if found is None and len(made) == _MOST:
             self._run_eagerly(f"they differ from the {_MOST} that are compiled")
-        elif found is None and not self._eager:
+        elif found is None and not self.eager:
             try:
                 made.append(self._compile(eager, layer, arguments))
                 found = made[-1][0]
@@ -90,9 +91,9 @@ class LayerPieces:
         return found or eager
 
     def _run_eagerly(self, reason: str) -> None:
-        if not self._eager:
+        if not self.eager:
             _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
-        self._eager = True
+        self.eager = True
 
     def _compile(self, forward: Piece, layer: nn.Module, arguments: dict[str, Any]) -> tuple[Piece, list[Fact]]:
         settings = self._config.compilation_config
@@ -101,8 +102,10 @@ class LayerPieces:
         facts: list[Fact] = []
 
         def record(entries: Any) -> list[bool]:
-            known = [e for e in entries if e.has_value and e.guard_type in _KINDS]
-            facts.extend((e.name, e.guard_type, _described(e.guard_type, e.value)) for e in known if _lasts(e))
+            # Of the arguments not the tensors: in other steps they have other rows.
+            known = [e for e in entries if e.has_value and e.guard_type in _KINDS and e.name.startswith(_SCOPE)]
+            lasting = [e for e in known if e.name.startswith("layer") or not isinstance(e.value, Tensor)]
+            facts.extend((e.name, e.guard_type, _described(e.guard_type, e.value)) for e in lasting)
             return [False] * len(entries)
 
         self._mark(arguments, arguments["hidden_states"].shape[self._axis])
@@ -123,24 +126,14 @@ class LayerPieces:
                 self._mark(part, rows)
 
 
-def _lasts(entry: Any) -> bool:
-    """Whether a guard is of the layer, or of an argument that is no tensor: tensors have other rows in other steps."""
-    argument = entry.name.startswith("arguments") and not isinstance(entry.value, Tensor)
-    return argument or bool(entry.name.startswith("layer"))
-
-
 def _described(kind: str, value: Any) -> Any:
     """A value as far as a guard of this kind looks at it."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.stride(), value.device
-    match kind:
-        case "TYPE_MATCH":
-            return type(value)
-        case "CLOSURE_MATCH":
-            return getattr(value, "__code__", value)
-        case "SEQUENCE_LENGTH":
-            return len(value)
-    return value
+    if kind == "CLOSURE_MATCH":
+        return getattr(value, "__code__", value)
+    seen: dict[str, Callable[[Any], Any]] = {"TYPE_MATCH": type, "SEQUENCE_LENGTH": len}
+    return seen[kind](value) if kind in seen else value
 
 
 def _all_hold(facts: list[Fact], scope: dict[str, Any]) -> bool:

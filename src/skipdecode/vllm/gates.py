@@ -81,6 +81,8 @@ class LayerGates:
         The decoder layers of this process by their numbers in the model.
     axis : int
         Axis of a layer's inputs that counts rows: 0, or 1 for models that run through transformers' own code.
+    vllm_config : VllmConfig or None
+        Says how layers are compiled; None: not at all.
 
     Attributes
     ----------
@@ -88,18 +90,18 @@ class LayerGates:
         The rows of the step under way; None lets every layer run on everything.
     put_back : bool
         Whether a layer that some rows run computes all of them and gets the others put back.
-    pieces : LayerPieces or None
-        Runs layers in a step that skips, compiled; None lets them run eagerly.
+    pieces : LayerPieces
+        Runs layers in a step that skips.
     projections : dict of int to KeyProjection
         For the layers that some schedule projects.
     finished : bool
         Whether the last layer's gate was passed since the step began.
     """
 
-    def __init__(self, layers: dict[int, nn.Module], axis: int = 0) -> None:
+    def __init__(self, layers: dict[int, nn.Module], axis: int = 0, vllm_config: Any = None) -> None:
         self.step: StepRows | None = None
         self.put_back = self.finished = False
-        self.pieces: LayerPieces | None = None
+        self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self._axis = axis
         self._last = max(layers)
@@ -136,7 +138,7 @@ class LayerGates:
         """One layer in a step that skips."""
         kind = step.layers[index]
         states = [arguments[name] for name in _STATES if name in arguments]
-        forward = functools.partial(self._compute, type(layer)._skipdecode_base.forward, layer)
+        forward = functools.partial(self.pieces, type(layer)._skipdecode_base.forward, layer)
         puts_back = kind >= 0 and self.put_back
         if step.projects[index] != NONE and not puts_back:
             # First, for a text's rows may attend to those that another leaves in this step.
@@ -154,11 +156,6 @@ class LayerGates:
             states, self.finished = self._change_rows(states, ALL), True
         return tuple(states) if len(states) > 1 else states[0]
 
-    def _compute(self, function: Callable[..., Any], module: nn.Module, arguments: dict[str, Any]) -> Any:
-        if self.pieces is None:
-            return function(module, **arguments)
-        return self.pieces(function, module, arguments)
-
     def _project(self, index: int, arguments: dict[str, Any], states: list[Any], step: StepRows) -> list[Any]:
         """Store keys and values of the rows that a layer projects; returns the states of those that run it."""
         states = self._change_rows(states, ALL if step.layers[index] == NONE else step.layers[index])
@@ -167,14 +164,10 @@ class LayerGates:
         if self._passing is None or self._passing[0] != kind:
             whole = states if self._holds == ALL else self._waiting
             self._passing = kind, [self._take(s, rows) for s in whole]
-        hidden, *residual = self._passing[1]
-        given = {
-            "hidden_states": hidden,
-            "residual": residual[0] if residual else None,
-            "positions": self._cut(arguments.get("positions"), step.num_rows, rows),
-        }
+        given: dict[str, Any] = dict(zip(_STATES, self._passing[1], strict=False))
+        given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = self.projections[index]
-        keys, values = self._compute(type(projection).forward, projection, given)
+        keys, values = self.pieces(type(projection).forward, projection, given)
         if index in self._slots:
             projection.store(keys, values, self._slots[index])
         return states

@@ -81,7 +81,7 @@ class KeyProjection(nn.Module):
         self.weight, self.bias = _last_rows(attention.qkv_proj, 2 * self.width)
         self._target = [target]  # A list, for its weights are not this module's.
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None, positions: Tensor | None) -> Any:
+    def forward(self, hidden_states: Tensor, residual: Any = None, positions: Tensor | None = None) -> Any:
         """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are."""
         states = hidden_states if residual is None else hidden_states + residual
         states = states if self.norm is None else self.norm(states)

@@ -19,7 +19,6 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
-from skipdecode.vllm.compiled import LayerPieces
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection
@@ -124,19 +123,17 @@ class Skipping:
                 f"the model has {max(layers) + 1} decoder layers in vLLM, its config says {self._settings.num_layers}"
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
-        self.gates = LayerGates(layers, axis)
+        self.gates = LayerGates(layers, axis, self._config)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
         architecture = self._config.model_config.architecture
         self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
-        if LayerPieces.wanted(self._config):
-            self.gates.pieces = LayerPieces(self._config, axis)
         # Those that vLLM compiles.
         self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
         self.choice = ModeChoice(self._settings, self._config, self._device)
 
     def compile_layers(self, runner: Any) -> None:
         """Make the pieces that steps which skip will call, by steps without attention that call every layer."""
-        if self.gates.pieces is None:
+        if self.gates.pieces.eager:
             return
         rows, every = min(_EXAMPLE_ROWS, runner.max_num_tokens), range(self._settings.num_layers)
         all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
