@@ -61,7 +61,7 @@ def server(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("log") / "server.txt"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[0])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    command += ["--served-model-name", "tiny", "--block-size", "32", "--max-num-seqs", "16"]
+    command += ["--served-model-name", "tiny", "--block-size", "32", "--max-num-seqs", "16", "--enforce-eager"]
     # Not what engines of this process have set.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PP", "VLLM_DIST", "VLLM_USE"))}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
