@@ -87,8 +87,7 @@ class LayerPieces:
                 found = made[-1][0]
             except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
                 self._run_eagerly(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
-        self._of[id(layer), function, nones] = found or eager
-        return found or eager
+        return self._of.setdefault((id(layer), function, nones), found or eager)
 
     def _run_eagerly(self, reason: str) -> None:
         if not self.eager:

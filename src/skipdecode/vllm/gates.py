@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -120,14 +119,12 @@ class LayerGates:
             base: Any = type(layer)
             layer.__class__ = with_mixin(_Gated, base)
 
-    def begin(
-        self, step: StepRows, put_back: bool, device: torch.device, slots: dict[int, Tensor] | None = None
-    ) -> None:
+    def begin(self, step: StepRows, put_back: bool, device: torch.device, slots: dict[int, Tensor]) -> None:
         """Start a step; `end` must follow. `slots`: where the rows that a layer projects are stored, by layer."""
         self.step, self.put_back, self.finished = step, put_back, False
         self._holds, self._waiting = ALL, []
         self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
-        self._slots = slots or {}
+        self._slots = slots
 
     def end(self) -> None:
         """The step is over, by an exception too."""
@@ -138,18 +135,17 @@ class LayerGates:
         """One layer in a step that skips."""
         kind = step.layers[index]
         states = [arguments[name] for name in _STATES if name in arguments]
-        forward = functools.partial(self.pieces, type(layer)._skipdecode_base.forward, layer)
         puts_back = kind >= 0 and self.put_back
         if step.projects[index] != NONE and not puts_back:
             # First, for a text's rows may attend to those that another leaves in this step.
             states = self._project(index, arguments, states, step)
         if puts_back:
             # Rows that are to be projected run here: the same keys and values, and their state is put back.
-            states = self._run_all(forward, arguments, states, step.parts[kind])
+            states = self._run_all(layer, arguments, states, step.parts[kind])
         elif kind != NONE:
             if kind != self._holds:
                 states = self._change_rows(states, kind)
-            states = self._call(forward, arguments, states)
+            states = self._call(layer, arguments, states)
         elif len(states) > 1 and states[1] is None:
             states[1] = torch.zeros_like(states[0])
         if index == self._last:
@@ -174,26 +170,25 @@ class LayerGates:
 
     # ------------------------------------------------------------------ the two ways to skip
 
-    def _call(self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+    def _call(self, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
         """The layer on the rows that `states` holds."""
+        forward = type(layer)._skipdecode_base.forward
         given = dict(zip((n for n in _STATES if n in arguments), states, strict=True))
         if self._holds == ALL:
             self._passing = None
-            return _listed(forward(arguments | given))
+            return _listed(self.pieces(forward, layer, arguments | given))
         total, rows = self.step.num_rows, self._rows[self._holds]  # type: ignore[union-attr]
         others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
-        return _listed(forward(others | given))
+        return _listed(self.pieces(forward, layer, others | given))
 
-    def _run_all(
-        self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any], part: RowSubset
-    ) -> list[Any]:
+    def _run_all(self, layer: Any, arguments: dict[str, Any], states: list[Any], part: RowSubset) -> list[Any]:
         """The layer on all rows; those that sit it out are put back."""
         states = self._change_rows(states, ALL)
         alone = not isinstance(part.rest, tuple)
         rest: Any = (_selection(part.rest, states[0].device),) if alone else part.rest
         # Kept as copies, because a fused norm adds into what it is given.
         kept = [[self._take(s, r).clone() if s is not None else None for r in rest] for s in states]
-        out = self._call(forward, arguments, states)
+        out = self._call(layer, arguments, states)
         for state, saved in zip(out, kept, strict=True):
             for rows, before in zip(rest, saved, strict=True):
                 if before is None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
+from skipdecode.vllm.step_rows import NONE, RowSubset, StepRows
 
 __all__ = ["StepMetadata", "cut_metadata"]
 
@@ -72,12 +72,12 @@ class StepMetadata:
 
     def projected_slots(self, step: StepRows, slots: dict[str, Tensor]) -> dict[int, Tensor]:
         """For each layer that projects: where its rows' keys and values go, of the slots of all rows."""
-        found = {}
-        for layer, names in self._of_layer.items():
-            if (kind := step.projects[layer]) != NONE:
-                rows = slice(step.num_rows) if kind == ALL else step.parts[kind].rows
-                found[layer] = _take(slots[names[0][0]], rows)
-        return found
+        rows = [*(part.rows for part in step.parts), slice(step.num_rows)]  # The last is found by ALL.
+        return {
+            layer: _take(slots[names[0][0]], rows[kind])
+            for layer, names in self._of_layer.items()
+            if (kind := step.projects[layer]) != NONE
+        }
 
     @property
     def num_builders(self) -> int:
@@ -114,10 +114,10 @@ def cut_metadata(given: Any, part: RowSubset) -> Any:
         value = getattr(given, field.name)
         if value is None or field.name in _COMPUTED:
             continue
-        if field.name in _PER_REQUEST or field.name == "_num_computed_tokens_cpu":
+        if field.name in _PER_REQUEST:
             values[field.name] = _take(value, part.requests)
-            if field.name == "_num_computed_tokens_cpu":
-                values[field.name] = _plus(values[field.name], part.lead)
+        elif field.name == "_num_computed_tokens_cpu":
+            values[field.name] = _plus(_take(value, part.requests), part.lead)
         elif field.name in _LENGTHS:
             values[field.name] = _plus(_take(value, part.requests), -part.cut)
         elif field.name in _PER_ROW:

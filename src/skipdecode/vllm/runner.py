@@ -35,10 +35,6 @@ _BUILD_SECONDS = 6e-5
 """One cut and build of metadata in Python; `metadata_build_s` of results/vllm-exact-smollm2-135m.json."""
 
 
-_EXAMPLE_ROWS = 64
-"""Rows of the steps from which layers are compiled, for any number of rows."""
-
-
 class SkipWorker(Worker):  # type: ignore[misc]
     """The worker of this platform."""
 
@@ -135,7 +131,7 @@ class Skipping:
         """Make the pieces that steps which skip will call, by steps without attention that call every layer."""
         if self.gates.pieces.eager:
             return
-        rows, every = min(_EXAMPLE_ROWS, runner.max_num_tokens), range(self._settings.num_layers)
+        rows, every = min(64, runner.max_num_tokens), range(self._settings.num_layers)
         all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
         projected = self.gates.projections
         keys = StepRows((NONE,) * len(every), tuple(ALL if i in projected else NONE for i in every), (), rows)
@@ -144,7 +140,7 @@ class Skipping:
             for module in self._graphs:
                 module.do_not_compile = True
             for step in (all_run, keys) if projected else (all_run,):
-                self.gates.begin(step, False, self._device)
+                self.gates.begin(step, False, self._device, {})
                 runner._dummy_run(rows, is_profile=True)
         finally:
             self.gates.end()
@@ -254,7 +250,7 @@ class ModeChoice:
 
     def puts_back(self, step: StepRows) -> bool:
         """Whether a step runs layers on all rows and puts back those that sit them out."""
-        if self.mode != "auto":
+        if self.mode != "auto" or not step.parts:
             return self.mode == "where"
         all_rows = self._layer_seconds(step.num_rows)
         more = sum(

@@ -127,6 +127,9 @@ class LayerLimits:
         self.num_layers = schedules[0].num_layers
         self._first, self._end = np.array([_limits(s) for s in schedules], np.int64).transpose(1, 0, 2)
         self._full = np.array([s.is_full for s in schedules])
+        # From here on no schedule changes: a step like the last one needs no new plan.
+        self._settled = max([0, *self._end[self._end < _NEVER].tolist()])
+        self._last: tuple[Any, StepRows | None] = None, None
 
     def counts(self, batch: StepBatch) -> NDArray[np.int64]:
         """Rows of each request (first axis) that run each layer (second axis)."""
@@ -144,6 +147,13 @@ class LayerLimits:
         """The rows of every layer; None if all rows run all layers."""
         if self._full[batch.schedule].all():
             return None
+        age = np.minimum(batch.start - batch.prompt, self._settled)
+        key = tuple(a.tobytes() for a in (batch.schedule, batch.rows, age))
+        if key != self._last[0]:
+            self._last = key, self._plan(batch)
+        return self._last[1]
+
+    def _plan(self, batch: StepBatch) -> StepRows | None:
         lead, end = self._spans(batch)
         counts = end - lead
         if (counts == batch.rows[:, None]).all():
