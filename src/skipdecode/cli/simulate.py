@@ -17,8 +17,9 @@ from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
+from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import PROMPT_TOKENS, CostModel, PromptCost
+from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
 from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
