@@ -24,7 +24,10 @@ from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
-__all__ = ["NEVER", "DepthTable", "find_router", "find_thresholds", "follow", "oracle", "penalties", "routed"]
+__all__ = [
+    "NEVER", "DepthTable", "find_router", "find_thresholds", "follow", "oracle", "penalties", "priced", "routed",
+    "static_shares",
+]  # fmt: skip
 
 Numbers = NDArray[np.float64]
 Choice = NDArray[np.intp]
@@ -90,7 +93,7 @@ class DepthTable:
         found = []
         for task, rows in parts:
             n, counts, fed = int(rows.sum()), self.counts[rows], np.maximum(1, self.counts[rows] - 1)
-            static = _static(self.sums[rows], self.seconds[rows].sum(0), float(seconds[rows].sum()))
+            static = self.sums[rows] @ static_shares(self.sums[rows], self.seconds[rows].sum(0), seconds[rows].sum())
             gains = static - losses[rows]
             drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
             low, high = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
@@ -102,18 +105,19 @@ class DepthTable:
         return found
 
 
-def _static(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
-    """Each record's loss under the best depth, or random mix of two, that takes `at` seconds in all."""
-    tried = [losses[:, int(seconds.argmin())]]
+def static_shares(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
+    """Shares of the best depth, or mix of two, that takes `at` seconds; losses (records, depths), seconds (depths,)."""
+    sums, pure = losses.sum(0), np.eye(len(seconds))
+    tried = [pure[int(seconds.argmin())]]
     for a, b in combinations_with_replacement(np.argsort(seconds, kind="stable"), 2):
         if seconds[a] <= at * _SLACK:
             share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
-            tried.append(losses[:, a] + share * (losses[:, b] - losses[:, a]))
-    return min(tried, key=lambda each: float(each.sum()))
+            tried.append((1 - share) * pure[a] + share * pure[b])
+    return min(tried, key=lambda each: float(each @ sums))
 
 
-def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[Choice, float]:
-    """The depth of least loss + penalty x price for each record, with the least penalty that keeps to the limit."""
+def priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[Choice, float]:
+    """The depth of least loss + penalty x price for each record, with the least penalty that keeps to all's limit."""
 
     def choice(penalty: float) -> Choice:
         return np.asarray(np.argmin(losses + penalty * prices, axis=1))
@@ -132,7 +136,7 @@ def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) ->
 
 def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
     """The oracle at a speed-up, and a random assignment of its mix of depths; raises TargetError out of reach."""
-    choice, _ = _priced(table.sums, table.seconds, table.seconds, table.limit(speedup))
+    choice, _ = priced(table.sums, table.seconds, table.seconds, table.limit(speedup))
     mix = np.bincount(choice, minlength=len(table.depths)) / len(choice)
     random = table.compare("random", *(each @ mix for each in (table.sums, table.seconds, table.layers)))
     return [*table.chosen("oracle", choice), *random]
@@ -141,7 +145,7 @@ def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
 def routed(table: DepthTable, predicted: Numbers, speedup: float) -> tuple[Choice, float]:
     """Each record's depth by predicted losses at a speed-up of all, and the penalty; TargetError out of reach."""
     prices = np.tile(table.costs, (len(table.counts), 1))
-    return _priced(predicted, prices, table.seconds, table.limit(speedup))
+    return priced(predicted, prices, table.seconds, table.limit(speedup))
 
 
 def penalties(table: DepthTable, predicted: Numbers) -> list[tuple[float, float]]:

@@ -186,6 +186,10 @@ class Adaptive(Schedule):
     def is_full(self) -> bool:
         return False
 
+    @property
+    def chooses(self) -> bool:
+        return True
+
     def fits_weights(self, schedules: Iterable[NestedLayers]) -> bool:
         known = tuple(schedules)
         return all(depth.fits_weights(known) for depth in self.router.depths)

@@ -174,6 +174,11 @@ class NestedLayers:
         """Whether all positions run the same layers, so rows of different ages fit in one batch."""
         return self.budgets[0] == self.budgets[-1]
 
+    @property
+    def chooses(self) -> bool:
+        """Whether rows decide on their depth (`skipdecode.engine.adaptive`); the budgets are then the most."""
+        return False
+
     def flattened(self) -> Self:
         """The constant schedule of the same mean budget (rounded) and drop order."""
         return replace(self, budgets=(max(self.budgets[-1], round(self.mean_budget())),), name=f"{self.name}-flat")
