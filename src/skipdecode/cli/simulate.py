@@ -98,8 +98,7 @@ class Config(ScheduleOptions):
     )
     new_tokens: str = option("new tokens, in the same words", default="64")
     traces: str | None = option(
-        "depths that were recorded, with the lengths of their requests: rows of skipdecode generate under a schedule "
-        "that chooses depths, or answers of skipdecode serve with trace; run beside the schedule, with its prompts",
+        "requests whose depths were recorded (see docs/adaptive.md), run beside the schedule, with its prompts",
         default=None,
     )
     limit: int | None = option(
@@ -154,8 +153,7 @@ def _check(config: Config) -> None:
         raise UsageError("--prompt-token-ms goes with --cost: with --model it follows from --flops")
     if config.rate is not None and config.load is not None:
         raise UsageError("--rate and --load both say how many requests come: give one of them")
-    lengths = (config.prompt_len, config.new_tokens, config.limit)
-    if config.traces is not None and lengths != (Config.prompt_len, Config.new_tokens, Config.limit):
+    if config.traces is not None and (config.prompt_len, config.new_tokens, config.limit) != ("64", "64", None):
         raise UsageError("--traces has lengths of its own: leave out --prompt-len, --new-tokens and --limit")
     if config.burst > 1 and config.rate is None and config.load is None:
         raise UsageError("--burst needs --rate or --load: without one all requests come at once")
@@ -284,9 +282,8 @@ def _table(runs: list[_Run]) -> list[str]:
 
 def _gain(full: _Run, other: _Run) -> str:
     """What a schedule buys: in a stream that both can serve the rates are the same, so there capacity counts."""
-    name, layers = other.schedule.name, other.result.layers_per_token
-    known = other.schedule.nominal_speedup if name != _RECORDED else other.schedule.num_layers / layers
-    nominal = f"(nominal {known:.2f}x)"
+    name, of_layers = other.schedule.name, other.schedule.num_layers / other.result.layers_per_token
+    nominal = f"(nominal {of_layers if name == _RECORDED else other.schedule.nominal_speedup:.2f}x)"
     if full.capacity is None or other.capacity is None:
         gain = other.result.requests_per_second / full.result.requests_per_second
         before, after = full.result.decode_seconds, other.result.decode_seconds

@@ -166,6 +166,7 @@ class Adaptive(Schedule):
     way: str
     penalty: float
     max_loss: float | None
+    chooses = True
 
     @classmethod
     def choosing(
@@ -185,10 +186,6 @@ class Adaptive(Schedule):
     @property
     def is_full(self) -> bool:
         return False
-
-    @property
-    def chooses(self) -> bool:
-        return True
 
     def fits_weights(self, schedules: Iterable[NestedLayers]) -> bool:
         known = tuple(schedules)

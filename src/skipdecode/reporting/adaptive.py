@@ -21,12 +21,12 @@ def adaptive_section(source: Source) -> Section:
     shown = [run for run in runs if run.get("depths") and run["task"] == runs[0]["task"]]
     if depths := sorted({int(depth) for run in shown for depth in run["depths"]}):
         points = [[Point(i, run["depths"].get(str(d), 0) / run["n"]) for i, d in enumerate(depths)] for run in shown]
-        names = ["{method} {request_speedup:.2f}x".format_map(run) for run in shown]
+        names = map("{method} {request_speedup:.2f}x".format_map, shown)
         series, ticks = list(map(Series, names, points)), list(map(str, depths))
         chart = Chart(series, "layers of a request", "share of requests", from_zero=True, ticks=ticks)
         words = "; ".join(f"{one.name}: {', '.join(f'{p.y:.0%}' for p in one.points)}" for one in series)
-        label = f"Share of requests at {', '.join(ticks)} layers. {words}."
-        pictures.append(Picture(chart, f"Mean layers of each request's new tokens: {runs[0]['task']}", label))
+        caption = f"Mean layers of each request's new tokens: {runs[0]['task']}"
+        pictures.append(Picture(chart, caption, f"Share of requests at {', '.join(ticks)} layers. {words}."))
     samples: list[Sample] = [
         (each["prompt"], [(name, [(text, False)]) for name, text in each["texts"].items()])
         for each in source.data.get("examples", ())

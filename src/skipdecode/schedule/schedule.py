@@ -83,6 +83,9 @@ class NestedLayers:
     prompt: PromptDepth = "full"
     name: str = "custom"
 
+    chooses = False
+    """Whether rows decide on their depth (`skipdecode.engine.adaptive`); the budgets are then the most."""
+
     def __post_init__(self) -> None:
         for field in ("num_layers", "warmup_layers"):
             require_int(field, getattr(self, field))
@@ -173,11 +176,6 @@ class NestedLayers:
     def is_flat(self) -> bool:
         """Whether all positions run the same layers, so rows of different ages fit in one batch."""
         return self.budgets[0] == self.budgets[-1]
-
-    @property
-    def chooses(self) -> bool:
-        """Whether rows decide on their depth (`skipdecode.engine.adaptive`); the budgets are then the most."""
-        return False
 
     def flattened(self) -> Self:
         """The constant schedule of the same mean budget (rounded) and drop order."""

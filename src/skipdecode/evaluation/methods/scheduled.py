@@ -50,10 +50,8 @@ class Scheduled(Method):
 
     def settings(self) -> dict[str, Any]:
         """The name, and the schedule itself."""
-        if self.asked is None:
-            return super().settings()
-        # Readers take "schedule" for a plain one.
-        return super().settings() | {"adaptive" if self.asked.chooses else "schedule": self.asked.to_dict()}
+        key = "adaptive" if self.asked and self.asked.chooses else "schedule"  # which readers take for a plain one
+        return super().settings() | ({} if self.asked is None else {key: self.asked.to_dict()})
 
     def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""

@@ -161,10 +161,9 @@ def make_trace(
 
 
 def read_recorded(path: Path) -> list[tuple[int, list[int]]]:
-    """Of requests that ran, tokens of the prompt, and layers of each new token that was fed back.
+    """Of requests that ran, tokens of the prompt, and layers of each new token that was fed back; DataError by line.
 
-    From JSON lines: rows of `skipdecode generate` under a schedule that chooses depths, or answers of
-    `skipdecode serve` to one prompt each, with `trace`. Raises DataError that names the line.
+    From rows of `skipdecode generate` that chose their depth, or answers of `skipdecode serve` to a prompt each.
     """
     found: list[tuple[int, list[int]]] = []
     for line, row in read_objects(path):

@@ -195,10 +195,11 @@ class Worker:
             return None
         tokens = self._take_prompts()
         done = [row for row in self._starting if not row.left]
-        rows = self._running if self._waves is None else self._waves.rows(self._running)
+        rows = self._running
         if tokens and (self._waves or not isinstance(self._policy.schedule.prompt, str)):
             now += self._own_prompts(tokens, len(done))
             tokens, rows = 0, [] if done or (self._waves and self._starting) else rows
+        rows = self._waves.rows(rows) if rows and self._waves else rows
         for row in rows:
             row.budget = granted(self._policy, RowView(row.number, row.output - 1, row.budget, 0.0))
         rows = sorted(rows, key=attrgetter("budget"), reverse=True)
@@ -223,7 +224,7 @@ class Worker:
 
     def _own_prompts(self, tokens: int, ends: int) -> float:
         """Seconds of a forward over tokens of prompts alone, of which so many end."""
-        seconds = self._cost.prompt_seconds(self._policy.schedule, tokens, ends)
+        seconds = self._cost.prompt_seconds(self._policy.schedule, tokens, min(ends, len(self._steps)))
         self._result.prompt_tokens += tokens
         self._result.prompt_seconds += seconds
         return seconds
