@@ -156,7 +156,7 @@ def _report(config: Config, depths: Sequence[Schedule], document: dict[str, Any]
         "the oracle, which knows all losses, gains {gain:+.4f} ({low:+.4f} to {high:+.4f})".format_map(possible[0]),
     ]
     if not runs:
-        return "\n".join([*lines[:-1], f"{lines[-1]}: too little for a router, or no more than chance, so none was made"])
+        return "\n".join([*lines[:-1], f"{lines[-1]}: too little, or within chance, so no router was made"])
     sure = [each["method"] for each in runs if each["task"] == "all" and each["low"] > 0]
     way = sure[0] if sure else WAYS[0]
     use = ["skipdecode", "generate", config.model, "--schedule", way, "--router", str(place)]
