@@ -6,7 +6,7 @@ order, with outputs as long as the references, so that all do the same work; a j
 oracle is given the depth of each record's least loss + penalty x time on these very records, and its requests are
 submitted as a job for each depth. *Static* at a method's measured time is the mix by lot of the two depths with the
 least loss there, *random* the router's mix: their scores and times are those of the depths, mixed. Gains are method -
-static, with paired 95% intervals.
+static, with 95% intervals over draws of records, static at the method's time in each.
 
     python benchmarks/adaptive.py --model CHECKPOINT --router router/router.json --targets 1.8 2.2 \
         --data e2e=e2e/test.jsonl benchmarks/tasks/tldr.yaml=tldr/test.jsonl \
@@ -36,7 +36,6 @@ from skipdecode.engine import Request
 from skipdecode.engine.adaptive import Adaptive, Router
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
-from skipdecode.evaluation.bootstrap import compare
 from skipdecode.evaluation.metrics import check_metrics, make_metrics
 from skipdecode.evaluation.scores import scorer_of
 from skipdecode.evaluation.settings import MetricOptions
@@ -154,13 +153,27 @@ def entry(task: str, method: str, tables: Tables, seconds: float, full: float, *
     return about | {"request_speedup": full / seconds, "mean_layers": layers[0] / layers[1]} | scores | more
 
 
-def gains(method: Tables, static: Tables) -> dict[str, Any]:
-    """Method - static, by metric: estimate and bounds."""
-    found = {}
-    for name in method.keys() - {"layers"}:
-        difference = compare(static[name], method[name], scorer_of(name)).difference
-        found[name] = [difference.estimate, difference.low, difference.high]
-    return found
+class Static(NamedTuple):
+    """What a method is compared with: of each depth statistics, and of each record and depth loss and seconds."""
+
+    pure: list[Tables]
+    losses: Any
+    seconds: Any
+
+    def gains(self, method: Tables, seconds: Any) -> dict[str, Any]:
+        """Method - static, by metric: estimate and bounds; in each draw of records static takes the method's time."""
+        n = len(seconds)
+        drawn = np.vstack([np.ones(n), np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=1000)])
+        each = zip(drawn @ self.losses, drawn @ self.seconds, drawn @ seconds, strict=True)
+        shares = np.array([static_shares(*values) for values in each])
+        found = {}
+        for name in method.keys() - {"layers"}:
+            score = scorer_of(name)
+            static = sum(shares[:, [d]] * (drawn @ tables[name]) for d, tables in enumerate(self.pure))
+            pairs = zip(drawn @ method[name], static, strict=True)
+            values = [float(score(ours) - score(theirs)) for ours, theirs in pairs]
+            found[name] = [values[0], *map(float, np.quantile(values[1:], (0.025, 0.975)))]
+        return found
 
 
 def part_runs(bench: Bench, task: str, part: list[int]) -> list[dict[str, Any]]:
@@ -181,7 +194,7 @@ def part_runs(bench: Bench, task: str, part: list[int]) -> list[dict[str, Any]]:
     # A record's share of a depth's time: what it takes beyond the shallowest goes by its tokens.
     sums, tokens = losses[:, :, 0].T, losses[0, :, 1:]
     prices = (seconds.min() + (seconds - seconds.min()) * tokens / tokens.mean()) / len(part)
-    whole = statistics.median(taken["full"])
+    static, whole = Static(pure, sums, prices), statistics.median(taken["full"])
     runs = [entry(task, "static", t, s, whole, depth=d.name) for t, s, d in zip(pure, seconds, depths, strict=True)]
     oracles = {}
     for target in bench.options.targets:
@@ -197,13 +210,14 @@ def part_runs(bench: Bench, task: str, part: list[int]) -> list[dict[str, Any]]:
         depth_of = [_depth(bench, outputs, i, found[i]) for i in part]
         known = None if name == "confident" else np.stack([losses[d, r] for r, d in enumerate(depth_of)])
         tables = bench.tables(part, found, known)
-        shares = static_shares(sums, seconds, took)
-        static = mixed(pure, shares)
+        shares = static_shares(sums.sum(0), seconds, took)
+        own = prices[np.arange(len(part)), depth_of]  # a confident row's as if it had stayed at its first depth
         chosen = Counter(depths[d].name for d in depth_of)
         more = {"target": float(name.split()[1]) if " " in name else bench.router.speedup, "chosen": chosen}
         runs.append(entry(task, "router" if name[0] == "a" else name.split()[0], tables, took, whole, **more))
         ran = Counter(round(statistics.mean(found[i][1])) for i in part if found[i][1])
-        runs[-1] |= {"against_static": gains(tables, static), "static_at_its_time": shares.tolist(), "depths": ran}
+        against = static.gains(tables, own * took / own.sum())
+        runs[-1] |= {"against_static": against, "static_at_its_time": shares.tolist(), "depths": ran}
         if name[0] == "a" and not bench.examples:
             deep_first = sorted(part, key=lambda i: -statistics.mean(found[i][1] or [0]))
             bench.examples = [example(bench, i, found[i]) for i in (*deep_first[:4], *deep_first[-4:])]
@@ -211,7 +225,7 @@ def part_runs(bench: Bench, task: str, part: list[int]) -> list[dict[str, Any]]:
             lot = np.array([chosen[d.name] for d in depths]) / len(part)
             drawn, takes = mixed(pure, lot), float(np.dot(lot, seconds))
             runs.append(entry(task, "random", drawn, takes, whole, target=more["target"]))
-            runs[-1]["against_router"] = gains(drawn, tables)
+            runs[-1]["against_static"] = static.gains(drawn, prices @ lot)
     return runs
 
 

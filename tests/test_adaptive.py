@@ -314,7 +314,7 @@ def test_the_oracle_and_the_router_find_the_records_that_bear_less(table: DepthT
 
 
 def test_static_takes_the_best_depth_or_mix_of_two_within_the_time() -> None:
-    losses, seconds = np.array([[1.0, 1.5, 2.5], [1.0, 1.5, 4.5]]), np.array([8.0, 6.0, 2.0])
+    losses, seconds = np.array([2.0, 3.0, 7.0]), np.array([8.0, 6.0, 2.0])
     for at, shares in ((9, (1, 0, 0)), (8, (1, 0, 0)), (7, (0.5, 0.5, 0)), (4, (0, 0.5, 0.5)), (1, (0, 0, 1))):
         np.testing.assert_allclose(static_shares(losses, seconds, at), shares)
 
