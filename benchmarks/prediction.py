@@ -25,13 +25,14 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import EngineSource, open_engines
+from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
-from skipdecode.performance.cost import PROMPT_TOKENS, CostModel
+from skipdecode.performance.cost import CostModel
 from skipdecode.performance.measure import CostMeter
 
 LENGTHS = {"e2e": (35, 25), "cnn_dm": (192, 60)}

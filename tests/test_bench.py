@@ -15,7 +15,7 @@ import torch
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine import Engine, GatedEngine
-from skipdecode.errors import UsageError
+from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.performance import machine
 from skipdecode.performance.bench import measure as measure_module
 from skipdecode.performance.bench.measure import measure
@@ -35,6 +35,8 @@ FIELDS = [
     "new",
     "nominal_speedup",
     "mean_layers",
+    "request_speedup",
+    "request_speedup_over_transformers",
     "decode_tokens_per_s",
     "ms_per_step",
     "decode_speedup",
@@ -45,6 +47,7 @@ FIELDS = [
     "limit",
     "roofline_share",
     "seconds",
+    "prompt_seconds",
     "bandwidth_gb_s",
     "products_gflop_s",
 ]
@@ -66,6 +69,21 @@ def bench(*arguments: str) -> int:
 
 def ratio(over: dict[str, Any], under: dict[str, Any]) -> float:
     return statistics.median(a / b for a, b in zip(over["seconds"], under["seconds"], strict=True))
+
+
+def requests(row: dict[str, Any]) -> list[float]:
+    return [sum(pair) for pair in zip(row["seconds"], row["prompt_seconds"], strict=True)]
+
+
+def test_prompts_run_the_layers_that_were_asked_for_and_are_left_out_on_demand(tmp_path: Path):
+    model = tiny_model("llama")
+    schedules = Workload((1,), (6,), 9, (2.0,), 1, prompt_layers="2").schedules(LAYERS)
+    assert [len(schedule.prompt_layers()) for schedule in schedules.values()] == [LAYERS, 2]
+    with pytest.raises(ScheduleError, match="prompt layers '0-99'"):
+        Workload((1,), (6,), 9, (2.0,), 1, prompt_layers="0-99").schedules(LAYERS)
+    (row,) = measure([make_peer("fast", model)], Workload((2,), (5,), 4, (), 1, prompts=False), LAYERS, CPU)["rows"]
+    assert (row["prompt_seconds"], row["request_speedup"]) == ([], None)
+    assert row["decode_speedup"] == 1
 
 
 def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_path: Path, capsys: Any):
@@ -101,6 +119,11 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
         assert row["decode_tokens_per_s"] == pytest.approx(batch * 8 / median)
         assert row["decode_speedup"] == pytest.approx(ratio(found[batch, engine, 1], row))
         assert row["speedup_over_transformers"] == pytest.approx(ratio(found[batch, "transformers", 1], row))
+        cells = (engine, 1), (engine, nominal), ("transformers", 1)
+        whole = {cell: {"seconds": requests(found[batch, *cell])} for cell in cells}
+        assert row["request_speedup"] == pytest.approx(ratio(whole[engine, 1], whole[engine, nominal]))
+        over = ratio(whole["transformers", 1], whole[engine, nominal])
+        assert row["request_speedup_over_transformers"] == pytest.approx(over)
         assert row["mean_layers"] == pytest.approx(LAYERS if nominal == 1 else schedule.mean_budget(8))
         reads = [row["bytes_per_step"] / b / 1e9 for b in row["bandwidth_gb_s"]]
         products = [row["flops_per_step"] / p / 1e9 for p in row["products_gflop_s"]]
@@ -149,7 +172,7 @@ def test_rounds_alternate_between_engines_and_schedules():
             calls.append((self.name, rows.batch, schedule.mean_budget(8)))
             return GatedEngine(self.model, schedule, max_rows=rows.batch)
 
-    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2), LAYERS, CPU)
+    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2, prompts=False), LAYERS, CPU)
     mean = Schedule.from_speedup(LAYERS, 2, 8).mean_budget(8)
     there = [("a", 8), ("a", mean), ("b", 8)]  # an engine's schedules next to each other
     assert calls == [(n, b, d) for b in (1, 4) for n, d in (*there, *there[::-1])]

@@ -74,6 +74,8 @@ def test_the_schedule_is_switched_between_turns(talk: Any, llm: LLM, tmp_path: P
     lines = f"hello\n/reset\n/2x\nhello\n/reset\n/full\nhello\n/reset\n/schedule {tmp_path / 'own.json'}\nhello\n"
     assert talk(lines)[0] == full + fast + full + even
     assert talk("hello\n", "--nominal-speedup", "2")[0] == fast
+    shallow = Schedule.from_speedup(LAYERS, 2, 8).with_prompt((0, 1, 2))
+    assert talk("/2x\nhello\n", "--prompt-layers", "3")[0] == answers(llm, "hello", schedule=shallow) != fast
     _, told = talk("/2x\nhello\nmore\n/schedule\n")
     assert told.count("not tuned under skipdecode-2x") == 1
     assert "skipdecode-2x is on; there is full" in told

@@ -269,6 +269,7 @@ def test_models(client):
     assert {s["name"]: s["budgets"] for s in found["schedules"]} == {
         name: list(schedule.budgets) for name, schedule in SCHEDULES.items()
     }
+    assert all(s["prompt_layers"] == list(SCHEDULES[s["name"]].prompt_layers()) for s in found["schedules"])
     assert found["budget"] == {"least": 2, "most": LAYERS, "drop_order": list(NESTED.drop_order)}
 
 

@@ -168,13 +168,14 @@ class _SharedPrompt:
     def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
         """See `LossMeter.records`."""
         sizes = self._batch.attention_mask[:, : self._batch.prompt_length].sum(1).tolist()
-        first = self._logits(schedules[0]) if self._first is None else self._first
-        found: list[dict[str, Any]] = [
-            {"prompt": size, "features": features(logits[0], size), "losses": [], "likely": []}
-            for size, logits in zip(sizes, first, strict=True)
-        ]
+        found: list[dict[str, Any]] = []
         for schedule in schedules:
-            for record, logits, targets in zip(found, self._logits(schedule), self._batch.targets, strict=True):
+            rows = self._logits(schedule)
+            found = found or [
+                {"prompt": size, "features": features(logits[0], size), "losses": [], "likely": []}
+                for size, logits in zip(sizes, rows, strict=True)
+            ]
+            for record, logits, targets in zip(found, rows, self._batch.targets, strict=True):
                 wanted = targets[targets != IGNORE]
                 guesses = logits[: len(wanted)].float().log_softmax(-1)
                 for name, values in (("losses", -guesses.gather(-1, wanted[:, None])), ("likely", guesses.amax(-1))):

@@ -10,11 +10,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.calibrate import STORE, draw, load
+from skipdecode.cli.calibrate import draw, load, measuring
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import read_cost
 from skipdecode.cli.options.records import check_records
-from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.progress import note
 from skipdecode.engine.depth import WAYS
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
@@ -96,29 +96,15 @@ def _depths(config: Config, loaded: LoadedModel) -> list[Schedule]:
 
 def _table(config: Config, loaded: LoadedModel, depths: Sequence[Schedule], parts: dict[str, Config]) -> DepthTable:
     from skipdecode.calibration.adaptive import DepthTable
-    from skipdecode.calibration.meter import LossMeter, identity_of
-    from skipdecode.common.journal import KeptValues
-    from skipdecode.models.attach import Attachment
     from skipdecode.performance.cost_source import find_cost
 
     examples = {task: draw(part, loaded)[0] for task, part in parts.items()}
     prompt_len = round(median(len(e.prompt) for rows in examples.values() for e in rows))
     cost = None if config.cost is None else read_cost(config.cost)
     cost = cost or find_cost(config.model, batch=config.batch, prompt_len=prompt_len).cost
-    out, size, tokenizer = Path(config.out), config.batch_size, loaded.tokenizer
-    pad = 0 if tokenizer is None else tokenizer.pad_token_id
-    out.mkdir(parents=True, exist_ok=True)
-    identity = identity_of(loaded.model, config.model, list(examples.values()), size)
-    store = KeptValues(out / STORE, identity, pieces="measurements", remedy="give another --out")
-    with progress_bar(None, "batch", name="measuring") as bar, Attachment(loaded.model, depths[0]) as attachment:
-        meters = {
-            task: LossMeter(attachment, rows, store, part=task, batch_size=size, pad_id=pad, advance=bar.update)
-            for task, rows in examples.items()
-        }
+    with measuring(config, loaded, examples) as (_, meters, bar):
         bar.reset(total=sum(meter.batches for meter in meters.values()))
-        table = DepthTable(depths, meters, cost)
-    store.close()
-    return table
+        return DepthTable(depths, meters, cost)
 
 
 def _learned(table: DepthTable, speedup: float, model: dict[str, Any]) -> tuple[list[dict[str, Any]], Router]:

@@ -1,9 +1,10 @@
 """Decoding speed of engines and schedules on a model, side by side, next to the limit that the machine sets.
 
-All run in one process, in turn; medians count. Only decode steps are timed, not prompts. A row tells tokens a second,
-the speed-up over the same engine at full depth and over transformers, the bound that bytes set for that speed-up, and
-the share of a step's limit that was reached: the longer of its bytes over the memory's read bandwidth and its
-operations over the rate of a large product, both measured in the same run.
+All run in one process, in turn; medians count. A row tells the speed-up of whole requests, prompts included, over the
+same engine at full depth and over transformers at full depth; then the same two of the steps after the prompt, their
+tokens a second, the bound that bytes set for their speed-up, and the share of a step's limit that was reached: the
+longer of its bytes over the memory's read bandwidth and its operations over the rate of a large product, both measured
+in the same run.
 --profile says where the time of a step goes, as a table and as a trace for Perfetto or chrome://tracing.
 """
 
@@ -151,11 +152,13 @@ _SPEED = {
     "prompt": "{prompt}",
     "nominal": "{nominal_speedup:g}x",
     "layers": "{mean_layers:.1f}",
+    "request": "{request_speedup:.2f}x",
+    "x transf.": "{request_speedup_over_transformers:.2f}",
+    "decode": "{decode_speedup:.2f}x",
+    "decode x transf.": "{speedup_over_transformers:.2f}",
     "tokens/s": "{decode_tokens_per_s:.1f}",
     "ms/step": "{ms_per_step:.2f}",
-    "decode": "{decode_speedup:.2f}x",
     "bound": "{amdahl_bound:.2f}x",
-    "x transformers": "{speedup_over_transformers:.2f}",
     "MB/step": "{mb_per_step:.1f}",
     "limit": "{limit}",
     "of limit": "{roofline_share:.0%}",

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import random
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -34,14 +35,15 @@ from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.calibration.goal import Goal
+    from skipdecode.calibration.meter import LossMeter
     from skipdecode.calibration.run import Calibration
     from skipdecode.data.prompts import Example
     from skipdecode.models.attach import Attachment
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["STORE", "Config", "draw", "load", "run"]
+__all__ = ["Config", "draw", "load", "measuring", "run"]
 
-STORE = "measured.jsonl"
+_STORE = "measured.jsonl"
 _SCHEDULE, _REPORT, _PICTURE = "schedule.json", "calibration.json", "calibration.png"
 _SHOWN_ORDER = 12
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
@@ -113,7 +115,7 @@ def run(config: Config) -> int:
             source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len)
             cost, origin = source.cost, source.origin
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
-    found = _measure(config, goal, loaded, learn, check, out)
+    found = _measure(config, goal, loaded, learn, check)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
     found.schedule.save(out / _SCHEDULE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
@@ -160,45 +162,49 @@ def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], l
 
 
 def _measure(
-    config: Config,
-    goal: Goal,
-    loaded: LoadedModel,
-    learn: list[Example],
-    check: list[Example],
-    out: Path,
+    config: Config, goal: Goal, loaded: LoadedModel, learn: list[Example], check: list[Example]
 ) -> Calibration:
-    from skipdecode.calibration.meter import LossMeter, identity_of
     from skipdecode.calibration.order import block_influence
     from skipdecode.calibration.run import calibrate, trials
-    from skipdecode.common.journal import KeptValues
-    from skipdecode.models.attach import attach
+    from skipdecode.tuning.collate import padding
 
-    tokenizer: Any = loaded.tokenizer
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    out.mkdir(parents=True, exist_ok=True)
-    identity = identity_of(loaded.model, config.model, (learn, check), config.batch_size)
-    store = KeptValues(out / STORE, identity, pieces="measurements", remedy="give another --out")
-    loaded.model.eval()
-    attachment: Attachment
-    bar = progress_bar(None, "batch", name="measuring")
-    with bar, attach(loaded.model, Schedule.full(goal.workload.cost.num_layers)) as attachment:
-
-        def meter(examples: list[Example], part: str) -> LossMeter:
-            size = config.batch_size
-            return LossMeter(
-                attachment, examples, store, part=part, batch_size=size, pad_id=pad, advance=lambda: bar.update()
-            )
-
-        meters = meter(learn, "learn"), meter(check, "held out") if check else None
+    with measuring(config, loaded, {"learn": learn, "held out": check}) as (attachment, found_meters, bar):
+        meters = found_meters["learn"], found_meters.get("held out")
         wanted = trials(config, goal)
         bar.reset(total=wanted[0] * meters[0].batches + (wanted[1] * meters[1].batches if meters[1] else 0))
         wall, nominal = config.target_speedup, config.nominal_speedup
         name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
+        pad = padding(loaded.tokenizer)
         influence = block_influence(attachment, learn, batch_size=config.batch_size, pad_id=pad)
         found = calibrate(config, goal, influence, *meters, name=name)
         bar.total = bar.n
-    store.close()
     return found
+
+
+@contextmanager
+def measuring(
+    config: Config, loaded: LoadedModel, parts: Mapping[str, list[Example]]
+) -> Iterator[tuple[Attachment, dict[str, LossMeter], Any]]:
+    """The model with a schedule on it, a meter for each part that has records, and their bar; --out keeps losses."""
+    from skipdecode.calibration.meter import LossMeter, identity_of
+    from skipdecode.common.journal import KeptValues
+    from skipdecode.models.attach import Attachment
+    from skipdecode.tuning.collate import padding
+
+    out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    identity = identity_of(loaded.model, config.model, list(parts.values()), size)
+    store = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
+    loaded.model.eval()
+    bar = progress_bar(None, "batch", name="measuring")
+    with bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
+        meters = {
+            part: LossMeter(attachment, rows, store, part=part, batch_size=size, pad_id=pad, advance=bar.update)
+            for part, rows in parts.items()
+            if rows
+        }
+        yield attachment, meters, bar
+    store.close()
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from skipdecode.cli.options import (
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
+    with_prompt_layers,
 )
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
@@ -144,8 +145,11 @@ class _Session:
     def _switch(self, asked: str) -> None:
         from skipdecode.data.summary import schedule_line
 
-        self._schedule = self._llm.schedule_of(asked, self._config.max_new_tokens)
-        note(schedule_line(self._schedule, "from the next turn on"))
+        schedule, origin = self._llm.schedule_of(asked, self._config.max_new_tokens), "from the next turn on"
+        if asked not in self._llm.schedules:  # those with a name here have prompts of their own
+            schedule, origin = with_prompt_layers(self._config, schedule, origin)
+        self._schedule = schedule
+        note(schedule_line(schedule, origin))
 
     # ------------------------------------------------------------------ turns
 

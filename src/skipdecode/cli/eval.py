@@ -284,12 +284,10 @@ def _folder(name: str) -> str:
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
-    from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
+    from skipdecode.models.loading.recipe import stored_recipe
 
-    path = loaded.path / RECIPE_FILE
-    if not path.is_file():
+    if (recipe := stored_recipe(loaded.path)) is None:
         return None
-    recipe = read_recipe(path)
     schedule = (recipe.get("schedule") or {}).get("name")
     return {"schedule": schedule} | {name: recipe.get(name) for name in ("options", "data", "result")}
 

@@ -38,7 +38,7 @@ from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.loading.locate import adapter_dir, base_name
-from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
+from skipdecode.models.loading.recipe import stored_recipe
 
 if TYPE_CHECKING:
     from skipdecode.cli.eval import Config
@@ -75,8 +75,8 @@ def evaluate_own_words(config: Config) -> int:
     out, adapter = Path(config.out), adapter_dir(config.model)
     check_directory(out, overwrite=config.overwrite or is_unfinished(out))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    recipe = loaded.path / RECIPE_FILE
-    tuned_from = read_recipe(recipe)["options"].get("model") if recipe.is_file() else None
+    recipe = stored_recipe(loaded.path)
+    tuned_from = None if recipe is None else recipe["options"].get("model")
     name = config.base or (base_name(adapter) if adapter is not None else tuned_from) or config.model
     try:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
+from skipdecode.cli.options import MODEL, PROMPT_SETS, EngineOptions, ModelOptions, check_files
 from skipdecode.cli.planned import Plan, document, report
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
@@ -62,8 +62,8 @@ class Config(ModelOptions, EngineOptions):
         least=1,
     )
     prompt_layers: str | None = option(
-        "layers that prompt tokens run: full, max_exit (those of the first generated token), a number n (the lowest "
-        "n), or a list such as 0-14,20 (default: full; for a request's target as many as the line 'prompts' says)",
+        f"layers that prompt tokens run: {PROMPT_SETS} (default: full; for a request's target as many as the line "
+        "'prompts' says)",
         default=None,
     )
     warmup_layers: int = option("first layers that always run", default=1, least=0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions, layers_of
+from skipdecode.cli.options import MODEL, PROMPT_SETS, EngineOptions, ModelOptions, ThreadOptions, layers_of
 from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
@@ -48,8 +48,7 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         default=False,
     )
     prompt_layers: str | None = option(
-        "layers that prompts run under --schedule and --nominal-speedup, whatever those say: full, max_exit, a number "
-        "n (the lowest n), or a list such as 0-14,20",
+        f"layers that prompts run under --schedule and --nominal-speedup, whatever those say: {PROMPT_SETS}",
         default=None,
     )
     engine: str = option(

@@ -20,8 +20,9 @@ from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choo
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
 from skipdecode.engine.depth import SchedulePolicy
+from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import PROMPT_TOKENS, CostModel, PromptCost
+from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.performance.simulate import traces
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
 from skipdecode.schedule import Schedule

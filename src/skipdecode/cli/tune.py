@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
 from skipdecode.common.environment import environment
@@ -27,7 +28,7 @@ from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWordsOptions, che
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.locate import adapter_dir
-from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe
+from skipdecode.models.loading.recipe import read_recipe, stored_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
@@ -106,8 +107,7 @@ def run(config: Config) -> int:
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | words
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
     recipe = make_recipe(options, make_template(config), schedule, data, environment(), base=base, processes=processes)
-    if config.resume and (out / RECIPE_FILE).is_file():
-        stored = read_recipe(out / RECIPE_FILE)
+    if config.resume and (stored := stored_recipe(out)) is not None:
         check_same_run(stored, recipe)
         if stored["result"] is not None:
             raise UsageError(f"{out} holds a finished run: there is nothing to resume")
@@ -128,13 +128,13 @@ def _check(config: Config) -> None:
     check_prompts(config)
     for name in ("model", "out") if config.self else ("model", "train", "dev", "out"):
         if not getattr(config, name):
-            raise UsageError(f"{'MODEL' if name == 'model' else '--' + name} is missing: see skipdecode tune --help")
+            raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
     check_out(Path(config.out), "the run in it", resume=config.resume)
     check_schedule_options(config, config.model)
     if not config.self:
         check_records(config, "train", "dev")
     elif wrong := [n for n in ("train", "dev", "task", "response_field") if getattr(config, n)]:
-        raise UsageError(f"--self makes its own records from --prompts: leave out --{wrong[0].replace('_', '-')}")
+        raise UsageError(f"--self makes its own records from --prompts: leave out {flag(wrong[0])}")
     if not config.full and find_spec("peft") is None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.files import write_whole
-from skipdecode.common.jsonl import json_line
+from skipdecode.common.jsonl import json_line, read_objects
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.common.progress import note, progress_bar
@@ -238,7 +238,7 @@ class OwnWords:
                 left = [record for record in records if not writer.is_done(record.index)]
                 with progress_bar(len(records), "row", name=path.stem, done=writer.rows_before) as bar:
                     generate_rows(left, job, writer, len(left), progress=lambda ended, _: bar.update(ended))
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return [row for _, row in read_objects(path) if isinstance(row, dict)]
 
     def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
         """Numbers and texts of rows that are worth keeping, none of `seen` and none twice; the reasons are told."""

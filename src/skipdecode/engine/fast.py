@@ -19,14 +19,11 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import KV
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import put_out
-from skipdecode.engine.scheduler import DepthWaves, RequestSize, Scheduler
+from skipdecode.engine.scheduler import PROMPT_TOKENS, DepthWaves, RequestSize, Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["PROMPT_TOKENS", "FastEngine"]
-
-PROMPT_TOKENS = 512
-"""Of one forward, for jobs."""
+__all__ = ["FastEngine"]
 
 
 class FastEngine(Engine):

@@ -13,10 +13,10 @@ from typing import Any
 
 from skipdecode.engine.adaptive import Adaptive
 from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
-from skipdecode.engine.fast import PROMPT_TOKENS, FastEngine
+from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.scheduler import JOIN_BELOW
+from skipdecode.engine.scheduler import JOIN_BELOW, PROMPT_TOKENS
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule

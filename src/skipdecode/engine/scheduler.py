@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = ["JOIN_BELOW", "DepthWaves", "RequestSize", "Scheduler"]
+__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "DepthWaves", "RequestSize", "Scheduler"]
 
+PROMPT_TOKENS = 512
+"""Most prompt tokens of one forward, for jobs."""
 JOIN_BELOW = 0.25
 """Of batch jobs: the next wave joins when this share of the rows is left. Measured in docs/LOG.md."""
 

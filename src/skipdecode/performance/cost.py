@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.parts import PromptCost, StepCost, between, tokens_read
@@ -25,13 +26,11 @@ from skipdecode.schedule import Schedule
 if TYPE_CHECKING:
     from skipdecode.performance.machine import Machine  # brings torch, which costs read from files do without
 
-__all__ = ["FORMAT", "PROMPT_TOKENS", "CostModel", "Phase", "PromptCost", "StepCost", "Use"]
+__all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use"]
 
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
 FORMAT = 3  # 2 knew no projections; 1 held one number of rows, its cache read for all of them together, and no prompts
-PROMPT_TOKENS = 512
-"""Most prompt tokens of one forward, as in the engine."""
 
 
 @dataclass(frozen=True)

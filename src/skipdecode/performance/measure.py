@@ -26,11 +26,12 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import context_length
 from skipdecode.engine import kernels
 from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import unwrap
 from skipdecode.performance.bench.peers import Rows
 from skipdecode.performance.bench.peers.own import FastPeer, GatedPeer
-from skipdecode.performance.cost import FORMAT, PROMPT_TOKENS, CostModel, PromptCost, StepCost
+from skipdecode.performance.cost import FORMAT, CostModel, PromptCost, StepCost
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.parts import tokens_read
 from skipdecode.schedule import Schedule

@@ -26,8 +26,9 @@ _BENCH = {
     "prompt": "{prompt}",
     "nominal": "{nominal_speedup:g}x",
     "layers": "{mean_layers:.1f}",
+    "request": "{request_speedup:.2f}x",
+    "decode": "{decode_speedup:.2f}x",
     "tokens/s": "{decode_tokens_per_s:.1f}",
-    "speed-up": "{decode_speedup:.2f}x",
     "byte bound": "{amdahl_bound:.2f}x",
     "x transformers": "{speedup_over_transformers:.2f}x",
     "of limit": "{roofline_share:.0%}",
@@ -70,7 +71,8 @@ def bench_section(source: Source) -> Section:
         ),
     ]
     heading = f"Engines: {_subject(source)}"
-    return Section(heading, pictures=pictures, tables=[table(_made_by(source), rows, _BENCH)])
+    columns = {name: form for name, form in _BENCH.items() if name != "request" or rows[0].get("request_speedup")}
+    return Section(heading, pictures=pictures, tables=[table(_made_by(source), rows, columns)])
 
 
 def _limits(source: Source) -> str:

@@ -41,6 +41,7 @@ class _ScheduleEntry(ExactModel):
     warmup_layers: int
     budgets: list[int]
     drop_order: list[int]
+    prompt_layers: list[int]
     tuned: bool
 
 
@@ -162,6 +163,7 @@ class Catalog:
                 warmup_layers=schedule.warmup_layers,
                 budgets=list(schedule.budgets),
                 drop_order=list(schedule.drop_order),
+                prompt_layers=list(schedule.prompt_layers()),
                 tuned=schedule.fits_weights(self._tuned_under),
             )
             for name, schedule in self.loaded.items()

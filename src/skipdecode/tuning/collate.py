@@ -10,13 +10,14 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.data.prompts import Example
 
-__all__ = ["IGNORE", "Batch", "GroupedBatches", "collate"]
+__all__ = ["IGNORE", "Batch", "GroupedBatches", "collate", "padding"]
 
 IGNORE = -100
 """Label of a column that is not response."""
@@ -66,6 +67,11 @@ class Batch:
         """The batch on a device."""
         names = ("input_ids", "attention_mask", "position_ids", "labels")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+
+def padding(tokenizer: Any) -> int:
+    """The token that fills rows up: the tokenizer's own, or its end token where it has none."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def collate(examples: Sequence[Example], pad_id: int) -> Batch:

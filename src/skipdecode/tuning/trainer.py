@@ -28,7 +28,7 @@ from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.checkpoint import Checkpoints, merge_adapter, save_tuned
-from skipdecode.tuning.collate import Batch, GroupedBatches, collate
+from skipdecode.tuning.collate import Batch, GroupedBatches, collate, padding
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
@@ -151,8 +151,7 @@ class Tuner:
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
 
     def _collate(self, examples: Sequence[Example], indices: Sequence[int]) -> Batch:
-        pad = self._tokenizer.pad_token_id
-        batch = collate([examples[i] for i in indices], self._tokenizer.eos_token_id if pad is None else pad)
+        batch = collate([examples[i] for i in indices], padding(self._tokenizer))
         return batch.to(self._accelerator.device)
 
     # ------------------------------------------------------------------ the loop

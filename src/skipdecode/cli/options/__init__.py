@@ -18,6 +18,7 @@ from skipdecode.schedule import order as layer_order
 
 __all__ = [
     "MODEL",
+    "PROMPT_SETS",
     "AdaptiveOptions",
     "EngineOptions",
     "ModelOptions",
@@ -40,6 +41,9 @@ __all__ = [
 MODEL = (
     "a directory (of a model or an adapter), a hub id, smollm2-135m, or an adapter on it: e2e-smollm2-135m, "
     "chat-smollm2-135m"
+)
+PROMPT_SETS = (
+    "full, max_exit (those of the first generated token), a number n (the lowest n), or a list such as 0-14,20"
 )
 _SOME_POSITIONS = 64  # for a schedule that is only tried
 
@@ -137,9 +141,8 @@ class ScheduleOptions(Options):
         least=1,
     )
     prompt_layers: str | None = option(
-        "layers that prompt tokens run, whatever the schedule says: full, max_exit (those of the first generated "
-        "token), a number n (the lowest n), or a list such as 0-14,20; in layers that generated tokens run beyond "
-        "these, prompts leave keys and values and compute nothing else",
+        f"layers that prompt tokens run, whatever the schedule says: {PROMPT_SETS}; in layers that generated tokens "
+        "run beyond these, prompts leave keys and values and compute nothing else",
         default=None,
     )
 
@@ -184,16 +187,23 @@ def check_schedule_options(options: ScheduleOptions, model: str | None = None) -
 
     With the model's name also a schedule that does not fit its layers, which its config tells.
     """
+    named = (options.schedule, options.nominal_speedup, options.prompt_layers)
+    if model is None or all(value is None for value in named):
+        _named(options)
+    else:
+        choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
+
+
+def _named(options: ScheduleOptions) -> ScheduleChoice | None:
+    """What --schedule names, read; UsageError for options that contradict each other."""
     if options.schedule is not None and options.nominal_speedup is not None:
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
     chosen = options.adaptive() if isinstance(options, AdaptiveOptions) else None
-    if options.schedule is not None and chosen is None:
-        Schedule.load(options.schedule)
-    named = (options.schedule, options.nominal_speedup, options.prompt_layers)
-    if model is not None and any(value is not None for value in named):
-        choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
+    if chosen is None and options.schedule is not None:
+        chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
+    return chosen
 
 
 def layers_of(model: str) -> int:
@@ -212,11 +222,8 @@ def choose_schedule(
     `default_seq_len` are the positions for --nominal-speedup without --seq-len. Raises UsageError if the options
     contradict each other, ScheduleError if the schedule does not fit the model.
     """
-    check_schedule_options(options)
-    if isinstance(options, AdaptiveOptions) and (adaptive := options.adaptive()) is not None:
-        chosen = adaptive
-    elif options.schedule is not None:
-        chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
+    if (named := _named(options)) is not None:
+        chosen = named
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)

@@ -18,7 +18,7 @@ from torch import Tensor
 from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.native import NativeKernels
-from skipdecode.engine.kernels.quantize import QuantizedWeight, quantize
+from skipdecode.engine.kernels.quantize import QuantizedWeight, in_blocks, quantize
 from skipdecode.engine.kernels.spec import LinearSpec
 
 __all__ = ["MOST_ROWS", "MOST_WORDS", "Candidates", "NativeHead", "ShortHead"]
@@ -119,8 +119,7 @@ class ShortHead:
         """Codes and bounds of the words from `start` on; what rounding takes from a bound is made up for."""
         count, columns = part.shape
         made, part = quantize(part, "int8"), part.float()
-        codes = torch.nn.functional.pad(made.codes, (0, 0, 0, -count % _GROUP)) ^ 128
-        groups = codes.view(-1, _GROUP, codes.shape[1] // 4, 4).transpose(1, 2)
+        groups = in_blocks(made.codes, _GROUP).view(-1, *self._codes.shape[1:])
         self._codes[start // _GROUP : start // _GROUP + len(groups)] = groups
         unit = 2.0**-24
         # Sums of squares in fp32, and squares that are too small for it.

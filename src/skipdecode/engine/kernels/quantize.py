@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["QUANTIZATIONS", "Quantization", "QuantizedWeight", "quantize"]
+__all__ = ["QUANTIZATIONS", "Quantization", "QuantizedWeight", "in_blocks", "quantize"]
 
 Quantization = Literal["int8", "int4", "w8a8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "w8a8")
@@ -75,7 +75,7 @@ def quantize(weight: Tensor, kind: Quantization) -> QuantizedWeight:
     rows = max(1, _CHUNK // weight.shape[1])
     one = _int4 if kind == "int4" else _int8
     codes, scales = zip(*(one(part.detach().float()) for part in torch.split(weight, rows)), strict=True)
-    stored = _in_blocks(torch.cat(codes)) if kind == "w8a8" else torch.cat(codes)
+    stored = in_blocks(torch.cat(codes), _BLOCK) if kind == "w8a8" else torch.cat(codes)
     return QuantizedWeight(kind, (weight.shape[0], weight.shape[1]), stored, torch.cat(scales))
 
 
@@ -90,10 +90,11 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _padded(codes).view(torch.uint8).contiguous(), scale
 
 
-def _in_blocks(codes: Tensor) -> Tensor:
-    rows, columns = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, 0, 0, -rows % _BLOCK)) ^ 128
-    return padded.view(-1, _BLOCK, columns // 4, 4).transpose(1, 2).reshape(-1, columns)
+def in_blocks(codes: Tensor, rows: int) -> Tensor:
+    """Codes of int8 as bytes, 128 more than they stand for, in blocks of so many rows: [4 columns, row, column]."""
+    count, columns = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, 0, 0, -count % rows)) ^ 128
+    return padded.view(-1, rows, columns // 4, 4).transpose(1, 2).reshape(-1, columns)
 
 
 def _in_rows(codes: Tensor) -> Tensor:

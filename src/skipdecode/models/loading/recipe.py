@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "checkpoint_recipe",
     "read_recipe",
+    "stored_recipe",
     "untuned_line",
 ]
 
@@ -88,6 +89,12 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if recipe.get("format", RECIPE_FORMAT) != RECIPE_FORMAT:
         raise DataError(f"recipe {path}: format {recipe['format']!r} is not known, this version reads {RECIPE_FORMAT}")
     return recipe
+
+
+def stored_recipe(folder: Path) -> dict[str, Any] | None:
+    """`read_recipe` of a checkpoint's directory; None where it has none."""
+    path = folder / RECIPE_FILE
+    return read_recipe(path) if path.is_file() else None
 
 
 def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> Recipe | None:

@@ -34,11 +34,17 @@ class _Run(NamedTuple):
 
 
 class _Times(NamedTuple):
-    """Of each round, the seconds of a run, and the bandwidth and the rate of products next to it."""
+    """Of each round, the seconds of a run's steps and of its prompts, the bandwidth and the rate of products."""
 
     seconds: list[float]
+    prompts: list[float]
     bandwidth: list[float]
     products: list[float]
+
+    @property
+    def requests(self) -> list[float]:
+        """Seconds of prompts and steps together; none where prompts were not timed."""
+        return [sum(pair) for pair in zip(self.seconds, self.prompts, strict=False)]
 
 
 def measure(
@@ -58,7 +64,7 @@ def measure(
     total = sum(len(runs) for _, runs in cells) * workload.rounds
     with progress_bar(total, "run", shown=progress) as bar:
         for rows, runs in cells:
-            times = {run: _Times([], [], []) for run in runs}
+            times = {run: _Times([], [], [], []) for run in runs}
             # An engine's schedules in a row, and every other round backwards: memory's speed may change within a round.
             order = sorted(runs, key=lambda run: peers.index(run.peer))
             for number in range(workload.rounds):
@@ -66,6 +72,8 @@ def measure(
                 before = measure_bandwidth(device)
                 for run in order[:: -1 if number % 2 else 1]:
                     times[run].seconds.append(run.peer.decode_seconds(run.schedule, rows))
+                    if workload.prompts and run.peer.times_prompts:
+                        times[run].prompts.append(run.peer.prompt_seconds(run.schedule, rows.batch, rows.prompt))
                     after = measure_bandwidth(device)
                     times[run].bandwidth.append((before + after) / 2)
                     times[run].products.append(rates[run.peer.arithmetic])
@@ -102,8 +110,8 @@ def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
 
 def _row(rows: Rows, times: dict[_Run, _Times], run: _Run) -> dict[str, Any]:
     steps, peer = rows.new - 1, run.peer
-    full = {r.peer.name: found.seconds for r, found in times.items() if r.nominal == 1}
-    seconds, bandwidth, products = times[run]
+    full = {r.peer.name: found for r, found in times.items() if r.nominal == 1}
+    seconds, prompts, bandwidth, products = times[run]
     median = statistics.median(seconds)
     reference = next((full[name] for name in _REFERENCES if name in full), None)
     read, flops = peer.step_bytes(run.schedule, rows), peer.step_flops(run.schedule, rows)
@@ -114,21 +122,26 @@ def _row(rows: Rows, times: dict[_Run, _Times], run: _Run) -> dict[str, Any]:
         **rows._asdict(),
         "nominal_speedup": run.nominal,
         "mean_layers": peer.mean_layers(run.schedule, rows),
+        "request_speedup": _ratio(full[peer.name].requests, times[run].requests),
+        "request_speedup_over_transformers": reference and _ratio(reference.requests, times[run].requests),
         "decode_tokens_per_s": rows.batch * steps / median,
         "ms_per_step": median / steps * 1e3,
-        "decode_speedup": _ratio(full[peer.name], seconds),
-        "speedup_over_transformers": None if reference is None else _ratio(reference, seconds),
+        "decode_speedup": _ratio(full[peer.name].seconds, seconds),
+        "speedup_over_transformers": reference and _ratio(reference.seconds, seconds),
         "amdahl_bound": peer.reads(rows.batch).speedup(run.schedule, rows.prompt, rows.new),
         "bytes_per_step": read,
         "flops_per_step": flops,
         "limit": "bytes" if statistics.median(a / b for a, b in limits) >= 1 else "arithmetic",
         "roofline_share": statistics.median(max(wall) / (s / steps) for s, wall in zip(seconds, limits, strict=True)),
         "seconds": seconds,
+        "prompt_seconds": prompts,
         "bandwidth_gb_s": [b / 1e9 for b in bandwidth],
         "products_gflop_s": [p / 1e9 for p in products],
     }
 
 
-def _ratio(over: list[float], under: list[float]) -> float:
-    """The median of the rounds' ratios."""
+def _ratio(over: list[float], under: list[float]) -> float | None:
+    """The median of the rounds' ratios; None where there are none."""
+    if not over or not under:
+        return None
     return statistics.median(a / b for a, b in zip(over, under, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 from skipdecode.common.options import Options, option
 from skipdecode.performance.bench.gguf_file import KINDS
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.order import prompt_set
 
 __all__ = ["DRAFTING", "GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
 
@@ -73,6 +74,12 @@ class Workload(Options):
         "nominal speed-ups; 1, full depth, is always run", default=(1.0, 2.0, 3.0, 5.0), least=1
     )
     rounds: int = option("times that everything runs, in turn", default=3, least=1)
+    prompts: bool = option("also time prompts, for the speed-up of whole requests", default=True)
+    prompt_layers: str | None = option(
+        "layers that prompts run under the nominal speed-ups: full, max_exit, a number n (the lowest n), or a list "
+        "such as 0-14,20 (default: full)",
+        default=None,
+    )
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -85,9 +92,12 @@ class Workload(Options):
         return self.new - 1
 
     def schedules(self, num_layers: int) -> dict[float, Schedule]:
-        """The paper's schedule for each nominal speed-up, full depth first."""
+        """The paper's schedule for each nominal speed-up, full depth first; ScheduleError for layers out of range."""
+        prompt = prompt_set(self.prompt_layers or "full", num_layers)
         return {1.0: Schedule.full(num_layers)} | {
-            n: Schedule.from_speedup(num_layers, n, self.steps) for n in sorted(set(self.nominal)) if n > 1
+            n: Schedule.from_speedup(num_layers, n, self.steps).with_prompt(prompt)
+            for n in sorted(set(self.nominal))
+            if n > 1
         }
 
 

@@ -37,15 +37,17 @@ class Peer(ABC):
     """An engine under measurement, which runs a model's weights, greedy, without an end token.
 
     `weights` is the type in which it reads them, `arithmetic` the one in which it multiplies
-    (`skipdecode.performance.machine.measure_products`). One that `skips` can run schedules; others are measured at full
-    depth only. `max_batch` is the most rows that it decodes together, None for any number; one that `warms` compiles or
-    records a step on its first run, which is not to be timed.
+    (`skipdecode.performance.machine.measure_products`). One that `skips` can run schedules; others are measured at
+    full depth only. One that `times_prompts` has forwards of prompts that are its users'. `max_batch` is the most
+    rows that it decodes together, None for any number; one that `warms` compiles or records a step on its first
+    run, which is not to be timed.
     """
 
     name: str
     skips: bool = False
     max_batch: int | None = None
     warms: bool = False
+    times_prompts: bool = True
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -110,6 +110,7 @@ class LlamaCppPeer(Peer):
         import llama_cpp
 
         super().__init__(model)
+        self.times_prompts = False  # they are fed a token at a time
         self.name, self.weights = f"llama.cpp-{kind}", kind
         self.arithmetic = "w8a8" if kind.startswith("q") else self.arithmetic
         self._library: Any = llama_cpp

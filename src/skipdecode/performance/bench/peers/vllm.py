@@ -52,6 +52,7 @@ class VllmPeer(Peer):
 
     name = "vllm"
     warms = True
+    times_prompts = False
 
     def __init__(self, model: Any) -> None:
         if importlib.util.find_spec("vllm") is None:
