@@ -113,7 +113,7 @@ def static_shares(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
     tried = [pure[int(seconds.argmin())]]
     for a, b in combinations_with_replacement(np.argsort(seconds, kind="stable"), 2):
         if seconds[a] <= at * _SLACK:
-            share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
+            share = 1.0 if seconds[b] <= at * _SLACK else (at - seconds[a]) / (seconds[b] - seconds[a])
             tried.append((1 - share) * pure[a] + share * pure[b])
     return min(tried, key=lambda each: float(each @ losses))
 
