@@ -82,7 +82,9 @@ def figures(phases: list[tuple[Phase, list[int]]], warm_up: float) -> dict[str, 
     return {
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_of_phases": rates,
-        "requests_per_s": statistics.median(len(p.streams) / (p.end - p.begin) for p, _ in phases),
+        "requests_per_s": statistics.median(
+            len(p.streams) / (max(s.arrivals[-1] for s in p.streams if s.arrivals) - p.begin) for p, _ in phases
+        ),
         "streams": len(streams),
         "mean_layers": sum(s.layers for s in streams) / sum(s.tokens for s in streams),
         "first_token_s": quantiles(sorted(s.arrivals[0] - s.asked for s in streams)),
