@@ -314,15 +314,23 @@ def predictions(document: dict[str, Any]) -> list[list[str]]:
 
 
 def vllm(document: dict[str, Any]) -> list[list[str]]:
-    """The vLLM plugin against stock vLLM in the same run."""
+    """The vLLM plugin against stock vLLM in the same run: what was measured of it."""
     ratios = document["ratios"]
-    gains = {
+    what = {
+        "full_depth_overhead": "the plugin at full depth: time a token",
+        "lockstep_8_flat_2x": "8 rows that start together, flat schedule, nominal 2x: tokens/s of decoding",
         "lockstep_8_nominal_2x": "8 rows that start together, linear schedule, nominal 2x: tokens/s of decoding",
-        "mixed_32_linear_2x": "96 requests at once, 32 slots, the same schedule: tokens/s with prompts",
+        "mixed_32_linear_2x": "96 requests at once, 32 slots, linear schedule, 2x: tokens/s with prompts",
         "poisson_flat_2x": "Poisson arrivals, 32 slots, flat schedule at 2x: requests/s at stock's p99 between tokens",
+        "split_requests": "32 requests of 192 + 60 tokens, split schedule (prompts half the layers too): requests/s",
     }
-    overhead = ["the plugin at full depth: time a token", f"{ratios['full_depth_overhead']:+.1%}"]
-    return [["what", "against stock"], overhead, *([text, f"{ratios[key]:.2f}x"] for key, text in gains.items())]
+    rows = [["what", "against stock, both eager", "against stock's default"]]
+    for key, text in what.items():
+        found = [ratios.get(f"{form}{key}") for form in ("", "default_")]
+        if found != [None, None]:
+            form = "{:+.1%}" if key == "full_depth_overhead" else "{:.2f}x"
+            rows.append([text, *("" if value is None else form.format(value) for value in found)])
+    return rows
 
 
 # By name, with the kind of result that each is made from.
