@@ -91,6 +91,8 @@ class Plan:
         if name.startswith("pop"):
             return replace(Schedule.full(self.layers), prompt=range(int(name.removeprefix("pop"))))
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
+        if name == "learned":
+            return replace(linear, drop_order=self.learned)
         if name.startswith("lower"):
             # The prompt runs the lower layers, the answer those of the calibrated order.
             return replace(linear, prompt=range(int(name.removeprefix("lower"))), drop_order=self.learned)
@@ -237,6 +239,27 @@ PLANS = {
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "pop20-1x.json"]),
             **requested("lower15-3x", "lower10-3x", "lower9-3x", "lower7-4x", "lower10-5x", "static-2.7x"),
+        },
+        yardstick="full-b",
+        calibration=(),
+        request=True,
+    ),
+    "any-speed": Plan(
+        "e2e",
+        "any-speed-e2e-smollm2-135m.json",
+        **_E2E,
+        checkpoints={
+            "full-a": _E2E_START,
+            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
+            # Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
+            "any": tuned(
+                "learned-3x",
+                [
+                    *("--steps", "450", "--curriculum", "sampled", "--sampled-speedups", *"1123355"),
+                    *("--sampled-prompts", "10", "--dev-records", "64", "--eval-every", "90", "--compare-batches", "0"),
+                ],
+                ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)],
+            ),
         },
         yardstick="full-b",
         calibration=(),
