@@ -17,7 +17,7 @@ import torch
 from checkpoints import byte_tokenizer
 from oracle import active_tokens, oracle_logits
 from serve_tools import running, tiny_served_model
-from skipdecode import LLM, Schedule
+from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.adaptive import (
     NEVER,
     DepthTable,
@@ -27,6 +27,7 @@ from skipdecode.calibration.adaptive import (
     oracle,
     penalties,
     routed,
+    static_shares,
 )
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
@@ -35,6 +36,7 @@ from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.carried import keep_tuned
 from skipdecode.performance.cost import CostModel
+from skipdecode.performance.simulate.traces import read_recorded
 from skipdecode.serving.service import open_service
 from textgen_tools import read_rows, write_rows
 from tiny import LAYERS, VOCAB, tiny_model
@@ -123,9 +125,10 @@ def test_chosen_depths_replayed_through_the_oracle_give_the_same_text(way: str, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_row_chooses_the_same_alone_in_any_batch_and_beside_rows_that_leave(way: str) -> None:
+@pytest.mark.parametrize("prompt", ["full", (0, 1, 2, 3)])
+def test_a_row_chooses_the_same_alone_in_any_batch_and_beside_rows_that_leave(way: str, prompt: Any) -> None:
     model = tiny_model("llama")
-    adaptive = Adaptive.choosing(router_for(model), way)
+    adaptive = Adaptive.choosing(router_for(model, prompt), way)
     alone = [summary(decoded(FastEngine(model, adaptive, max_rows=1), [row]))[0] for row in PROMPTS]
     for options in ({"max_rows": 3, "join_below": 0.25}, {"max_rows": 64}, {"max_rows": 5, "join_below": 1.0}):
         assert summary(decoded(FastEngine(model, adaptive, **options), PROMPTS)) == alone
@@ -160,14 +163,38 @@ def test_an_engine_keeps_to_its_rows_when_they_choose_no_more() -> None:
     assert most[0] > 3 == most[1]
 
 
-def test_the_gated_engine_decides_alike_and_runs_the_deepest_rows_depth() -> None:
+@pytest.mark.parametrize("prompt", ["full", (0, 1, 2, 3)])
+def test_the_gated_engine_decides_alike_and_runs_the_deepest_rows_depth(prompt: Any) -> None:
     model = tiny_model("llama")
-    adaptive = Adaptive.choosing(router_for(model))
+    adaptive = Adaptive.choosing(router_for(model, prompt))
     fast = summary(decoded(FastEngine(tiny_model("llama"), adaptive, max_rows=1), PROMPTS))
     assert summary(decoded(GatedEngine(model, adaptive, max_rows=1), PROMPTS)) == fast
     together = summary(decoded(GatedEngine(model, adaptive, max_rows=4, in_order=True), PROMPTS[:4]))
     deepest = [max(layers) for layers in zip(*([layers for _, layers in row] for row in fast[:4]), strict=True)]
     assert [[layers for _, layers in row] for row in together] == [deepest] * 4
+
+
+def test_rows_that_sample_choose_and_draw_the_same_in_any_batch() -> None:
+    adaptive = Adaptive.choosing(router_for(tiny_model("llama")), "adaptive+confident")
+
+    def rows(most: int) -> list[list[tuple[int, int]]]:
+        engine = FastEngine(tiny_model("llama"), adaptive, max_rows=most, join_below=0.25)
+        requests = [Request(row, NEW, Sampling(temperature=0.8, top_k=20, seed=n)) for n, row in enumerate(PROMPTS)]
+        steps: list[list[tuple[int, int]]] = [[] for _ in requests]
+        for out in engine.run(requests):
+            steps[out.request].append((out.token, out.layers))
+        return steps
+
+    assert rows(1) == rows(4) == rows(64)
+
+
+def test_attach_refuses_a_schedule_that_chooses() -> None:
+    model = tiny_model("llama")
+    adaptive = Adaptive.choosing(router_for(model))
+    with pytest.raises(ScheduleError, match="'adaptive' chooses"):
+        attach(model, adaptive)
+    with attach(model, adaptive.router.depths[1]) as attachment, pytest.raises(ScheduleError, match="'adaptive'"):
+        attachment.schedule = adaptive
 
 
 def test_bounds_of_a_request_move_its_depth() -> None:
@@ -286,6 +313,12 @@ def test_the_oracle_and_the_router_find_the_records_that_bear_less(table: DepthT
         oracle(table, 9.0)
 
 
+def test_static_takes_the_best_depth_or_mix_of_two_within_the_time() -> None:
+    losses, seconds = np.array([2.0, 3.0, 7.0]), np.array([8.0, 6.0, 2.0])
+    for at, shares in ((9, (1, 0, 0)), (8, (1, 0, 0)), (7, (0.5, 0.5, 0)), (4, (0, 0.5, 0.5)), (1, (0, 0, 1))):
+        np.testing.assert_allclose(static_shares(losses, seconds, at), shares)
+
+
 def test_thresholds_send_sure_records_down(table: DepthTable) -> None:
     thresholds = find_thresholds(table, 1.1)
     assert thresholds is not None
@@ -302,7 +335,7 @@ def test_thresholds_send_sure_records_down(table: DepthTable) -> None:
 # ---------------------------------------------------------------------- the server
 
 
-def test_the_server_chooses_as_offline_and_takes_bounds() -> None:
+def test_the_server_chooses_as_offline_and_takes_bounds(tmp_path: Path) -> None:
     model = tiny_served_model()
     adaptive = Adaptive.choosing(router_for(model), "adaptive")
     service = open_service(model, byte_tokenizer(), name="tiny", others=(adaptive,), engine="fast")
@@ -330,6 +363,10 @@ def test_the_server_chooses_as_offline_and_takes_bounds() -> None:
             assert ask(client, PROMPTS[0], schedule="adaptive", **wrong) == 400
         assert ask(client, PROMPTS[0], schedule="full", max_loss=1) == 400
         assert 'skipdecode_first_depth_count{schedule="adaptive"}' in client.get("/metrics").text
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    recorded = read_recorded(tmp_path / "answers.jsonl")
+    assert [prompt for prompt, _ in recorded] == [len(prompt) for prompt in some]
+    assert [layers[:1] for _, layers in recorded] == [answer["skipdecode"]["depths"] for answer in answers]
 
 
 # ---------------------------------------------------------------------- the command line
@@ -370,7 +407,10 @@ def test_calibrate_makes_a_router_that_generate_takes_and_resumes(made: dict[str
     whole, alone, cut = (tmp_path / name for name in ("whole.jsonl", "alone.jsonl", "cut.jsonl"))
     assert generate(whole, "--batch-size", "4") == 0
     assert generate(alone, "--batch-size", "1") == 0
-    assert read_rows(whole) == read_rows(alone)
+    rows = read_rows(whole)
+    assert rows == read_rows(alone)
+    assert all(len(row["layers"]) == row["new_tokens"] - 1 for row in rows)
+    assert {layers for row in rows for layers in row["layers"]} <= {8, 5, 3}
     steps, step = [0], FastEngine.step
 
     def interrupted(engine: FastEngine) -> Any:
@@ -400,10 +440,63 @@ def test_python_takes_the_checkpoint_s_router_by_name(made: dict[str, str], tmp_
     assert 3 < (outputs.stats.mean_layers or 0) < 8
     for one, *others in zip(outputs, *fixed, strict=True):
         assert one.tokens in [other.tokens for other in others]
+    named = Adaptive.choosing(Router.load(where / "router.json"), "confident")
+    alone = LLM(made["model"], named)  # as chat --router has it
+    assert alone.schedule_of("confident") == named
+    assert "adaptive" not in alone.schedules
     router = json.loads((where / "router.json").read_text())
     (where / "router.json").write_text(json.dumps(router | {"model": router["model"] | {"layers": 12}}))
     with pytest.raises(UsageError, match="layers"):
         LLM(where)
+
+
+def test_recorded_depths_are_simulated_as_they_ran(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    out, adaptive = tmp_path / "rows.jsonl", ["--schedule", "adaptive", "--router", made["router"]]
+    options = ["--input", made["input"], "--output", str(out), "--max-new-tokens", "8", "--batch-size", "4"]
+    summary = tmp_path / "summary.json"
+    assert main(["generate", made["model"], *options, *adaptive, "--summary", str(summary)]) == 0
+    (tmp_path / "cost.json").write_text(json.dumps(CostModel.of_step(LAYERS, 4, 1.0, 1.0).to_dict()))
+    capsys.readouterr()
+    simulate = ["simulate", "--cost", str(tmp_path / "cost.json"), "--traces", str(out)]
+    job = ["--requests", "40", "--policy", "waves", "--join-below", "0.25"]
+    assert main([*simulate, *job, "--nominal-speedup", "2", "--json"]) == 0
+    full, paper, recorded = json.loads(capsys.readouterr().out)["runs"]
+    assert [full["name"], recorded["name"]] == ["full", "recorded"]
+    rows, ran = read_rows(out), json.loads(summary.read_text())["summary"]
+    assert full["new_tokens"] == paper["new_tokens"] == recorded["new_tokens"] == sum(r["new_tokens"] for r in rows)
+    assert full["prompt_tokens"] == recorded["prompt_tokens"] == sum(r["prompt_tokens"] for r in rows)
+    assert recorded["layers_per_token"] == pytest.approx(ran["mean_layers_per_token"])
+    assert main([*simulate, *job]) == 0
+    assert f"recorded: {full['seconds'] / recorded['seconds']:.2f}x the requests/s" in capsys.readouterr().out
+    # Rows of one depth step together in a batch job; in a stream a step runs the deepest row's layers.
+    assert main([*simulate, "--requests", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][1]["layers_per_step"] > recorded["layers_per_step"]
+    out.write_text('{"text": "no depths"}\n')
+    for more in ([], ["--new-tokens", "9"]):
+        assert main([*simulate, *more]) == 2
+        assert ("--new-tokens" if more else "line 1") in capsys.readouterr().err
+
+
+def test_eval_says_that_weights_are_not_tuned_under_a_router_s_depths(
+    made: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    data = write_rows(tmp_path / "data.jsonl", [{"prompt": f"row {n}", "reference": "ok"} for n in range(4)])
+    options = ["--task", "jsonl", "--data", data, "--router", made["router"], "--metrics", "rougeL"]
+    options += ["--max-new-tokens", "4", "--no-full-depth", "--out", str(tmp_path / "out")]
+    assert main(["eval", made["model"], "--methods", "adaptive", *options]) == 0
+    assert "not tuned under adaptive" in capsys.readouterr().err
+
+
+def test_a_router_of_another_model_is_told_in_one_line(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    router = json.loads(Path(made["router"]).read_text())
+    known = router["model"]
+    changes = {"layers": 4, "vocabulary": 7, "weights": [value + 1 for value in known["weights"]]}
+    for name, value in changes.items():
+        other = tmp_path / f"{name}.json"
+        other.write_text(json.dumps(router | {"model": known | {name: value}}))
+        assert main(["generate", made["model"], "hello", "--schedule", "adaptive", "--router", str(other)]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "the router" in line]
+        assert name in line
 
 
 def test_calibrate_says_what_it_cannot_do(made: dict[str, str], tmp_path: Path, capsys: Any) -> None:

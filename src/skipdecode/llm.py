@@ -140,7 +140,8 @@ class LLM:
         """
         recipe, carried = self.loaded.recipe, self.loaded.schedule
         own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
-        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own} | self._ways
+        own += (self._schedule,) if isinstance(self._schedule, Schedule) and self._schedule.chooses else ()
+        return {"full": Schedule.full(self.num_layers)} | self._ways | {schedule.name: schedule for schedule in own}
 
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule that a call with this argument runs under.

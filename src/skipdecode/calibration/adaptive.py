@@ -24,7 +24,10 @@ from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
-__all__ = ["NEVER", "DepthTable", "find_router", "find_thresholds", "follow", "oracle", "penalties", "routed"]
+__all__ = [
+    "NEVER", "DepthTable", "find_router", "find_thresholds", "follow", "oracle", "penalties", "priced", "routed",
+    "static_shares",
+]  # fmt: skip
 
 Numbers = NDArray[np.float64]
 Choice = NDArray[np.intp]
@@ -83,37 +86,40 @@ class DepthTable:
     def compare(self, method: str, losses: Numbers, seconds: Numbers, layers: Numbers) -> list[dict[str, Any]]:
         """Summed losses, seconds and mean layers of each record against static ones: of all, and of each task's.
 
-        Losses are nats a token; `gain` is how much more static loses, `low` to `high` in 95% of bootstrap draws.
+        Losses are nats a token; `gain` is how much more static loses, `low` to `high` in 95% of bootstrap draws, static
+        in each as fast as the method there.
         """
         tasks = sorted(set(self.tasks))
         parts = [("all", np.full(len(losses), True)), *((t, self.tasks == t) for t in tasks if len(tasks) > 1)]
         found = []
         for task, rows in parts:
             n, counts, fed = int(rows.sum()), self.counts[rows], np.maximum(1, self.counts[rows] - 1)
-            static = _static(self.sums[rows], self.seconds[rows].sum(0), float(seconds[rows].sum()))
-            gains = static - losses[rows]
-            drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_DRAWS)
-            low, high = np.quantile(drawn @ gains / (drawn @ counts), (0.025, 0.975))
+            drawn = np.vstack([np.ones(n), np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=_DRAWS)])
+            each = zip(*(drawn @ values[rows] for values in (self.sums, self.seconds, seconds)), strict=True)
+            static = np.array([lost @ static_shares(lost, taken, at) for lost, taken, at in each])
+            gains = (static - drawn @ losses[rows]) / (drawn @ counts)
+            low, high = np.quantile(gains[1:], (0.025, 0.975))
             speedup, depth = self.full[rows].sum() / seconds[rows].sum(), layers[rows] @ fed / fed.sum()
-            sums = {"loss": losses[rows].sum(), "static": static.sum(), "gain": gains.sum()}
-            means = {name: float(each / counts.sum()) for name, each in sums.items()}
-            about = {"task": str(task), "method": method, "n": n, "request_speedup": float(speedup)}
-            found.append(about | {"mean_layers": float(depth)} | means | {"low": float(low), "high": float(high)})
+            mean, still = losses[rows].sum() / counts.sum(), static[0] / counts.sum()
+            names = ("request_speedup", "mean_layers", "loss", "static", "gain", "low", "high")
+            values = map(float, (speedup, depth, mean, still, gains[0], low, high))
+            found.append({"task": str(task), "method": method, "n": n, **dict(zip(names, values, strict=True))})
         return found
 
 
-def _static(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
-    """Each record's loss under the best depth, or random mix of two, that takes `at` seconds in all."""
-    tried = [losses[:, int(seconds.argmin())]]
+def static_shares(losses: Numbers, seconds: Numbers, at: float) -> Numbers:
+    """Shares of the best depth, or mix of two, that takes `at` seconds; `losses` and `seconds` are of each depth."""
+    pure = np.eye(len(seconds))
+    tried = [pure[int(seconds.argmin())]]
     for a, b in combinations_with_replacement(np.argsort(seconds, kind="stable"), 2):
         if seconds[a] <= at * _SLACK:
-            share = 1.0 if seconds[b] <= at else (at - seconds[a]) / (seconds[b] - seconds[a])
-            tried.append(losses[:, a] + share * (losses[:, b] - losses[:, a]))
-    return min(tried, key=lambda each: float(each.sum()))
+            share = 1.0 if seconds[b] <= at * _SLACK else (at - seconds[a]) / (seconds[b] - seconds[a])
+            tried.append((1 - share) * pure[a] + share * pure[b])
+    return min(tried, key=lambda each: float(each @ losses))
 
 
-def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[Choice, float]:
-    """The depth of least loss + penalty x price for each record, with the least penalty that keeps to the limit."""
+def priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) -> tuple[Choice, float]:
+    """The depth of least loss + penalty x price for each record, with the least penalty that keeps to all's limit."""
 
     def choice(penalty: float) -> Choice:
         return np.asarray(np.argmin(losses + penalty * prices, axis=1))
@@ -132,7 +138,7 @@ def _priced(losses: Numbers, prices: Numbers, seconds: Numbers, limit: float) ->
 
 def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
     """The oracle at a speed-up, and a random assignment of its mix of depths; raises TargetError out of reach."""
-    choice, _ = _priced(table.sums, table.seconds, table.seconds, table.limit(speedup))
+    choice, _ = priced(table.sums, table.seconds, table.seconds, table.limit(speedup))
     mix = np.bincount(choice, minlength=len(table.depths)) / len(choice)
     random = table.compare("random", *(each @ mix for each in (table.sums, table.seconds, table.layers)))
     return [*table.chosen("oracle", choice), *random]
@@ -141,7 +147,7 @@ def oracle(table: DepthTable, speedup: float) -> list[dict[str, Any]]:
 def routed(table: DepthTable, predicted: Numbers, speedup: float) -> tuple[Choice, float]:
     """Each record's depth by predicted losses at a speed-up of all, and the penalty; TargetError out of reach."""
     prices = np.tile(table.costs, (len(table.counts), 1))
-    return _priced(predicted, prices, table.seconds, table.limit(speedup))
+    return priced(predicted, prices, table.seconds, table.limit(speedup))
 
 
 def penalties(table: DepthTable, predicted: Numbers) -> list[tuple[float, float]]:

@@ -71,12 +71,12 @@ def run(config: Config) -> int:
 def _parts(config: Config) -> dict[str, Config]:
     """The records of each task, checked as far as can be without a model."""
     alone = replace(config, prompt_template=None, prompt_field=None, response_field=None, chat=False, held_out=0)
-    parts = {config.task or "data": replace(config, held_out=0)}
+    parts = {Path(config.task or "data").stem: replace(config, held_out=0)}
     for word in config.mixture:
         task, equals, file = word.partition("=")
-        if not equals or task in parts:
+        if not equals or (name := Path(task).stem) in parts:
             raise UsageError(f"--mixture {word}: give TASK=FILE, each task once")
-        parts[task] = replace(alone, task=task, data=file)
+        parts[name] = replace(alone, task=task, data=file)
     for part in parts.values():
         check_records(part, "data")
     return parts
@@ -142,7 +142,7 @@ def _report(config: Config, depths: Sequence[Schedule], document: dict[str, Any]
         "the oracle, which knows all losses, gains {gain:+.4f} ({low:+.4f} to {high:+.4f})".format_map(possible[0]),
     ]
     if not runs:
-        return "\n".join([*lines[:-1], f"{lines[-1]}: too little for a router, so none was made"])
+        return "\n".join([*lines[:-1], f"{lines[-1]}: too little, or within chance, so no router was made"])
     sure = [each["method"] for each in runs if each["task"] == "all" and each["low"] > 0]
     way = sure[0] if sure else WAYS[0]
     use = ["skipdecode", "generate", config.model, "--schedule", way, "--router", str(place)]

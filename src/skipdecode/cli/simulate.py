@@ -11,26 +11,30 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
+from skipdecode.engine.depth import SchedulePolicy
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import CostModel, PromptCost
+from skipdecode.performance.simulate import traces
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
-from skipdecode.performance.simulate.traces import all_at_once, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from skipdecode.performance.simulate.traces import Arrival
     from skipdecode.performance.simulate.worker import Simulation
 
 __all__ = ["Config", "run"]
+
+_RECORDED = "recorded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,10 @@ class Config(ScheduleOptions):
         "prompt tokens: N, uniform:A:B, lognormal:MEDIAN:SIGMA, file:PATH (JSON list)", default="64"
     )
     new_tokens: str = option("new tokens, in the same words", default="64")
+    traces: str | None = option(
+        "requests whose depths were recorded (see docs/adaptive.md), run beside the schedule, with its prompts",
+        default=None,
+    )
     limit: int | None = option(
         "most new tokens; all that the scheduler knows of a length (default: it knows each length)",
         default=None,
@@ -122,9 +130,12 @@ def run(config: Config) -> int:
     if config.flat:
         chosen = chosen.flattened()
     started = time.perf_counter()
-    runs = [_simulated(config, cost, Schedule.full(cost.num_layers), None)]
-    if not chosen.is_full:
-        runs.append(_simulated(config, cost, chosen, runs[0].capacity))
+    policies = [SchedulePolicy(Schedule.full(cost.num_layers))]
+    policies += [] if chosen.is_full else [SchedulePolicy(chosen)]
+    if rows := _recorded(config):
+        policies.append(traces.RecordedDepths(replace(chosen, name=_RECORDED), rows))
+    full = _simulated(config, cost, policies[0], None)
+    runs = [full, *(_simulated(config, cost, policy, full.capacity) for policy in policies[1:])]
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
     print(json.dumps(_document(config, runs), indent=2) if config.json else "\n".join(_table(runs)))
@@ -143,6 +154,8 @@ def _check(config: Config) -> None:
         raise UsageError("--prompt-token-ms goes with --cost: with --model it follows from --flops")
     if config.rate is not None and config.load is not None:
         raise UsageError("--rate and --load both say how many requests come: give one of them")
+    if config.traces is not None and (config.prompt_len, config.new_tokens, config.limit) != ("64", "64", None):
+        raise UsageError("--traces has lengths of its own: leave out --prompt-len, --new-tokens and --limit")
     if config.burst > 1 and config.rate is None and config.load is None:
         raise UsageError("--burst needs --rate or --load: without one all requests come at once")
 
@@ -180,37 +193,44 @@ def _positions(config: Config) -> int:
     return max(1, round(sum(lengths) / len(lengths)))
 
 
-def _trace(config: Config, rate: float | None, requests: int | None = None) -> Iterator[Arrival]:
-    times = all_at_once() if rate is None else bursts(rate, config.burst, config.seed)
-    prompts, outputs = parse_lengths(config.prompt_len), parse_lengths(config.new_tokens)
+def _trace(config: Config, rate: float | None, requests: int | None = None) -> Iterator[traces.Arrival]:
+    times = traces.all_at_once() if rate is None else traces.bursts(rate, config.burst, config.seed)
     count = config.requests if requests is None else requests
-    return make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
+    if rows := _recorded(config):
+        sizes = ((prompt, len(layers) + 1) for prompt, layers in cycle(rows))
+        return (traces.Arrival(at, n, new, new) for at, (n, new) in zip(islice(times, count), sizes, strict=False))
+    prompts, outputs = traces.parse_lengths(config.prompt_len), traces.parse_lengths(config.new_tokens)
+    return traces.make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacity: float | None) -> _Run:
+def _recorded(config: Config) -> list[tuple[int, list[int]]]:
+    return [] if config.traces is None else traces.read_recorded(Path(config.traces))
+
+
+def _simulated(config: Config, cost: CostModel, layers: SchedulePolicy, full_capacity: float | None) -> _Run:
     """One run; `full_capacity` is full depth's, None for that itself."""
     policy, rows = config.policy, cost.batch
-    share = _join_share(config, cost, schedule)
+    share = _join_share(config, cost, layers)
     most, rate = None, config.rate
     if config.load is not None or config.rate is not None:
         endless = _trace(config, None, 1_000_000_000)
-        most = config.workers * capacity(endless, cost, schedule, max_rows=rows, policy=policy, join_below=share)
+        most = config.workers * capacity(endless, cost, layers, max_rows=rows, policy=policy, join_below=share)
         if config.load is not None:
             rate = config.load * (most if config.load_of == "own" or full_capacity is None else full_capacity)
     trace = _trace(config, rate)
-    result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
-    return _Run(schedule, rate, most, share, result)
+    result = simulate(trace, cost, layers, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
+    return _Run(layers.schedule, rate, most, share, result)
 
 
-def _join_share(config: Config, cost: CostModel, schedule: Schedule) -> float | None:
-    """`join_below` for a schedule; None: the policy's own."""
+def _join_share(config: Config, cost: CostModel, layers: SchedulePolicy) -> float | None:
+    """`join_below` for a policy; None: the policy's own."""
     if config.join_below is None:
         return None
     if config.policy == "continuous":
         raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
     if config.join_below == "auto":
         arrivals = list(_trace(config, None))
-        return best_join_below(arrivals, cost, schedule, max_rows=cost.batch, policy=config.policy)
+        return best_join_below(arrivals, cost, layers, max_rows=cost.batch, policy=config.policy)
     try:
         return float(config.join_below)
     except ValueError:
@@ -258,18 +278,16 @@ def _table(runs: list[_Run]) -> list[str]:
     for name, field in (("request", "request_s"), ("first token", "first_token_s"), ("inter-token", "inter_token_s")):
         for which in ("p50", "p99"):
             lines.append([f"{name} {which}, ms", *(f"{1e3 * each[field][which]:.2f}" for each in documents)])
-    shown = table(lines[0], lines[1:])
-    if len(runs) == 2:
-        shown.append(_gain(*runs))
-    return shown
+    return [*table(lines[0], lines[1:]), *(_gain(runs[0], other) for other in runs[1:])]
 
 
 def _gain(full: _Run, other: _Run) -> str:
     """What a schedule buys: in a stream that both can serve the rates are the same, so there capacity counts."""
-    nominal = f"(nominal {other.schedule.nominal_speedup:.2f}x)"
+    name, of_layers = other.schedule.name, other.schedule.num_layers / other.result.layers_per_token
+    nominal = f"(nominal {of_layers if name == _RECORDED else other.schedule.nominal_speedup:.2f}x)"
     if full.capacity is None or other.capacity is None:
         gain = other.result.requests_per_second / full.result.requests_per_second
         before, after = full.result.decode_seconds, other.result.decode_seconds
         decode = f"; decode {before / after:.2f}x" if after else ""
-        return f"{gain:.2f}x the requests/s of full depth{decode} {nominal}"
-    return f"{other.capacity / full.capacity:.2f}x the requests/s that full depth can serve {nominal}"
+        return f"{name}: {gain:.2f}x the requests/s of full depth{decode} {nominal}"
+    return f"{name}: {other.capacity / full.capacity:.2f}x the requests/s that full depth can serve {nominal}"

@@ -166,6 +166,7 @@ class Adaptive(Schedule):
     way: str
     penalty: float
     max_loss: float | None
+    chooses = True
 
     @classmethod
     def choosing(

@@ -13,13 +13,13 @@ from skipdecode.engine.adaptive import policy_of
 from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import BudgetPolicy, DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
-from skipdecode.engine.feeds import DepthWaves, EngineRow, Feed, token_rows
+from skipdecode.engine.feeds import EngineRow, Feed, token_rows
 from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import KV
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import put_out
-from skipdecode.engine.scheduler import PROMPT_TOKENS, RequestSize, Scheduler
+from skipdecode.engine.scheduler import PROMPT_TOKENS, DepthWaves, RequestSize, Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 

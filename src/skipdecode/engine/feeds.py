@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipdecode.engine.depth import DepthOrder, PromptLayers
 from skipdecode.engine.sampling import Row
 
-__all__ = ["DepthWaves", "EngineRow", "Feed", "TokenRows", "token_rows"]
+__all__ = ["EngineRow", "Feed", "TokenRows", "token_rows"]
 
 
 class TokenRows(NamedTuple):
@@ -57,28 +56,6 @@ class EngineRow(Row):
         """How many of the likeliest words' logits its next token takes; 0: those of all words."""
         chooses = len(self.policy.depths) > 1 and not self.output
         return 0 if chooses or self.policy.reads_logprob else self.sampler.top
-
-
-class DepthWaves:
-    """Which rows step together: as many of one depth as there are, for a step costs its deepest row's layers.
-
-    They go on until few are left, who wait for more of their depth. Arguments as of `Scheduler`.
-    """
-
-    def __init__(self, max_rows: int, join_below: float) -> None:
-        self._max_rows, self._few = max_rows, join_below * (max_rows - 1)
-        self._wave: list[EngineRow] = []
-
-    def rows(self, begun: list[EngineRow]) -> list[EngineRow]:
-        """The rows of the next step, of those that have begun."""
-        if len(begun) <= self._max_rows:
-            return begun
-        held = set(begun)
-        self._wave = [row for row in self._wave if row in held]
-        if len(self._wave) <= self._few:
-            depths = Counter(row.depth for row in begun)
-            self._wave = [row for row in begun if row.depth == depths.most_common(1)[0][0]][: self._max_rows]
-        return self._wave
 
 
 class Feed(NamedTuple):

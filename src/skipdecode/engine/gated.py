@@ -138,7 +138,7 @@ class GatedEngine(Engine):
             for number in numbers
         ]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        attachment = Attachment(self._model, policy.schedule)
+        attachment = Attachment(self._model, policy.depths[0])
         return _Wave(attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:

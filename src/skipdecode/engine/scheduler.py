@@ -9,13 +9,13 @@ once (continuous batching); 0 is strict lockstep.
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "RequestSize", "Scheduler"]
+__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "DepthWaves", "RequestSize", "Scheduler"]
 
 PROMPT_TOKENS = 512
 """Most prompt tokens of one forward, for jobs."""
@@ -54,14 +54,14 @@ class Scheduler:
             raise UsageError(f"join_below={join_below} is not accepted: give a number from 0 (strict waves) to 1")
         self.max_rows = max_rows
         self.join_below = join_below
-        self._in_order = in_order
+        self.in_order = in_order
         # One of the two is used; both take the next request from the end at hand in constant time.
         self._queue: deque[RequestSize] = deque()
         self._sorted: list[RequestSize] = []
 
     def submit(self, sizes: Iterable[RequestSize]) -> None:
         """Queue requests."""
-        if self._in_order:
+        if self.in_order:
             self._queue.extend(sizes)
             return
         new = list(sizes)
@@ -95,10 +95,33 @@ class Scheduler:
             return []
         chosen: list[RequestSize] = []
         while self.waiting and running + len(chosen) < self.max_rows:
-            size = self._queue[0] if self._in_order else self._sorted[-1]
+            size = self._queue[0] if self.in_order else self._sorted[-1]
             if free_pages is not None:
                 if size.pages > free_pages:
                     break
                 free_pages -= size.pages
-            chosen.append(self._queue.popleft() if self._in_order else self._sorted.pop())
+            chosen.append(self._queue.popleft() if self.in_order else self._sorted.pop())
         return chosen
+
+
+class DepthWaves:
+    """Which rows step together: as many of one depth as there are, for a step costs its deepest row's layers.
+
+    They go on until few are left, who wait for more of their depth. Arguments as of `Scheduler`; a row's `depth` are
+    the layers of its first new token.
+    """
+
+    def __init__(self, max_rows: int, join_below: float) -> None:
+        self._max_rows, self._few = max_rows, join_below * (max_rows - 1)
+        self._wave: list[Any] = []
+
+    def rows(self, begun: list[Any]) -> list[Any]:
+        """The rows of the next step, of those that have begun."""
+        if len(begun) <= self._max_rows:
+            return begun
+        held = set(begun)
+        self._wave = [row for row in self._wave if row in held]
+        if len(self._wave) <= self._few:
+            depths = Counter(row.depth for row in begun)
+            self._wave = [row for row in begun if row.depth == depths.most_common(1)[0][0]][: self._max_rows]
+        return self._wave

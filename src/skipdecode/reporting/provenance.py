@@ -8,11 +8,11 @@ from typing import Any
 
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.page import Section, Table, table
-from skipdecode.reporting.sources import Source, of_kind
+from skipdecode.reporting.sources import NEEDED, Source, of_kind
 
 __all__ = ["environment_sections", "other_sections", "settings_sections"]
 
-_DRAWN = ("bench", "calibration", "decode-speed", "evaluation", "quality-table", "schedule", "serve-load", "tuning")
+_DRAWN = (*NEEDED, "evaluation", "schedule", "tuning")
 _LEFT_OUT = ("kind", "format", "environment", "config")
 _MOST = 60
 _ENVIRONMENT = {

@@ -13,13 +13,13 @@ from skipdecode.errors import DataError, ScheduleError
 from skipdecode.evaluation.results import OUTPUTS_FILE, RUN_FILE, load_run
 from skipdecode.schedule import Schedule
 
-__all__ = ["Source", "find_files", "of_kind", "read_source"]
+__all__ = ["NEEDED", "Source", "find_files", "of_kind", "read_source"]
 
 _WHOLE = (RUN_FILE, "calibration.json", "log.jsonl")
 _NUMBER = (int, float)
 _SPEED = dict.fromkeys(("nominal_speedup", "mean_layers", "decode_tokens_per_s", "decode_speedup"), _NUMBER)
-# By kind and list (the document itself: ""), the fields that sections read without asking, with their types.
-_NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "adaptive": {"runs": {"task": str, "method": str, "n": int, "request_speedup": _NUMBER}},
     "bench": {
         "": {"bandwidth_gb_s": _NUMBER},
         "rows": _SPEED | {"engine": str, "batch": int, "roofline_share": _NUMBER},
@@ -36,6 +36,7 @@ _NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "schedules": {"tokens_per_s": _NUMBER, "streams": int, "first_token_s": dict, "between_chunks_s": dict},
     },
 }
+"""By kind and list (the document itself: ""), the fields that sections read without asking, with their types."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def read_source(path: Path) -> Source:
     check_kind(path, data)
     if data["kind"] == "evaluation":
         return Source(name, data["kind"], load_run(path))
-    for key, needed in _NEEDED.get(data["kind"], {}).items():
+    for key, needed in NEEDED.get(data["kind"], {}).items():
         rows = data.get(key) if key else [data]
         _check_rows(path, list(rows.values()) if isinstance(rows, dict) else rows, needed)
     if data["kind"] == "calibration":

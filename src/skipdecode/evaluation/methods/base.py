@@ -58,8 +58,8 @@ class Method(ABC):
     ----------
     name : str
         Label in tables.
-    schedule : Schedule or None
-        The schedule, where the method is one.
+    schedule, asked : Schedule or None
+        The schedule, where the method is one; and what was asked for, where that chooses for each row.
     max_batch : int or None
         Most rows of a batch; None for any number.
     full_depth : bool
@@ -70,6 +70,7 @@ class Method(ABC):
 
     name: str
     schedule: Schedule | None = None
+    asked: Schedule | None = None
     max_batch: int | None = None
     full_depth: bool = False
     engine: str = GenerateEngine.name

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from skipdecode.engine.adaptive import Adaptive
 from skipdecode.engine.base import Engine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.opening import EngineSource, open_engines
@@ -35,7 +34,7 @@ class Scheduled(Method):
         self.asked, self._source = schedule, source
         self._runs = schedule if source is None or schedule is None else source.suited(schedule)
         # Where rows choose, no one schedule says what a token of a given text runs.
-        self.schedule = None if isinstance(schedule, Adaptive) else self._runs
+        self.schedule = None if schedule is not None and schedule.chooses else self._runs
         self.name = "full" if schedule is None else schedule.name
         self.engine = GatedEngine.name if source is None else source.name
 
@@ -51,7 +50,7 @@ class Scheduled(Method):
 
     def settings(self) -> dict[str, Any]:
         """The name, and the schedule itself."""
-        key = "adaptive" if isinstance(self.asked, Adaptive) else "schedule"  # which readers take for a plain one
+        key = "adaptive" if self.asked and self.asked.chooses else "schedule"  # which readers take for a plain one
         return super().settings() | ({} if self.asked is None else {key: self.asked.to_dict()})
 
     def check_shape(self, model_type: str, num_layers: int) -> None:

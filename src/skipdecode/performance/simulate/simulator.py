@@ -113,12 +113,12 @@ def capacity(
 
 
 def best_join_below(
-    arrivals: Sequence[Arrival], cost: CostModel, schedule: Schedule, *, max_rows: int = 8, policy: Admission = "cohort"
+    arrivals: Sequence[Arrival], cost: CostModel, layers: BudgetPolicy, *, max_rows: int, policy: Admission
 ) -> float:
     """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest."""
 
     def finished(share: float) -> tuple[float, float]:
-        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, join_below=share), share
+        return capacity(arrivals, cost, layers, max_rows=max_rows, policy=policy, join_below=share), share
 
     return max(_SHARES, key=finished)
 
