@@ -256,6 +256,29 @@ def kept(share: dict[str, float] | None) -> str:
     return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
 
 
+def chat(document: dict[str, Any]) -> list[list[str]]:
+    """What each depth leaves of an untouched chat model, on prompts drawn from it and on others."""
+    layers = {schedule["name"]: schedule["budgets"][0] for schedule in document["schedules"]}
+    head = ["layers", "request", "request, batch 1", "decode", "KL", "same token", "perplexity of untouched"]
+    rows = [[*head, "instructions followed", "other prompts: KL", "perplexity of untouched"]]
+    for row, other in zip(document["rows"], document["other_prompts"]["rows"], strict=True):
+        rows.append(
+            [
+                str(layers.get(row["name"], row["name"])),
+                times(row.get("measured_speedup_with_prompt")),
+                times(row.get("batch_1", {}).get("measured_speedup_with_prompt")),
+                times(row.get("measured_speedup")),
+                f"{row['kl']['estimate']:.3f}" if "kl" in row else "-",
+                f"{row['top1_agreement']['estimate']:.1f}%" if "kl" in row else "-",
+                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**row["of_untouched"]),
+                f"{row['instructions']['followed']:.1%}",
+                f"{other['kl']['estimate']:.3f}" if "kl" in other else "-",
+                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**other["of_untouched"]),
+            ]
+        )
+    return rows
+
+
 def products(document: dict[str, Any]) -> list[list[str]]:
     """Forwards of one prompt, and steps of a batch, against the machine's bf16 product and against bf16."""
     head = ["what", "weights", "ms", "GFLOP/s", "of the bf16 product", "x bf16"]
@@ -291,20 +314,29 @@ def predictions(document: dict[str, Any]) -> list[list[str]]:
 
 
 def vllm(document: dict[str, Any]) -> list[list[str]]:
-    """The vLLM plugin against stock vLLM in the same run."""
+    """The vLLM plugin against stock vLLM in the same run: what was measured of it."""
     ratios = document["ratios"]
-    gains = {
+    what = {
+        "full_depth_overhead": "the plugin at full depth: time a token",
+        "lockstep_8_flat_2x": "8 rows that start together, flat schedule, nominal 2x: tokens/s of decoding",
         "lockstep_8_nominal_2x": "8 rows that start together, linear schedule, nominal 2x: tokens/s of decoding",
-        "mixed_32_linear_2x": "96 requests at once, 32 slots, the same schedule: tokens/s with prompts",
+        "mixed_32_linear_2x": "96 requests at once, 32 slots, linear schedule, 2x: tokens/s with prompts",
         "poisson_flat_2x": "Poisson arrivals, 32 slots, flat schedule at 2x: requests/s at stock's p99 between tokens",
+        "split_requests": "32 requests of 192 + 60 tokens, split schedule (prompts half the layers too): requests/s",
     }
-    overhead = ["the plugin at full depth: time a token", f"{ratios['full_depth_overhead']:+.1%}"]
-    return [["what", "against stock"], overhead, *([text, f"{ratios[key]:.2f}x"] for key, text in gains.items())]
+    rows = [["what", "against stock, both eager", "against stock's default"]]
+    for key, text in what.items():
+        found = [ratios.get(f"{form}{key}") for form in ("", "default_")]
+        if found != [None, None]:
+            form = "{:+.1%}" if key == "full_depth_overhead" else "{:.2f}x"
+            rows.append([text, *("" if value is None else form.format(value) for value in found)])
+    return rows
 
 
 # By name, with the kind of result that each is made from.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
+    "chat": ("own-words", chat),
     "decode": ("decode-speed", decode),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),

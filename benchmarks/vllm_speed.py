@@ -7,9 +7,14 @@ runs to the result file, so that parts can be measured one at a time:
     for part in full_depth_overhead lockstep_8_nominal_2x mixed_32_linear_2x poisson_flat_2x; do
       $VLLM_ENV/bin/python benchmarks/vllm_speed.py --part $part --model DIR --out results/vllm-cpu.json; done
 
+These run both engines eagerly. `--part default` runs them as vLLM does by default, compiled; it starts each once, with
+32 slots, and measures all ratios whose names begin with `default_` (or one: `--part default_poisson_flat_2x`).
+
 Ratios are stock's time over the plugin's, medians of alternating rounds, but for `full_depth_overhead`: the plugin's
 time at full depth over stock's, less 1. `poisson_flat_2x` is a ratio of rates: the highest at which the plugin's p99
-inter-token latency is no longer than stock's at 80% of stock's capacity, over that rate.
+inter-token latency is no longer than stock's at 80% of stock's capacity, over that rate. `default_split_requests`: 32
+requests at once, prompts of 192 tokens and 60 new ones, under a split schedule (prompts run the lower half of the
+layers, generated tokens as many of the upper ones).
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +44,41 @@ from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading, read_result
 
 PARTS = ("full_depth_overhead", "lockstep_8_nominal_2x", "mixed_32_linear_2x", "poisson_flat_2x")
-SLOTS = {"full_depth_overhead": 8, "lockstep_8_nominal_2x": 8, "mixed_32_linear_2x": 32, "poisson_flat_2x": 32}
-PROMPT, NEW = 32, 64
+DEFAULT_PARTS = (
+    "default_full_depth_overhead",
+    "default_lockstep_8_flat_2x",
+    "default_mixed_32_linear_2x",
+    "default_split_requests",
+    "default_poisson_flat_2x",
+)
+SLOTS = {"full_depth_overhead": 8, "lockstep_8_nominal_2x": 8}  # others: 32
+PROMPT, NEW, LONG_PROMPT, LONG_NEW = 32, 64, 192, 60
 
 
 class Load:
     """An engine and the clock of what it gives."""
 
-    def __init__(self, options: argparse.Namespace, schedule: Schedule | None) -> None:
+    def __init__(self, options: argparse.Namespace, *schedules: Schedule) -> None:
         from vllm import LLM
 
-        overrides = {} if schedule is None else {"skipdecode": schedule.to_dict()}
+        first, *others = [schedule.to_dict() for schedule in schedules] or [None]
+        overrides = {} if first is None else {"skipdecode": first}
         self.engine = LLM(
             options.model,
             dtype=options.dtype,
             max_model_len=512,
-            max_num_seqs=SLOTS[options.part],
+            max_num_seqs=SLOTS.get(options.part, 32),
             block_size=32,
             skip_tokenizer_init=True,
-            enforce_eager=not options.stock_compiled,
+            enforce_eager=not options.part.startswith("default"),
             enable_prefix_caching=False,
             hf_overrides=overrides,
+            additional_config={"skipdecode": {"schedules": others}} if others else {},
         ).llm_engine
         self._asked = 0
 
-    def run(self, requests: list[tuple[float, int]], name: str | None = None) -> dict[str, Any]:
-        """Serve requests (arrival in seconds, new tokens); returns seconds, tokens and the gaps between tokens."""
+    def run(self, requests: list[tuple[float, int]], name: str | None = None, prompt: int = PROMPT) -> dict[str, Any]:
+        """Serve requests (arrival in seconds, new tokens); returns seconds, tokens, waits for the first and gaps."""
         from vllm import SamplingParams
 
         waiting = [(arrival, number, new) for number, (arrival, new) in enumerate(requests)]
@@ -71,14 +86,17 @@ class Load:
         extra = None if name is None else {"skipdecode": name}
         last: dict[str, tuple[float, int]] = {}
         gaps: list[float] = []
+        waits: list[float] = []
+        asked_at: dict[str, float] = {}
         began = time.perf_counter()
         first_all = tokens = 0.0
         while waiting or self.engine.has_unfinished_requests():
             now = time.perf_counter() - began
             while waiting and waiting[0][0] <= now:
-                _, number, new = heapq.heappop(waiting)
+                arrival, number, new = heapq.heappop(waiting)
                 self._asked += 1
-                ids = [5 + (number * 31 + i * 7) % 40000 for i in range(PROMPT)]
+                asked_at[str(self._asked)] = arrival
+                ids = [5 + (number * 31 + i * 7) % 40000 for i in range(prompt)]
                 sampling = SamplingParams(
                     temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, extra_args=extra
                 )
@@ -89,6 +107,8 @@ class Load:
             for output in self.engine.step():
                 at, count = time.perf_counter() - began, len(output.outputs[0].token_ids)
                 before = last.get(output.request_id)
+                if before is None:
+                    waits.append(at - asked_at[output.request_id])
                 if before is not None and count > before[1]:
                     gaps.append(at - before[0])
                 last[output.request_id] = (at, count)
@@ -97,20 +117,31 @@ class Load:
         seconds = time.perf_counter() - began
         total = sum(c for _, c in last.values())
         decode = (seconds - first_all) / max(1, total - tokens)
-        return {"seconds": seconds, "tokens": total, "decode_s_per_token": decode, "gaps": gaps}
+        return {"seconds": seconds, "tokens": total, "decode_s_per_token": decode, "gaps": gaps, "waits": waits}
 
 
-def alternate(options: argparse.Namespace, stock: Load, ours: Load, requests: Any, names: list[str]) -> dict[str, Any]:
+def alternate(
+    options: argparse.Namespace, stock: Load, ours: Load, requests: Any, names: list[str], prompt: int = PROMPT
+) -> dict[str, Any]:
     """Seconds a generated token (decode phase for rows that start together), stock and each schedule in turns."""
-    together = all(arrival == 0 for arrival, _ in requests) and len(requests) <= SLOTS[options.part]
-    found: dict[str, list[float]] = {"stock": [], **{name: [] for name in names}}
+    together = all(arrival == 0 for arrival, _ in requests) and len(requests) <= 8
+    found: dict[str, list[dict[str, Any]]] = {"stock": [], **{name: [] for name in names}}
     for number in range(options.rounds + 1):
-        for name in found:
-            done = stock.run(requests) if name == "stock" else ours.run(requests, name)
-            per_token = done["decode_s_per_token"] if together else done["seconds"] / done["tokens"]
+        for name, runs in found.items():
+            done = stock.run(requests, prompt=prompt) if name == "stock" else ours.run(requests, name, prompt)
             if number:  # The first round warms up.
-                found[name].append(per_token)
-    return {name: {"s_per_token": values, "median": statistics.median(values)} for name, values in found.items()}
+                runs.append(done)
+    return {name: summary(runs, together) for name, runs in found.items()}
+
+
+def summary(runs: list[dict[str, Any]], decode_only: bool = False) -> dict[str, Any]:
+    """What a result keeps of some runs."""
+    values = [r["decode_s_per_token"] if decode_only else r["seconds"] / r["tokens"] for r in runs]
+    spread = {
+        f"{name}_s": [statistics.median(percentile(share, r[name]) for r in runs) for share in (0.5, 0.99)]
+        for name in ("waits", "gaps")
+    }
+    return {"s_per_token": values, "median": statistics.median(values), **spread}
 
 
 def poisson(count: int, rate: float, seed: int) -> list[tuple[float, int]]:
@@ -123,18 +154,24 @@ def poisson(count: int, rate: float, seed: int) -> list[tuple[float, int]]:
     return requests
 
 
+def percentile(share: float, values: list[float]) -> float:
+    """A percentile."""
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
 def p99(gaps: list[float]) -> float:
     """99th percentile."""
-    return sorted(gaps)[int(0.99 * (len(gaps) - 1))]
+    return percentile(0.99, gaps)
 
 
 def sustainable(options: argparse.Namespace, stock: Load, ours: Load, flat: str) -> tuple[float, dict[str, Any]]:
     """How much more load the flat schedule carries at stock's p99 inter-token latency."""
     burst = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
-    stock.run(burst[: SLOTS[options.part]])
+    stock.run(burst[:32])
     capacity = len(burst) / stock.run(burst)["seconds"]
     rate = 0.8 * capacity
-    limit = statistics.median(p99(stock.run(poisson(options.requests, rate, s))["gaps"]) for s in range(options.rounds))
+    stocks = [stock.run(poisson(options.requests, rate, s)) for s in range(options.rounds)]
+    limit = statistics.median(p99(run["gaps"]) for run in stocks)
     tried, best = [], 0.0
     low, high = 0.5, 2.5
     for _ in range(options.bisections):
@@ -144,22 +181,53 @@ def sustainable(options: argparse.Namespace, stock: Load, ours: Load, flat: str)
         # A rate that is not carried shows in the queue, not between tokens: the end comes long after the last arrival.
         ends = [poisson(options.requests, rate * factor, s)[-1][0] for s in range(options.rounds)]
         kept_up = all(r["seconds"] <= 1.1 * end + 96 * limit for r, end in zip(runs, ends, strict=True))
-        tried.append({"factor": factor, "p99_s": reached, "kept_up": kept_up})
+        waits = summary(runs)["waits_s"]
+        tried.append({"factor": factor, "p99_s": reached, "kept_up": kept_up, "waits_s": waits})
         if reached <= limit and kept_up:
             best, low = factor, factor
         else:
             high = factor
-    return best, {"capacity_requests_per_s": capacity, "rate": rate, "stock_p99_s": limit, "tried": tried}
+    found = {"capacity_requests_per_s": capacity, "rate": rate, "stock_p99_s": limit, "tried": tried}
+    return best, found | {"stock_waits_s": summary(stocks)["waits_s"]}
 
 
-def measure(options: argparse.Namespace) -> tuple[float, dict[str, Any]]:
-    """The part's ratio and what it comes from."""
+def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """Each part's name, its ratio and what it comes from."""
     from transformers import AutoConfig
 
     layers = AutoConfig.from_pretrained(options.model).num_hidden_layers
+    half = round(layers / 2)
     linear = Schedule.from_speedup(layers, 2.0, NEW, name="linear")
-    flat = Schedule.constant(layers, round(layers / 2), name="flat")
-    stock = Load(options, None)
+    flat = Schedule.constant(layers, half, name="flat")
+    stock = Load(options)
+    if options.part.startswith("default"):
+        ours = Load(options, flat, linear, Schedule.split(layers, half, half, name="split"))
+        for part in DEFAULT_PARTS if options.part == "default" else (options.part,):
+            yield part, *against_default(options, part, stock, ours)
+    else:
+        yield options.part, *against_eager(options, stock, linear, flat)
+
+
+def against_default(options: argparse.Namespace, part: str, stock: Load, ours: Load) -> tuple[float, dict[str, Any]]:
+    """Both as vLLM runs by default, compiled."""
+    if part == "default_poisson_flat_2x":
+        return sustainable(options, stock, ours, "flat")
+    mixed = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
+    name, requests, prompt = {
+        "default_full_depth_overhead": ("full", [(0.0, NEW)] * 8, PROMPT),
+        "default_lockstep_8_flat_2x": ("flat", [(0.0, NEW)] * 8, PROMPT),
+        "default_mixed_32_linear_2x": ("linear", mixed, PROMPT),
+        "default_split_requests": ("split", [(0.0, LONG_NEW)] * 32, LONG_PROMPT),
+    }[part]
+    runs = alternate(options, stock, ours, requests, [name], prompt)
+    ratio = runs["stock"]["median"] / runs[name]["median"]
+    return 1 / ratio - 1 if name == "full" else ratio, runs
+
+
+def against_eager(
+    options: argparse.Namespace, stock: Load, linear: Schedule, flat: Schedule
+) -> tuple[float, dict[str, Any]]:
+    """Both under `enforce_eager`."""
     if options.part == "poisson_flat_2x":
         return sustainable(options, stock, Load(options, flat), flat.name)
     ours = Load(options, linear)
@@ -176,26 +244,25 @@ def measure(options: argparse.Namespace) -> tuple[float, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, required=True)
+    parser.add_argument("--part", choices=(*PARTS, "default", *DEFAULT_PARTS), required=True)
     parser.add_argument("--model", required=True, help="checkpoint directory")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds; medians count")
     parser.add_argument("--requests", type=int, default=96, help="of the mixed and the Poisson load")
     parser.add_argument("--bisections", type=int, default=4, help="rates tried for the Poisson load")
-    parser.add_argument("--stock-compiled", action="store_true", help="stock vLLM with its default compilation")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it stay")
     options = parser.parse_args()
-    ratio, run = measure(options)
-    document = {**heading("vllm-speed"), "ratios": {}, "runs": []}
-    if options.out.is_file():
-        document = read_result(options.out, "vllm-speed")
-    config = {k: v for k, v in vars(options).items() if k not in ("out", "model")}
-    document["environment"] = environment()
-    document["ratios"][options.part] = ratio
-    runs = [r for r in document["runs"] if r["config"] != config]
-    document["runs"] = [*runs, {"part": options.part, "config": config, "environment": environment(), "result": run}]
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(f"{options.part}: {ratio:.3f}")
+    for part, ratio, run in measure(options):
+        document = {**heading("vllm-speed"), "ratios": {}, "runs": []}
+        if options.out.is_file():
+            document = read_result(options.out, "vllm-speed")
+        config = {k: v for k, v in vars(options).items() if k not in ("out", "model")} | {"part": part}
+        document["environment"] = environment()
+        document["ratios"][part] = ratio
+        runs = [r for r in document["runs"] if r["part"] != part]
+        document["runs"] = [*runs, {"part": part, "config": config, "environment": environment(), "result": run}]
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"{part}: {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,18 @@ from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.vllm.gates import LayerGates
 from skipdecode.vllm.plugin import layers_of_stages
+from skipdecode.vllm.projection import check_projects
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 from tiny import LAYERS
 
-LOADED = [*SCHEDULES.values(), Schedule.full(LAYERS), Schedule.constant(LAYERS, 3, prompt="max_exit")]
+LOADED = [
+    *SCHEDULES.values(),
+    Schedule.full(LAYERS),
+    Schedule.constant(LAYERS, 3, prompt="max_exit"),
+    Schedule.split(LAYERS, 4, (6, 5, 3)),
+    Schedule(LAYERS, (1, 2, 4, 3), (6, 5, 4), 1, (0, 2, 5)),  # The last layer is projected, one below it runs.
+]
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 25), st.integers(0, len(LOADED) - 1)),
     min_size=1,
@@ -32,12 +39,21 @@ def batch_of(requests: list[tuple[int, int, int, int]]) -> StepBatch:
 
 
 def runs(schedule: Schedule, layer: int, token: int, prompt: int) -> bool:
+    if token == prompt - 1:
+        return layer in schedule.last_prompt_layers()
     return layer in (schedule.prompt_layers() if token < prompt else schedule.layers(token - prompt))
+
+
+def projects(schedule: Schedule, layer: int, token: int, prompt: int) -> bool:
+    return token < prompt - 1 and layer in schedule.projected
 
 
 def chosen(step: StepRows | None, layer: int, rows: int) -> list[int]:
     """The rows that a step says run a layer."""
-    kind = ALL if step is None else step.layers[layer]
+    return listed(step, ALL if step is None else step.layers[layer], rows)
+
+
+def listed(step: StepRows | None, kind: int, rows: int) -> list[int]:
     if kind in (ALL, NONE):
         return list(range(rows)) if kind == ALL else []
     return np.arange(rows)[step.parts[kind].rows].tolist()  # type: ignore[union-attr]
@@ -51,6 +67,8 @@ def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int
     for layer in range(LAYERS):
         expected = [i for i, (s, n, prompt) in enumerate(tokens) if runs(LOADED[s], layer, n, prompt)]
         assert chosen(step, layer, len(tokens)) == expected
+        stored = [i for i, (s, n, prompt) in enumerate(tokens) if projects(LOADED[s], layer, n, prompt)]
+        assert listed(step, NONE if step is None else step.projects[layer], len(tokens)) == stored
         if step is not None:
             assert step.rows_of(layer) == len(expected)
 
@@ -64,7 +82,10 @@ def test_parts_say_what_is_cut_and_what_is_left(requests: list[tuple[int, int, i
         every = np.arange(step.num_rows)  # type: ignore[union-attr]
         rest = part.rest if isinstance(part.rest, np.ndarray) else np.concatenate([every[s] for s in part.rest])
         assert sorted([*every[part.rows], *rest]) == every.tolist()
-        assert (part.counts + part.cut == batch.rows[part.requests]).all()
+        assert (part.lead + part.counts + part.cut == batch.rows[part.requests]).all()
+        starts = (np.cumsum(batch.rows) - batch.rows)[part.requests] + part.lead
+        ranges = [np.arange(s, s + n) for s, n in zip(starts, part.counts, strict=True)]
+        assert every[part.rows].tolist() == np.concatenate(ranges).tolist()
         assert part.num_rows == len(every[part.rows])
 
 
@@ -113,6 +134,21 @@ class Plain(torch.nn.Module):
         return hidden_states + (hidden_states + self.number).sin()
 
 
+class Keys(torch.nn.Module):
+    """Stands for the keys and values of a state, and for the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: dict[int, torch.Tensor] = {}
+
+    def forward(self, hidden_states: Any, residual: Any = None, positions: Any = None) -> Any:
+        states = hidden_states if residual is None else hidden_states + residual
+        return states, states if positions is None else states + positions[:, None]
+
+    def store(self, keys: Any, values: Any, slots: Any) -> None:
+        self.stored |= {s: torch.cat(pair) for s, *pair in zip(slots.tolist(), keys, values, strict=True)}
+
+
 @pytest.mark.parametrize("put_back", [False, True], ids=["nested", "where"])
 @settings(max_examples=60)
 @given(requests=REQUESTS)
@@ -123,14 +159,17 @@ def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tupl
     rows = step.num_rows
     positions, given_states = torch.arange(rows, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
     for layer_class, takes_residual in ((Residual, True), (Plain, False)):
-        state = given_states.clone()
+        state, passing = given_states.clone(), []
         for number in range(LAYERS):
             layer, index = layer_class(number), chosen(step, number, rows)
+            passing.append(state.clone())
             out = layer(positions[index], state[index], None) if takes_residual else layer(state[index])
             state[index] = out[0] + out[1] if takes_residual else out
         layers = {n: layer_class(n) for n in range(LAYERS)}
         gates = LayerGates(layers)
-        gates.begin(step, put_back, torch.device("cpu"))
+        gates.projections = {number: Keys() for number in range(LAYERS)}  # type: ignore[misc]
+        slots = {n: torch.tensor(listed(step, kind, rows)) for n, kind in enumerate(step.projects) if kind != NONE}
+        gates.begin(step, put_back, torch.device("cpu"), slots)
         hidden, residual = given_states.clone(), None
         for layer in layers.values():
             if takes_residual:
@@ -139,6 +178,13 @@ def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tupl
                 hidden = layer(hidden)
         gates.end()
         torch.testing.assert_close(hidden if residual is None else hidden + residual, state)
+        for number, keys in gates.projections.items():
+            runs_all = put_back and step.layers[number] >= 0
+            wanted = [] if runs_all else listed(step, step.projects[number], rows)
+            assert sorted(keys.stored) == wanted  # type: ignore[attr-defined]
+            for row in wanted:
+                moved = passing[number][row] + (positions[row] if takes_residual else 0)
+                torch.testing.assert_close(keys.stored[row], torch.cat([passing[number][row], moved]))  # type: ignore
 
 
 def test_a_layer_of_another_kind_is_refused():
@@ -161,8 +207,12 @@ def test_settings_travel_as_json():
 
 
 def test_a_schedule_that_projects_prompts_is_refused_by_name():
-    with pytest.raises(ScheduleError, match="'halves'"):
-        PluginSettings.from_config(Schedule.split(8, 4, 4, name="halves").to_dict(), None)
+    halves = Schedule.split(8, 4, 4, name="halves")
+    check_projects([halves], "LlamaForCausalLM")
+    check_projects([LOADED[0]], "Olmo2ForCausalLM", "fp8")
+    for architecture, quantization in (("Olmo2ForCausalLM", None), ("LlamaForCausalLM", "fp8")):
+        with pytest.raises(ScheduleError, match=f"'halves'.*{quantization or architecture}"):
+            check_projects([halves], architecture, quantization)
 
 
 def test_settings_without_a_schedule():

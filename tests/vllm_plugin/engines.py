@@ -50,7 +50,7 @@ def reference(model: Any, schedule: Schedule, texts: list[list[int]], new_tokens
 
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Any]:
-    """An LLM in this process, in fp32."""
+    """An LLM in this process, in fp32; eager unless told otherwise, because compilation takes 10 to 30 s a start."""
     from vllm import LLM
 
     settings: dict[str, Any] = {
@@ -59,6 +59,7 @@ def engine(folder: Path, **options: Any) -> Iterator[Any]:
         "max_num_seqs": 8,
         "block_size": 32,
         "skip_tokenizer_init": True,
+        "enforce_eager": True,
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -103,6 +104,17 @@ def set_mode(llm: Any, mode: str) -> None:
 
 def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def pieces_of(llm: Any) -> Any:
+    return runner_of(llm).skipping.gates.pieces
+
+
+def compiled_graphs() -> int:
+    """Graphs that Dynamo has traced in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def scheduler_of(llm: Any) -> Any:

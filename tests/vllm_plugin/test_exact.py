@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from engines import engine, generate, paper, prompts, reference, save_tiny, scheduler_of, set_mode
+from engines import (
+    compiled_graphs,
+    engine,
+    generate,
+    paper,
+    pieces_of,
+    prompts,
+    reference,
+    save_tiny,
+    scheduler_of,
+    set_mode,
+)
 from skipdecode import Schedule
 from tiny import LAYERS
 
@@ -20,6 +31,8 @@ SCHEDULES = {
     "early-termination": Schedule.top_down(LAYERS, (7, 6, 5, 4), name="early-termination"),
     "no-warm-up": paper("no-warm-up", min_exit_layer=2, seq_len=6, warmup_layers=0),
     "shallow-prompt": paper("shallow-prompt", prompt="max_exit"),
+    "split": Schedule.split(LAYERS, 4, (6, 5, 3), name="split"),
+    "scattered": Schedule(LAYERS, (1, 2, 4, 3), (6, 5, 4), 1, (0, 2, 5), name="scattered"),
 }
 
 
@@ -34,10 +47,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, save_tiny(folder, SCHEDULES["paper"])
 
 
-@pytest.fixture(scope="module")
-def one_engine(checkpoint: Any) -> Any:
-    with engine(checkpoint[0], **options()) as llm:
+@pytest.fixture(scope="module", params=["eager", "compiled"])
+def one_engine(checkpoint: Any, request: pytest.FixtureRequest) -> Any:
+    with engine(checkpoint[0], **options(enforce_eager=request.param == "eager")) as llm:
+        assert pieces_of(llm).eager == (request.param == "eager")
+        graphs = compiled_graphs()
         yield llm
+        assert compiled_graphs() == graphs
 
 
 @pytest.fixture(params=MODES)
@@ -77,11 +93,12 @@ def test_more_requests_than_slots(checkpoint: Any, running: Any):
 
 def test_prompts_in_chunks(checkpoint: Any):
     texts, new = prompts((90, 7, 61, 33)), (15, 25, 9, 30)
-    expected = reference(checkpoint[1], SCHEDULES["paper"], texts, new)
     with engine(checkpoint[0], **options(max_num_batched_tokens=16, enable_prefix_caching=False)) as llm:
-        for mode in MODES:
-            set_mode(llm, mode)
-            assert generate(llm, texts, new) == expected, mode
+        for name in ("paper", "split", "scattered"):
+            expected = reference(checkpoint[1], SCHEDULES[name], texts, new)
+            for mode in MODES:
+                set_mode(llm, mode)
+                assert generate(llm, texts, new, [name] * 4) == expected, (name, mode)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +107,7 @@ def little_memory(checkpoint: Any) -> Any:
         yield llm
 
 
-@pytest.mark.parametrize("name", ["paper", "shallow-prompt", "random-nested"])
+@pytest.mark.parametrize("name", ["paper", "shallow-prompt", "random-nested", "split"])
 @pytest.mark.parametrize("mode", MODES)
 def test_preempted_texts_are_computed_anew(checkpoint: Any, little_memory: Any, mode: str, name: str):
     texts, new = prompts([20 + i for i in range(8)]), [70] * 8
@@ -100,23 +117,33 @@ def test_preempted_texts_are_computed_anew(checkpoint: Any, little_memory: Any, 
     assert preempted
 
 
+@pytest.mark.parametrize("name", ["paper", "split"])
 @pytest.mark.parametrize("mode", MODES)
-def test_several_turns_with_the_prefix_cache(checkpoint: Any, one_engine: Any, mode: str):
+def test_several_turns_with_the_prefix_cache(checkpoint: Any, one_engine: Any, mode: str, name: str):
     texts, new = prompts((70, 41), seed=MODES.index(mode)), (50, 64)
     set_mode(one_engine, mode)
     hits = count_hits(one_engine)
     for _ in range(3):
-        found = generate(one_engine, texts, new)
-        assert found == reference(checkpoint[1], SCHEDULES["paper"], texts, new)
-        assert generate(one_engine, texts, new) == found
+        found = generate(one_engine, texts, new, [name] * 2)
+        assert found == reference(checkpoint[1], SCHEDULES[name], texts, new)
+        assert generate(one_engine, texts, new, [name] * 2) == found
         texts = [t + f[:20] + p for t, f, p in zip(texts, found, prompts((5, 9)), strict=True)]
     assert sum(hits) >= 32
 
 
 def test_prompts_of_different_depth_share_nothing(checkpoint: Any, one_engine: Any):
     texts = prompts((70,), seed=7)
-    for name in ("paper", "shallow-prompt", "paper", "shallow-prompt"):
+    for name in ("paper", "shallow-prompt", "split", "paper", "shallow-prompt", "split"):
         assert generate(one_engine, texts, [30], [name]) == reference(checkpoint[1], SCHEDULES[name], texts, [30])
+
+
+def test_a_prompt_that_ends_where_anothers_block_does(checkpoint: Any, one_engine: Any):
+    """The last token of a prompt runs layers that a longer prompt projects there: they may not share its block."""
+    long = prompts((100,), seed=11)[0]
+    for length in (64, 96, 100, 65, 64):
+        text = [long[:length]]
+        expected = reference(checkpoint[1], SCHEDULES["split"], text, [40])
+        assert generate(one_engine, text, [40], ["split"]) == expected, length
 
 
 def test_a_text_looks_up_no_further_than_its_prompt(checkpoint: Any, one_engine: Any):

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from engines import engine, generate, prompts, reference, save_tiny, set_mode
+from engines import compiled_graphs, engine, generate, pieces_of, prompts, reference, save_tiny, set_mode
 from skipdecode import Schedule
 from skipdecode.vllm.gates import ARCHITECTURES
+from skipdecode.vllm.projection import PROJECTING
 from tiny import LAYERS
 
 MODEL_TYPES = {
@@ -33,21 +34,35 @@ NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="rando
 FROM_THE_FIRST = Schedule.paper(
     LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=6, warmup_layers=0, name="no-warm-up"
 )
+SPLIT = Schedule.split(LAYERS, 4, (6, 5, 3), name="split")
 
 
 def test_the_table_is_tested():
     assert set(MODEL_TYPES) == set(ARCHITECTURES)
 
 
-@pytest.mark.parametrize("architecture", MODEL_TYPES)
-def test_family(tmp_path: Path, architecture: str):
+# Compiled starts take long. These differ most: no residual, layers of two kinds, through transformers, experts.
+COMPILED = ("Gemma3ForCausalLM", "MixtralForCausalLM", "OPTForCausalLM", "Olmo2ForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "eager"),
+    [(a, True) for a in MODEL_TYPES] + [(a, False) for a in COMPILED],
+    ids=[*MODEL_TYPES, *(f"{a}-compiled" for a in COMPILED)],
+)
+def test_family(tmp_path: Path, architecture: str, eager: bool):
     model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture], **CHANGES.get(architecture, {}))
     texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
     # First, because vLLM changes transformers' own classes where it runs a model through them.
-    expected = {schedule.name: reference(model, schedule, texts, new) for schedule in (NESTED, FROM_THE_FIRST)}
-    options = {"schedules": [FROM_THE_FIRST.to_dict()]}
-    with engine(tmp_path, additional_config={"skipdecode": options}, max_num_batched_tokens=24) as llm:
+    more = [FROM_THE_FIRST, SPLIT] if architecture in PROJECTING else [FROM_THE_FIRST]
+    expected = {schedule.name: reference(model, schedule, texts, new) for schedule in (NESTED, *more)}
+    options = {"additional_config": {"skipdecode": {"schedules": [s.to_dict() for s in more]}}, "enforce_eager": eager}
+    with engine(tmp_path, max_num_batched_tokens=24, **options) as llm:
+        graphs = compiled_graphs()
+        assert pieces_of(llm).eager == eager
+        assert pieces_of(llm).count <= 3
         for mode in ("nested", "where"):
             set_mode(llm, mode)
             for name, tokens in expected.items():
                 assert generate(llm, texts, new, [name] * 4) == tokens, (mode, name)
+        assert compiled_graphs() == graphs

@@ -16,7 +16,7 @@ from engines import paper, reference, save_tiny
 pytestmark = pytest.mark.several
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data_llm.py"
 PROMPTS, NEW = 24, 20
-ENGINE = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "block_size": 32}
+ENGINE = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "block_size": 32, "enforce_eager": True}
 
 
 def test_two_workers_generate_what_transformers_gives(tmp_path: Path):

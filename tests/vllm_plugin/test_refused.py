@@ -50,6 +50,7 @@ def test_a_checkpoint_with_a_schedule_needs_no_flags(tuned: Path):
     config = config_of(tuned)
     assert config.parallel_config.worker_cls == WORKER
     assert config.scheduler_config.scheduler_cls == "skipdecode.vllm.scheduler.SkipScheduler"
+    assert not config.model_config.enforce_eager
 
 
 def test_without_a_schedule_vllm_stays_as_it_is(plain: Path):
@@ -78,6 +79,13 @@ def test_a_full_schedule_alone_changes_nothing(plain: Path):
 def test_a_schedule_for_another_model(plain: Path):
     schedule = Schedule.constant(LAYERS + 2, 4).to_dict()
     assert "is for 10 layers, but the model has 8" in refusal(plain, hf_overrides={"skipdecode": schedule})
+
+
+def test_a_prompt_that_this_family_cannot_project(tmp_path: Path):
+    save_tiny(tmp_path, Schedule.split(LAYERS, 4, 4, name="halves"), "mixtral")
+    text = refusal(tmp_path)
+    assert "'halves'" in text
+    assert "MixtralForCausalLM" in text
 
 
 def test_a_broken_schedule(plain: Path):

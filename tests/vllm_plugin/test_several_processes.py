@@ -38,10 +38,12 @@ def test_two_processes_share_a_model(checkpoint: Any, split: str):
     folder, model = checkpoint
     texts, new = prompts((9, 40, 17, 4, 25)), (20, 16, 30, 28, 12)
     even = Schedule.even(LAYERS, (6, 5, 4), name="even")
-    names = ["skipdecode", "even", "skipdecode", "full", "even"]
-    by_name = {"skipdecode": paper(), "even": even, "full": Schedule.full(LAYERS)}
+    halves = Schedule.split(LAYERS, 4, (6, 5, 3), name="halves")
+    names = ["skipdecode", "halves", "even", "full", "halves"]
+    by_name = {"skipdecode": paper(), "even": even, "full": Schedule.full(LAYERS), "halves": halves}
     options: dict[str, Any] = {split: 2, "distributed_executor_backend": "mp", "max_num_batched_tokens": 24}
-    extra = {"skipdecode": {"schedules": [even.to_dict()]}}
+    options["enforce_eager"] = False
+    extra = {"skipdecode": {"schedules": [even.to_dict(), halves.to_dict()]}}
     with engine(folder, additional_config=extra, **options) as llm:
         found = generate(llm, texts, new, names)
     for text, count, name, tokens in zip(texts, new, names, found, strict=True):
@@ -59,7 +61,7 @@ def server(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("log") / "server.txt"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint[0])]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "256"]
-    command += ["--served-model-name", "tiny", "--block-size", "32", "--max-num-seqs", "16"]
+    command += ["--served-model-name", "tiny", "--block-size", "32", "--max-num-seqs", "16", "--enforce-eager"]
     # Not what engines of this process have set.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_PP", "VLLM_DIST", "VLLM_USE"))}
     environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch import Tensor, nn
 
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
+from skipdecode.vllm.compiled import LayerPieces
+from skipdecode.vllm.projection import KeyProjection
 from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
 __all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers"]
@@ -79,6 +80,8 @@ class LayerGates:
         The decoder layers of this process by their numbers in the model.
     axis : int
         Axis of a layer's inputs that counts rows: 0, or 1 for models that run through transformers' own code.
+    vllm_config : VllmConfig or None
+        Says how layers are compiled; None: not at all.
 
     Attributes
     ----------
@@ -86,16 +89,26 @@ class LayerGates:
         The rows of the step under way; None lets every layer run on everything.
     put_back : bool
         Whether a layer that some rows run computes all of them and gets the others put back.
+    pieces : LayerPieces
+        Runs layers in a step that skips.
+    projections : dict of int to KeyProjection
+        For the layers that some schedule projects.
+    finished : bool
+        Whether the last layer's gate was passed since the step began.
     """
 
-    def __init__(self, layers: dict[int, nn.Module], axis: int = 0) -> None:
+    def __init__(self, layers: dict[int, nn.Module], axis: int = 0, vllm_config: Any = None) -> None:
         self.step: StepRows | None = None
-        self.put_back = False
+        self.put_back = self.finished = False
+        self.pieces = LayerPieces(vllm_config, axis)
+        self.projections: dict[int, KeyProjection] = {}
         self._axis = axis
         self._last = max(layers)
         self._holds = ALL
-        self._waiting: list[Tensor | None] = []
+        self._waiting: list[Any] = []
         self._rows: dict[int, Any] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._passing: tuple[int, list[Tensor]] | None = None
         for index, layer in layers.items():
             if "hidden_states" not in _names_of(layer):
                 raise UnsupportedModelError(
@@ -106,55 +119,76 @@ class LayerGates:
             base: Any = type(layer)
             layer.__class__ = with_mixin(_Gated, base)
 
-    def begin(self, step: StepRows, put_back: bool, device: torch.device) -> None:
-        """Start a step; `end` must follow."""
-        self.step, self.put_back = step, put_back
+    def begin(self, step: StepRows, put_back: bool, device: torch.device, slots: dict[int, Tensor]) -> None:
+        """Start a step; `end` must follow. `slots`: where the rows that a layer projects are stored, by layer."""
+        self.step, self.put_back, self.finished = step, put_back, False
         self._holds, self._waiting = ALL, []
-        self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)}
+        self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
+        self._slots = slots
 
     def end(self) -> None:
         """The step is over, by an exception too."""
-        self.step = None
+        self.step = self._passing = None
         self._waiting = []
 
-    def run(self, index: int, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    def run(self, index: int, layer: Any, arguments: dict[str, Any], step: StepRows) -> Any:
         """One layer in a step that skips."""
-        step = self.step
-        kind = ALL if step is None else step.layers[index]
+        kind = step.layers[index]
         states = [arguments[name] for name in _STATES if name in arguments]
-        if kind >= 0 and self.put_back:
-            states = self._run_all(forward, arguments, states, step.parts[kind])  # type: ignore[union-attr]
+        puts_back = kind >= 0 and self.put_back
+        if step.projects[index] != NONE and not puts_back:
+            # First, for a text's rows may attend to those that another leaves in this step.
+            states = self._project(index, arguments, states, step)
+        if puts_back:
+            # Rows that are to be projected run here: the same keys and values, and their state is put back.
+            states = self._run_all(layer, arguments, states, step.parts[kind])
         elif kind != NONE:
             if kind != self._holds:
                 states = self._change_rows(states, kind)
-            states = self._call(forward, arguments, states)
+            states = self._call(layer, arguments, states)
         elif len(states) > 1 and states[1] is None:
             states[1] = torch.zeros_like(states[0])
         if index == self._last:
-            states = self._change_rows(states, ALL)
+            states, self.finished = self._change_rows(states, ALL), True
         return tuple(states) if len(states) > 1 else states[0]
+
+    def _project(self, index: int, arguments: dict[str, Any], states: list[Any], step: StepRows) -> list[Any]:
+        """Store keys and values of the rows that a layer projects; returns the states of those that run it."""
+        states = self._change_rows(states, ALL if step.layers[index] == NONE else step.layers[index])
+        kind = step.projects[index]
+        rows = self._rows[kind]
+        if self._passing is None or self._passing[0] != kind:
+            whole = states if self._holds == ALL else self._waiting
+            self._passing = kind, [self._take(s, rows) for s in whole]
+        given: dict[str, Any] = dict(zip(_STATES, self._passing[1], strict=False))
+        given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
+        projection = self.projections[index]
+        keys, values = self.pieces(type(projection).forward, projection, given)
+        if index in self._slots:
+            projection.store(keys, values, self._slots[index])
+        return states
 
     # ------------------------------------------------------------------ the two ways to skip
 
-    def _call(self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+    def _call(self, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
         """The layer on the rows that `states` holds."""
+        forward = type(layer)._skipdecode_base.forward
         given = dict(zip((n for n in _STATES if n in arguments), states, strict=True))
         if self._holds == ALL:
-            return _listed(forward(**arguments | given))
-        total = self.step.num_rows  # type: ignore[union-attr]
-        others = {n: self._cut(v, total) for n, v in arguments.items() if n not in given}
-        return _listed(forward(**others | given))
+            self._passing = None
+            return _listed(self.pieces(forward, layer, arguments | given))
+        total, rows = self.step.num_rows, self._rows[self._holds]  # type: ignore[union-attr]
+        others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
+        return _listed(self.pieces(forward, layer, others | given))
 
-    def _run_all(
-        self, forward: Callable[..., Any], arguments: dict[str, Any], states: list[Any], part: RowSubset
-    ) -> list[Any]:
+    def _run_all(self, layer: Any, arguments: dict[str, Any], states: list[Any], part: RowSubset) -> list[Any]:
         """The layer on all rows; those that sit it out are put back."""
         states = self._change_rows(states, ALL)
         alone = not isinstance(part.rest, tuple)
         rest: Any = (_selection(part.rest, states[0].device),) if alone else part.rest
         # Kept as copies, because a fused norm adds into what it is given.
         kept = [[self._take(s, r).clone() if s is not None else None for r in rest] for s in states]
-        out = self._call(forward, arguments, states)
+        out = self._call(layer, arguments, states)
         for state, saved in zip(out, kept, strict=True):
             for rows, before in zip(rest, saved, strict=True):
                 if before is None:
@@ -169,6 +203,7 @@ class LayerGates:
         """Other rows than those at hand: first all of them, then those that are asked for."""
         if kind == self._holds:
             return states
+        self._passing = None
         if self._holds != ALL:
             whole = []
             for waiting, state in zip(self._waiting, states, strict=True):
@@ -199,12 +234,12 @@ class LayerGates:
             return state[rows]
         return state[:, rows]
 
-    def _cut(self, value: Any, total: int) -> Any:
-        """Positions and the like, cut to the rows at hand."""
+    def _cut(self, value: Any, total: int, rows: Any) -> Any:
+        """Positions and the like, cut to some rows."""
         if isinstance(value, tuple):
-            return tuple(self._cut(v, total) for v in value)
+            return tuple(self._cut(v, total, rows) for v in value)
         if isinstance(value, Tensor) and value.dim() > self._axis and value.shape[self._axis] == total:
-            return self._take(value, self._rows[self._holds])
+            return self._take(value, rows)
         return value
 
 
@@ -215,10 +250,9 @@ class _Gated:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         index, gates = self._skipdecode
-        run = super().forward  # type: ignore[misc]
         if gates.step is None:
-            return run(*args, **kwargs)
-        return gates.run(index, run, dict(zip(_names_of(self), args, strict=False)) | kwargs)
+            return super().forward(*args, **kwargs)  # type: ignore[misc]  # Traced into vLLM's own graph.
+        return gates.run(index, self, dict(zip(_names_of(self), args, strict=False)) | kwargs, gates.step)
 
 
 def _names_of(layer: Any) -> tuple[str, ...]:

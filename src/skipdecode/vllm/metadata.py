@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from skipdecode.errors import UnsupportedFeatureError
-from skipdecode.vllm.step_rows import RowSubset, StepRows
+from skipdecode.vllm.step_rows import NONE, RowSubset, StepRows
 
 __all__ = ["StepMetadata", "cut_metadata"]
 
@@ -69,6 +70,15 @@ class StepMetadata:
                     made[key] = self._builders[builder](0, cut), cut.slot_mapping
                 metadata[name], slots[name] = made[key]
 
+    def projected_slots(self, step: StepRows, slots: dict[str, Tensor]) -> dict[int, Tensor]:
+        """For each layer that projects: where its rows' keys and values go, of the slots of all rows."""
+        rows = [*(part.rows for part in step.parts), slice(step.num_rows)]  # The last is found by ALL.
+        return {
+            layer: _take(slots[names[0][0]], rows[kind])
+            for layer, names in self._of_layer.items()
+            if (kind := step.projects[layer]) != NONE
+        }
+
     @property
     def num_builders(self) -> int:
         """Builders that are asked for each part."""
@@ -104,10 +114,12 @@ def cut_metadata(given: Any, part: RowSubset) -> Any:
         value = getattr(given, field.name)
         if value is None or field.name in _COMPUTED:
             continue
-        if field.name in _PER_REQUEST or field.name == "_num_computed_tokens_cpu":
+        if field.name in _PER_REQUEST:
             values[field.name] = _take(value, part.requests)
+        elif field.name == "_num_computed_tokens_cpu":
+            values[field.name] = _plus(_take(value, part.requests), part.lead)
         elif field.name in _LENGTHS:
-            values[field.name] = _shortened(_take(value, part.requests), part)
+            values[field.name] = _plus(_take(value, part.requests), -part.cut)
         elif field.name in _PER_ROW:
             values[field.name] = _take(value, part.rows)
         elif field.name in _CACHES:
@@ -133,8 +145,8 @@ def _take(value: Any, chosen: Any) -> Any:
     return value[torch.from_numpy(chosen).to(value.device)]
 
 
-def _shortened(lengths: Tensor, part: RowSubset) -> Tensor:
-    """Text lengths without the rows that do not run."""
-    if not part.cut.any():
+def _plus(lengths: Any, more: NDArray[np.int64]) -> Any:
+    """Lengths of texts with so many tokens more."""
+    if not more.any():
         return lengths
-    return lengths - torch.from_numpy(part.cut).to(lengths.device, lengths.dtype)
+    return lengths + torch.from_numpy(more).to(lengths.device, lengths.dtype)

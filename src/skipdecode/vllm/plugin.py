@@ -17,6 +17,7 @@ from packaging.version import Version
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.gates import check_architecture
+from skipdecode.vllm.projection import check_projects
 from skipdecode.vllm.settings import KEY, PluginSettings
 
 __all__ = ["layers_of_stages", "register"]
@@ -92,6 +93,7 @@ def _activate(vllm_config: Any) -> None:
     check_architecture(model.architecture)
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
+    check_projects(settings.schedules, model.architecture, model.quantization)
     if (refusal := _refusal(vllm_config)) is not None:
         raise SkipDecodeError(refusal)
     _change(vllm_config, settings)
@@ -129,8 +131,8 @@ def _refusal(config: Any) -> str | None:
 def _change(config: Any, settings: PluginSettings) -> None:
     parallel, scheduling = config.parallel_config, config.scheduler_config
     config.additional_config = dict(config.additional_config or {}) | {KEY: settings.to_dict()}
-    # A captured graph would replay the layers of the step it was captured in: docs/vllm.md.
-    config.model_config.enforce_eager = True
+    if hasattr(config.compilation_config, "fast_moe_cold_start"):
+        config.compilation_config.fast_moe_cold_start = False  # It counts layers as they are called.
     _set_environment("VLLM_USE_V2_MODEL_RUNNER", "0")
     parallel.worker_cls = _WORKER
     if config.speculative_config is not None:
@@ -216,7 +218,8 @@ def _admit(request: Any, settings: PluginSettings) -> None:
     schedule = settings.schedules[settings.index_of(request)]
     depth = schedule.prompt_layers()
     if len(depth) < schedule.num_layers:
-        request.cache_salt = f"{request.cache_salt or ''}|skipdecode prompt layers {depth}"
+        # Its blocks hold keys and values of the layers that prompts run, and of those that they project.
+        request.cache_salt = f"{request.cache_salt or ''}|skipdecode prompt layers {depth} {schedule.projected}"
 
 
 # ---------------------------------------------------------------------- pipeline stages
@@ -231,8 +234,9 @@ def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:
     for position in range(schedule.seq_len):
         for layer in schedule.layers(position):
             run[layer] += 1
-    # A layer that is hardly run still takes the prompts.
-    work = [r / schedule.seq_len + _PROMPT_SHARE for r in run]
+    # A layer that is hardly run may still take the prompts.
+    prompt = set(schedule.prompt_layers())
+    work = [r / schedule.seq_len + (_PROMPT_SHARE if layer in prompt else 0.0) for layer, r in enumerate(run)]
     return _fewest(work, stages)
 
 

@@ -15,14 +15,15 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from skipdecode.errors import UnsupportedModelError
+from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
+from skipdecode.vllm.projection import KeyProjection
 from skipdecode.vllm.settings import Mode, PluginSettings
-from skipdecode.vllm.step_rows import NONE, LayerLimits, StepBatch, StepRows
+from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -56,6 +57,10 @@ class SkipRunner:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.skipping.gate(self.get_model())  # type: ignore[attr-defined]
 
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+        self.skipping.compile_layers(self)
+
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
@@ -65,14 +70,25 @@ class SkipRunner:
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
         self.skipping.order(self.input_batch, self.requests, scheduler_output)  # type: ignore[attr-defined]
 
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        if self.skipping.skips:
+            # A captured graph runs every layer, and rows that pad a batch are in no plan.
+            kwargs["force_eager"] = True
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
+
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super()._model_forward  # type: ignore[misc]
         if not self.skipping.begin(get_forward_context()):
             return run(*args, **kwargs)
         try:
-            return run(*args, **kwargs)
+            output = run(*args, **kwargs)
         finally:
             self.skipping.end()
+        if not self.skipping.gates.finished:
+            raise UnsupportedFeatureError(
+                "this vLLM ran its own graph in a step that skips layers: start it with --enforce-eager"
+            )
+        return output
 
 
 def _make_stage_input(runner: Any) -> None:
@@ -103,8 +119,33 @@ class Skipping:
                 f"the model has {max(layers) + 1} decoder layers in vLLM, its config says {self._settings.num_layers}"
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
-        self._gates = LayerGates(layers, axis)
+        self.gates = LayerGates(layers, axis, self._config)
+        projected = {layer for s in self._settings.schedules for layer in s.projected}
+        architecture = self._config.model_config.architecture
+        self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
+        # Those that vLLM compiles.
+        self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
         self.choice = ModeChoice(self._settings, self._config, self._device)
+
+    def compile_layers(self, runner: Any) -> None:
+        """Make the pieces that steps which skip will call, by steps without attention that call every layer."""
+        if self.gates.pieces.eager:
+            return
+        rows, every = min(64, runner.max_num_tokens), range(self._settings.num_layers)
+        all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
+        projected = self.gates.projections
+        keys = StepRows((NONE,) * len(every), tuple(ALL if i in projected else NONE for i in every), (), rows)
+        before = [module.do_not_compile for module in self._graphs]
+        try:
+            for module in self._graphs:
+                module.do_not_compile = True
+            for step in (all_run, keys) if projected else (all_run,):
+                self.gates.begin(step, False, self._device, {})
+                runner._dummy_run(rows, is_profile=True)
+        finally:
+            self.gates.end()
+            for module, was in zip(self._graphs, before, strict=True):
+                module.do_not_compile = was
 
     def watch(self, groups: Any) -> None:
         """The KV cache is there, and with it the builders of attention metadata."""
@@ -123,6 +164,11 @@ class Skipping:
             batch = StepBatch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
         self._step = self._limits.step(batch)
 
+    @property
+    def skips(self) -> bool:
+        """Whether the step to come leaves out a layer for some row."""
+        return self._step is not None
+
     def begin(self, context: Any) -> bool:
         """Set the gates for the forward to come; returns whether it skips."""
         step, self._step = self._step, None
@@ -130,14 +176,16 @@ class Skipping:
         if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
         put_back = self.choice.puts_back(step)
+        slots = self._metadata.projected_slots(step, context.slot_mapping)
         if not put_back:
             self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
-        self._gates.begin(step, put_back, self._device)
+        self.gates.begin(step, put_back, self._device, slots)
+        context.skip_compiled = True  # vLLM's own switch: the loop over the layers runs in Python.
         return True
 
     def end(self) -> None:
         """The forward is over."""
-        self._gates.end()
+        self.gates.end()
 
     def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
         ids = input_batch.req_ids
@@ -202,7 +250,7 @@ class ModeChoice:
 
     def puts_back(self, step: StepRows) -> bool:
         """Whether a step runs layers on all rows and puts back those that sit them out."""
-        if self.mode != "auto":
+        if self.mode != "auto" or not step.parts:
             return self.mode == "where"
         all_rows = self._layer_seconds(step.num_rows)
         more = sum(

@@ -32,7 +32,7 @@ class _Skipping:
         self._limits = LayerLimits(self._settings.schedules)
         self._meter = DepthMeter(self._settings, self._limits)
         self._slots = next(name for name in _SLOTS if hasattr(self, name))
-        _cache_prompts_only(self.kv_cache_manager)  # type: ignore[attr-defined]
+        _cache_prompts_only(self.kv_cache_manager, settings)  # type: ignore[attr-defined]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         slots = getattr(self, self._slots)
@@ -78,21 +78,25 @@ class SkipAsyncScheduler(_Skipping, AsyncScheduler):  # type: ignore[misc]
     """Schedules a step ahead."""
 
 
-def _cache_prompts_only(manager: Any) -> None:
+def _cache_prompts_only(manager: Any, settings: PluginSettings) -> None:
     """Keep generated tokens out of the prefix cache, and out of what a request looks up there."""
     coordinator = manager.coordinator
     publish, find, look_up = coordinator.cache_blocks, coordinator.find_longest_cache_hit, manager.get_computed_blocks
     longest: list[int] = []
 
+    def shared(request: Any) -> int:
+        # Where prompts project, the last token of one runs layers that a longer one only projects there.
+        return int(request.num_prompt_tokens) - bool(settings.schedules[settings.index_of(request)].projected)
+
     def publish_prompt(request: Any, num_computed_tokens: int) -> None:
-        publish(request, min(num_computed_tokens, request.num_prompt_tokens))
+        publish(request, min(num_computed_tokens, shared(request)))
 
     def find_in_prompt(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
         return find(block_hashes, min([max_cache_hit_length, *longest]), *args, **kwargs)
 
     def look_up_prompt(request: Any, *args: Any, **kwargs: Any) -> Any:
         # A text preempted in its answer may meet its own words as part of another's prompt, at another depth.
-        longest.append(request.num_prompt_tokens)
+        longest.append(shared(request))
         try:
             return look_up(request, *args, **kwargs)
         finally:

@@ -61,11 +61,6 @@ class PluginSettings(Options):
             raise ScheduleError(f"schedule name {twice[0]!r} is given twice: give each schedule a name of its own")
         for schedule in self.schedules:
             schedule.check_fits(self.schedules[0].num_layers)
-            if schedule.projected:
-                raise ScheduleError(
-                    f"schedule {schedule.name!r} projects a prompt's keys and values in layers "
-                    f"{', '.join(map(str, schedule.projected))}, which the plugin cannot do yet: set prompt='full'"
-                )
 
     @property
     def num_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 A *row* is one token of the step. A request's rows lie side by side, in the order of the text, and because schedules are
 nested a layer runs a first part of them: all, none, or (a text computed anew after preemption, or drafted tokens) some.
+Where prompts project, it runs a part from the prompt's last token on, and keys and values of those before are stored.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from skipdecode.schedule import Schedule
 __all__ = ["ALL", "NONE", "LayerLimits", "RowSubset", "StepBatch", "StepRows"]
 
 ALL = -1
-"""In `StepRows.layers`: every row runs the layer."""
+"""In `StepRows`: every row."""
 NONE = -2
-"""In `StepRows.layers`: no row runs the layer."""
+"""In `StepRows`: no row."""
 
 _NEVER = np.int64(2**40)  # past any text
 Selection = slice | NDArray[np.int64]
@@ -55,7 +56,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class RowSubset:
-    """The rows that a layer runs, where these are some and not all.
+    """The rows that a layer runs, or projects, where these are some and not all.
 
     Parameters
     ----------
@@ -67,19 +68,22 @@ class RowSubset:
         All other rows.
     counts : array of int
         Rows of each of `requests`.
+    lead : array of int
+        Rows at the beginning of each of `requests` that are not among them.
     cut : array of int
-        Rows at the end of each of `requests` that do not run.
+        Rows at the end of each of `requests` that are not among them.
     """
 
     requests: Selection
     rows: Selection
     rest: tuple[slice, ...] | NDArray[np.int64]
     counts: NDArray[np.int64]
+    lead: NDArray[np.int64]
     cut: NDArray[np.int64]
 
     @property
     def num_rows(self) -> int:
-        """How many rows run."""
+        """How many rows these are."""
         return int(self.counts.sum())
 
 
@@ -90,7 +94,9 @@ class StepRows:
     Parameters
     ----------
     layers : tuple of int
-        An index into `parts`, `ALL` or `NONE` for each layer.
+        The rows that each layer runs: an index into `parts`, `ALL` or `NONE`.
+    projects : tuple of int
+        The rows whose keys and values it stores without running on them, likewise.
     parts : tuple of RowSubset
         Different selections; layers with the same one share it.
     num_rows : int
@@ -98,6 +104,7 @@ class StepRows:
     """
 
     layers: tuple[int, ...]
+    projects: tuple[int, ...]
     parts: tuple[RowSubset, ...]
     num_rows: int
 
@@ -108,7 +115,7 @@ class StepRows:
 
 
 class LayerLimits:
-    """How far past its prompt's end a text runs each layer: all that a step needs to know of the schedules.
+    """From where to where, counted from its prompt's end, a text runs each layer: all that a step needs to know.
 
     Parameters
     ----------
@@ -118,68 +125,89 @@ class LayerLimits:
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.num_layers = schedules[0].num_layers
-        self._table = np.array([_limits(s) for s in schedules], dtype=np.int64)
+        self._first, self._end = np.array([_limits(s) for s in schedules], np.int64).transpose(1, 0, 2)
         self._full = np.array([s.is_full for s in schedules])
+        # From here on no schedule changes: a step like the last one needs no new plan.
+        self._settled = max([0, *self._end[self._end < _NEVER].tolist()])
+        self._last: tuple[Any, StepRows | None] = None, None
 
     def counts(self, batch: StepBatch) -> NDArray[np.int64]:
         """Rows of each request (first axis) that run each layer (second axis)."""
-        left = self._table[batch.schedule] + (batch.prompt - batch.start)[:, None]
-        return np.clip(left, 0, batch.rows[:, None])
+        lead, end = self._spans(batch)
+        return end - lead
 
     def depth(self, batch: StepBatch) -> NDArray[np.int64]:
         """Layers that the first row of each request runs."""
-        first = self._table[batch.schedule] + (batch.prompt - batch.start)[:, None]
-        depth: NDArray[np.int64] = np.count_nonzero(first > 0, axis=1)
+        at = (batch.start - batch.prompt)[:, None]
+        runs = (self._first[batch.schedule] <= at) & (at < self._end[batch.schedule])
+        depth: NDArray[np.int64] = np.count_nonzero(runs, axis=1)
         return depth
 
     def step(self, batch: StepBatch) -> StepRows | None:
         """The rows of every layer; None if all rows run all layers."""
         if self._full[batch.schedule].all():
             return None
-        counts = self.counts(batch)
+        age = np.minimum(batch.start - batch.prompt, self._settled)
+        key = tuple(a.tobytes() for a in (batch.schedule, batch.rows, age))
+        if key != self._last[0]:
+            self._last = key, self._plan(batch)
+        return self._last[1]
+
+    def _plan(self, batch: StepBatch) -> StepRows | None:
+        lead, end = self._spans(batch)
+        counts = end - lead
         if (counts == batch.rows[:, None]).all():
             return None
         offsets = np.concatenate(([0], np.cumsum(batch.rows)))
-        known: dict[bytes, int] = {}
+        known: dict[tuple[bytes, bytes], int] = {}
         parts: list[RowSubset] = []
-        layers = []
-        for column in np.ascontiguousarray(counts.T):
-            key = column.tobytes()
-            kind = known.get(key)
-            if kind is None:
-                if not column.any():
-                    kind = NONE
-                elif (column == batch.rows).all():
-                    kind = ALL
-                else:
-                    kind = len(parts)
-                    parts.append(_part(column, batch.rows, offsets))
-                known[key] = kind
-            layers.append(kind)
-        return StepRows(tuple(layers), tuple(parts), int(offsets[-1]))
+
+        def kind(first: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+            key = (first.tobytes(), count.tobytes())
+            if key not in known:
+                known[key] = NONE if not count.any() else ALL if (count == batch.rows).all() else len(parts)
+                if known[key] >= 0:
+                    parts.append(_part(first, count, batch.rows, offsets))
+            return known[key]
+
+        leads = np.ascontiguousarray(lead.T)
+        layers = tuple([kind(*columns) for columns in zip(leads, np.ascontiguousarray(counts.T), strict=True)])
+        projects = tuple([kind(lead[:, 0] * 0, column) for column in leads]) if lead.any() else (NONE,) * len(layers)
+        return StepRows(layers, projects, tuple(parts), int(offsets[-1]))
+
+    def _spans(self, batch: StepBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For each request and layer: how many rows it projects before those that run, and where these end."""
+        left = (batch.prompt - batch.start)[:, None]
+        lead, end = (np.clip(t[batch.schedule] + left, 0, batch.rows[:, None]) for t in (self._first, self._end))
+        return lead, end
 
 
-def _limits(schedule: Schedule) -> list[Any]:
-    """For each layer the first token, counted from the prompt's end, that does not run it."""
-    on_prompt = set(schedule.prompt_layers())
-    limits = []
+def _limits(schedule: Schedule) -> tuple[list[Any], list[Any]]:
+    """For each layer the tokens, counted from the prompt's end, from which it runs, and from which it does no more."""
+    on_prompt, projected = set(schedule.prompt_layers()), set(schedule.projected)
+    first, end = [], []
     for layer in range(schedule.num_layers):
         drop = schedule.drop_position(layer)
-        limits.append(-_NEVER if layer not in on_prompt else _NEVER if drop is None else np.int64(drop))
-    return limits
+        first.append(np.int64(-1) if layer in projected else -_NEVER)
+        runs = layer in on_prompt or layer in projected
+        end.append(-_NEVER if not runs else _NEVER if drop is None else np.int64(drop))
+    return first, end
 
 
-def _part(counts: NDArray[np.int64], rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> RowSubset:
+def _part(
+    lead: NDArray[np.int64], counts: NDArray[np.int64], rows: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> RowSubset:
     chosen = np.flatnonzero(counts)
-    some = counts[chosen]
-    cut = rows[chosen] - some
+    some, before = counts[chosen], lead[chosen]
+    cut = rows[chosen] - before - some
+    starts = offsets[chosen] + before
     first, last = int(chosen[0]), int(chosen[-1])
     side_by_side = last - first + 1 == len(chosen)
     requests: Selection = slice(first, last + 1) if side_by_side else chosen
-    if side_by_side and not cut[:-1].any():
-        begin, end, total = int(offsets[first]), int(offsets[last + 1] - cut[-1]), int(offsets[-1])
+    begin, end, total = int(starts[0]), int(starts[-1] + some[-1]), int(offsets[-1])
+    if end - begin == some.sum():
         rest = tuple(s for s in (slice(0, begin), slice(end, total)) if s.stop > s.start)
-        return RowSubset(requests, slice(begin, end), rest, some, cut)
-    index = np.concatenate([np.arange(offsets[r], offsets[r] + n) for r, n in zip(chosen, some, strict=True)])
-    others = np.setdiff1d(np.arange(offsets[-1]), index, assume_unique=True)
-    return RowSubset(requests, index, others, some, cut)
+        return RowSubset(requests, slice(begin, end), rest, some, before, cut)
+    index = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(starts, some, strict=True)])
+    others = np.setdiff1d(np.arange(total), index, assume_unique=True)
+    return RowSubset(requests, index, others, some, before, cut)

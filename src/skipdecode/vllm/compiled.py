@@ -1,0 +1,142 @@
+"""Compiled decoder layers for steps that skip: one compiled *piece* serves all layers that are alike.
+
+vLLM traces a whole model once, so its graph runs every layer. A piece is one layer's forward, compiled ahead of time by
+the same backend, with the layer and its weights as inputs and any number of rows: which layers call it is decided
+outside. Guards are dropped, as vLLM drops those of its own graph. What they say of the layer is kept as *facts*, and
+another layer shares the piece only if all of them hold for it; so nothing is compiled once each layer has been called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LayerPieces"]
+
+_MOST = 4
+"""Pieces of one function; layers of more kinds than these run eagerly."""
+
+# Kinds of Dynamo's guards whose values say what a trace has relied on.
+_KINDS = {"EQUALS_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "TENSOR_MATCH", "NONE_MATCH", "BOOL_MATCH"}
+_KINDS |= {"CLOSURE_MATCH", "SEQUENCE_LENGTH"}
+_SCOPE = ("layer", "arguments")
+
+_log = logging.getLogger("vllm.skipdecode")  # Below vLLM's own logger, whose handler and level it takes.
+
+Piece = Callable[[nn.Module, dict[str, Any]], Any]
+Fact = tuple[str, str, Any]
+"""A guard: an expression over `layer` and `arguments`, its kind, and what it gave."""
+
+
+class LayerPieces:
+    """The pieces of one model.
+
+    Parameters
+    ----------
+    vllm_config : VllmConfig or None
+        Names the backend and its options. Where vLLM compiles its own graph, once, layers are compiled too.
+    axis : int
+        Axis of a layer's inputs that counts rows.
+
+    Attributes
+    ----------
+    eager : bool
+        Whether layers for which there is no piece yet run eagerly.
+    """
+
+    def __init__(self, vllm_config: Any, axis: int) -> None:
+        self._config, self._axis = vllm_config, axis
+        self._of: dict[tuple[int, Callable[..., Any], tuple[str, ...]], Piece] = {}
+        self._made: dict[tuple[Callable[..., Any], tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
+        settings = vllm_config and vllm_config.compilation_config
+        self.eager = not settings or int(settings.mode or 0) < 2 or settings.backend == "eager"
+
+    @property
+    def count(self) -> int:
+        """Pieces made so far."""
+        return sum(map(len, self._made.values()))
+
+    def __call__(self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any]) -> Any:
+        """What `function(layer, **arguments)` gives; the first call for a layer may compile."""
+        nones = tuple([name for name, value in arguments.items() if value is None])
+        piece = self._of.get((id(layer), function, nones))
+        if piece is None:
+            piece = self._find(function, layer, arguments, nones)
+        return piece(layer, arguments)
+
+    def _find(
+        self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]
+    ) -> Piece:
+        def eager(layer: nn.Module, arguments: dict[str, Any]) -> Any:
+            return function(layer, **arguments)
+
+        if arguments["hidden_states"].shape[self._axis] < 2:
+            return eager  # A trace would take the one row for a constant; the next call may have more.
+        made = self._made.setdefault((function, nones), [])
+        scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
+        found = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
+        if found is None and len(made) == _MOST:
+            self._run_eagerly(f"they differ from the {_MOST} that are compiled")
+        elif found is None and not self.eager:
+            try:
+                made.append(self._compile(eager, layer, arguments))
+                found = made[-1][0]
+            except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
+                self._run_eagerly(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
+        return self._of.setdefault((id(layer), function, nones), found or eager)
+
+    def _run_eagerly(self, reason: str) -> None:
+        if not self.eager:
+            _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
+        self.eager = True
+
+    def _compile(self, forward: Piece, layer: nn.Module, arguments: dict[str, Any]) -> tuple[Piece, list[Fact]]:
+        settings = self._config.compilation_config
+        backend = settings.init_backend(self._config, prefix=f"skipdecode_{self.count}")
+        options = dict(settings.inductor_compile_config) if backend == "inductor" else {}
+        facts: list[Fact] = []
+
+        def record(entries: Any) -> list[bool]:
+            # Of the arguments not the tensors: in other steps they have other rows.
+            known = [e for e in entries if e.has_value and e.guard_type in _KINDS and e.name.startswith(_SCOPE)]
+            lasting = [e for e in known if e.name.startswith("layer") or not isinstance(e.value, Tensor)]
+            facts.extend((e.name, e.guard_type, _described(e.guard_type, e.value)) for e in lasting)
+            return [False] * len(entries)
+
+        self._mark(arguments, arguments["hidden_states"].shape[self._axis])
+        options["guard_filter_fn"] = record
+        compiled: Any = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend, options=options)
+        with torch._inductor.config.patch(freezing=False):  # Frozen weights would be this layer's, for all layers.
+            ahead = compiled.aot_compile(((layer, arguments), {}))
+        if not facts:
+            raise RuntimeError("this torch does not say what a trace relied on")
+        return ahead.fn, facts
+
+    def _mark(self, value: Any, rows: int) -> None:
+        """Tell Dynamo which axis may have another length next time."""
+        if isinstance(value, Tensor) and value.dim() > self._axis and value.shape[self._axis] == rows:
+            torch._dynamo.mark_dynamic(value, self._axis)
+        elif isinstance(value, (tuple, list, dict)):
+            for part in value.values() if isinstance(value, dict) else value:
+                self._mark(part, rows)
+
+
+def _described(kind: str, value: Any) -> Any:
+    """A value as far as a guard of this kind looks at it."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.stride(), value.device
+    if kind == "CLOSURE_MATCH":
+        return getattr(value, "__code__", value)
+    seen: dict[str, Callable[[Any], Any]] = {"TYPE_MATCH": type, "SEQUENCE_LENGTH": len}
+    return seen[kind](value) if kind in seen else value
+
+
+def _all_hold(facts: list[Fact], scope: dict[str, Any]) -> bool:
+    try:
+        return all(_described(kind, eval(name, {}, scope)) == value for name, kind, value in facts)
+    except (AttributeError, LookupError, TypeError, NameError):
+        return False

@@ -1,0 +1,117 @@
+"""Compiled layers: what is compiled when, and which layers share it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from engines import compiled_graphs, engine, paper, pieces_of, prompts, save_tiny, set_mode
+from skipdecode import Schedule
+from skipdecode.vllm.compiled import LayerPieces
+from tiny import LAYERS
+
+STEPS = 1000
+MIX = (
+    paper("paper"),
+    Schedule.constant(LAYERS, 4, name="constant"),
+    Schedule.split(LAYERS, 4, (6, 5, 3), name="split"),
+    Schedule.full(LAYERS),
+)
+
+
+def test_nothing_is_compiled_in_a_thousand_steps_and_memory_is_steady(tmp_path: Path):
+    from vllm import SamplingParams
+
+    save_tiny(tmp_path, MIX[0])
+    extra = {"skipdecode": {"schedules": [s.to_dict() for s in MIX[1:]]}}
+    draw, process, used = random.Random(5), psutil.Process(), []
+    with engine(tmp_path, enforce_eager=False, additional_config=extra, max_num_batched_tokens=40) as llm:
+        core = llm.llm_engine
+        graphs, pieces = compiled_graphs(), pieces_of(llm).count
+        assert pieces == 3  # The first layer, the others, and one for keys and values.
+        for step in range(STEPS):
+            if step % 50 == 0:
+                set_mode(llm, draw.choice(("nested", "where", "auto")))
+                gc.collect()
+                used.append(process.memory_info().rss)
+            while not core.has_unfinished_requests() or draw.random() < 0.1:
+                name, text = draw.choice(MIX).name, prompts((draw.randint(1, 90),), seed=draw.randint(0, 99))[0]
+                parameters = SamplingParams(
+                    temperature=0, max_tokens=draw.randint(1, 40), detokenize=False, extra_args={"skipdecode": name}
+                )
+                core.add_request(f"{step} {draw.random()}", {"prompt_token_ids": text}, parameters)
+            core.step()
+        assert (compiled_graphs(), pieces_of(llm).count) == (graphs, pieces)
+    assert max(used[15:]) - max(used[5:10]) < 16 * 2**20
+
+
+# ---------------------------------------------------------------------- which layers share a piece
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, factor: float, bias: bool = True) -> None:
+        super().__init__()
+        self.factor = factor
+        self.linear = torch.nn.Linear(8, 8, bias=bias)
+
+    def forward(self, hidden_states: Any, residual: Any) -> Any:
+        hidden_states = self.linear(hidden_states) * self.factor
+        return hidden_states if residual is None else hidden_states + residual
+
+
+def pieces_for() -> LayerPieces:
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+
+    settings = CompilationConfig(mode=CompilationMode.DYNAMO_TRACE_ONCE, backend="inductor")
+    return LayerPieces(VllmConfig(compilation_config=settings), 0)
+
+
+def same_as_eager(pieces: LayerPieces, layer: Layer) -> bool:
+    """For several numbers of rows, one too."""
+    alike = []
+    with torch.no_grad():
+        for rows in (12, 1, 5):
+            arguments = {"hidden_states": torch.randn(rows, 8), "residual": torch.randn(rows, 8)}
+            alike.append(torch.allclose(pieces(type(layer).forward, layer, arguments), layer(**arguments), atol=1e-6))
+    return all(alike)
+
+
+def test_layers_share_a_piece_only_if_they_are_alike():
+    pieces = pieces_for()
+    for layer, made in (
+        (Layer(2.0), 1),
+        (Layer(2.0), 1),
+        (Layer(3.0), 2),
+        (Layer(2.0, bias=False), 3),
+        (Layer(3.0), 3),
+    ):
+        assert same_as_eager(pieces, layer)
+        assert pieces.count == made
+
+
+def test_layers_of_many_kinds_run_eagerly_and_one_line_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: Any):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    pieces = pieces_for()
+    assert all(same_as_eager(pieces, Layer(float(n))) for n in range(7))
+    assert pieces.count == 4
+    assert len({id(r) for r in caplog.records if "run eagerly" in r.message}) == 1
+
+
+def test_what_cannot_be_compiled_runs_eagerly(caplog: pytest.LogCaptureFixture, monkeypatch: Any):
+    class Unclear(Layer):
+        def forward(self, hidden_states: Any, residual: Any) -> Any:
+            torch._dynamo.graph_break()
+            return super().forward(hidden_states, residual)
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    pieces = pieces_for()
+    assert all(same_as_eager(pieces, Unclear(2.0)) for _ in range(2))
+    assert pieces.count == 0
+    assert len({id(r) for r in caplog.records if "run eagerly" in r.message}) == 1
