@@ -35,7 +35,7 @@ def test_nothing_is_compiled_in_a_thousand_steps_and_memory_is_steady(tmp_path: 
     with engine(tmp_path, enforce_eager=False, additional_config=extra, max_num_batched_tokens=40) as llm:
         core = llm.llm_engine
         graphs, pieces = compiled_graphs(), pieces_of(llm).count
-        assert pieces == 3  # The first layer, the others, and one for keys and values.
+        assert pieces == 4  # The first layer, the others, the last norm, and one for keys and values.
         for step in range(STEPS):
             if step % 50 == 0:
                 set_mode(llm, draw.choice(("nested", "where", "auto")))
