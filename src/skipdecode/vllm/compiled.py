@@ -68,9 +68,7 @@ class LayerPieces:
             piece = self._find(function, layer, arguments, nones)
         return piece(layer, arguments)
 
-    def _find(
-        self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]
-    ) -> Piece:
+    def _find(self, function: Any, layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]) -> Piece:
         def eager(layer: nn.Module, arguments: dict[str, Any]) -> Any:
             return function(layer, **arguments)
 
@@ -95,9 +93,7 @@ class LayerPieces:
             _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
         self.eager = True
 
-    def _compile(
-        self, forward: Piece, layer: nn.Module, arguments: dict[str, Any], rows: int
-    ) -> tuple[Piece, list[Fact]]:
+    def _compile(self, forward: Piece, layer: Any, arguments: dict[str, Any], rows: int) -> tuple[Piece, list[Fact]]:
         settings = self._config.compilation_config
         backend = settings.init_backend(self._config, prefix=f"skipdecode_{self.count}")
         options = dict(settings.inductor_compile_config) if backend == "inductor" else {}
