@@ -55,8 +55,6 @@ class Plan:
         Name or file.
     start : str
         Its name; the calibration runs on its weights.
-    timed : bool
-        Measure speed apart, on the package's engine, which must know the model; else the evaluations do.
     calibration : sequence of str
         Options of every `skipdecode calibrate`; none where no schedule is learned.
     request : bool
@@ -75,7 +73,6 @@ class Plan:
     evaluation: Sequence[str] = field(default=("--batch-size", "32"))
     task: str = "e2e"
     start: str = "full-a"
-    timed: bool = True
     calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
     request: bool = False
 
@@ -94,6 +91,8 @@ class Plan:
         if name.startswith("pop"):
             return replace(Schedule.full(self.layers), prompt=range(int(name.removeprefix("pop"))))
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
+        if name == "learned":
+            return replace(linear, drop_order=self.learned)
         if name.startswith("lower"):
             # The prompt runs the lower layers, the answer those of the calibrated order.
             return replace(linear, prompt=range(int(name.removeprefix("lower"))), drop_order=self.learned)
@@ -245,6 +244,27 @@ PLANS = {
         calibration=(),
         request=True,
     ),
+    "any-speed": Plan(
+        "e2e",
+        "any-speed-e2e-smollm2-135m.json",
+        **_E2E,
+        checkpoints={
+            "full-a": _E2E_START,
+            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
+            # Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
+            "any": tuned(
+                "learned-3x",
+                [
+                    *("--steps", "450", "--curriculum", "sampled", "--sampled-speedups", *"1123355"),
+                    *("--sampled-prompts", "10", "--dev-records", "64", "--eval-every", "90", "--compare-batches", "0"),
+                ],
+                ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)],
+            ),
+        },
+        yardstick="full-b",
+        calibration=(),
+        request=True,
+    ),
     "ablations": Plan(
         "e2e",
         "ablations-smollm2-135m.json",
@@ -282,7 +302,7 @@ PLANS = {
             "full-b": full_depth("full-a", E2E_SEQ_LEN, 120),
         },
         yardstick="full-b",
-        timed=False,
         calibration=(),
+        request=True,
     ),
 }

@@ -6,8 +6,7 @@
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. What each table is made of stands in `quality_plans.py`. Finished
 steps are left alone, so a killed call goes on where it was: tuning at its last checkpoint, evaluation after its last
 batch. On two cores with bf16 products `e2e` takes about four hours, each of the others up to one; `ablations` and
-`own` go on from its checkpoints. Nothing else should run while `schedule_speed.py` does, or an evaluation of a table
-without it.
+`own` go on from its checkpoints. Nothing else should run while `schedule_speed.py` does.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Steps:
             return
         head = ["skipdecode", "eval", self.checkpoint(name), "--task", self.plan.task]
         data = ["--data", self.data / "test.jsonl", "--dtype", "bfloat16", "--no-teacher-forced"]
-        if self.plan.timed and not {"full", "calm"} & set(methods):
+        if not {"full", "calm"} & set(methods):
             data.append("--no-full-depth")  # The yardstick is another checkpoint's, and speed is measured apart.
         about = ["--bertscore-model", "minilm", "--name", self.checkpoint(name).name]
         chosen = ["--out", out, "--methods", *map(self.place, methods)]
@@ -148,7 +147,7 @@ class Steps:
             self.evaluate(name, made.methods)
         evaluations = [self.evaluation(name) for name in plan.checkpoints]
         # Of all tables with the same records and lengths.
-        speeds = self.time(evaluations) if plan.timed else []
+        speeds = self.time(evaluations)
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py", *evaluations, "--full", full]

@@ -256,6 +256,29 @@ def kept(share: dict[str, float] | None) -> str:
     return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
 
 
+def chat(document: dict[str, Any]) -> list[list[str]]:
+    """What each depth leaves of an untouched chat model, on prompts drawn from it and on others."""
+    layers = {schedule["name"]: schedule["budgets"][0] for schedule in document["schedules"]}
+    head = ["layers", "request", "request, batch 1", "decode", "KL", "same token", "perplexity of untouched"]
+    rows = [[*head, "instructions followed", "other prompts: KL", "perplexity of untouched"]]
+    for row, other in zip(document["rows"], document["other_prompts"]["rows"], strict=True):
+        rows.append(
+            [
+                str(layers.get(row["name"], row["name"])),
+                times(row.get("measured_speedup_with_prompt")),
+                times(row.get("batch_1", {}).get("measured_speedup_with_prompt")),
+                times(row.get("measured_speedup")),
+                f"{row['kl']['estimate']:.3f}" if "kl" in row else "-",
+                f"{row['top1_agreement']['estimate']:.1f}%" if "kl" in row else "-",
+                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**row["of_untouched"]),
+                f"{row['instructions']['followed']:.1%}",
+                f"{other['kl']['estimate']:.3f}" if "kl" in other else "-",
+                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**other["of_untouched"]),
+            ]
+        )
+    return rows
+
+
 def products(document: dict[str, Any]) -> list[list[str]]:
     """Forwards of one prompt, and steps of a batch, against the machine's bf16 product and against bf16."""
     head = ["what", "weights", "ms", "GFLOP/s", "of the bf16 product", "x bf16"]
@@ -313,6 +336,7 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
 # By name, with the kind of result that each is made from.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
+    "chat": ("own-words", chat),
     "decode": ("decode-speed", decode),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),

@@ -57,8 +57,8 @@ def reference_stack(layers: list, given: StackInput) -> None:
     for layer, table, count in zip(layers, given.table, given.counts, strict=True):
         x = given.hidden[:count]
         attended = _attention(layer.attention, reference_linear(layer.qkv, x), given, table, count)
-        x += reference_linear(layer.out, attended)
-        x += reference_linear(layer.mlp_out, reference_linear(layer.mlp_in, x))
+        x += _normed(reference_linear(layer.out, attended), layer.out_gamma, layer.eps)
+        x += _normed(reference_linear(layer.mlp_out, reference_linear(layer.mlp_in, x)), layer.mlp_gamma, layer.eps)
 
 
 def _attention(spec: AttentionSpec, qkv: Tensor, given: StackInput, table: Tensor, count: int) -> Tensor:
@@ -84,10 +84,13 @@ def _attention(spec: AttentionSpec, qkv: Tensor, given: StackInput, table: Tenso
     return out.flatten(1)
 
 
+def _normed(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
+    return x if gamma is None else x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gamma
+
+
 def _placed(spec: AttentionSpec, heads: Tensor, gamma: Tensor | None, position: int) -> Tensor:
     """Heads (n, head_dim), normed and rotated: column i with column i + head_dim / 2, as complex numbers."""
-    if gamma is not None:
-        heads = heads / (heads.square().mean(-1, keepdim=True) + spec.eps).sqrt() * gamma
+    heads = _normed(heads, gamma, spec.eps)
     if spec.cos is None or spec.sin is None:
         return heads
     half = math.floor(spec.head_dim / 2)

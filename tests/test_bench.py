@@ -310,6 +310,6 @@ def test_a_model_that_transformers_cannot_leave_early_is_refused():
 
 
 def test_engine_that_does_not_cover_the_model_is_refused(tmp_path: Path, capsys: Any):
-    tiny_model("gpt2").save_pretrained(tmp_path)
+    tiny_model("bloom").save_pretrained(tmp_path)
     assert bench(str(tmp_path), "--engines", "fast", "--nominal", "2") == 2
     assert "does not cover this model" in capsys.readouterr().err.splitlines()[-1]

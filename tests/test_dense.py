@@ -108,7 +108,7 @@ def test_recorded_steps_give_the_tokens_of_generate_under_attach(family: str):
 
 
 @pytest.mark.parametrize("prompt", ["max_exit", (0, 1, 3)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "opt", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "opt", "mistral", "gemma3_text"])
 def test_rows_of_all_ages_and_lengths_come_go_and_move(family: str, prompt: Any):
     schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=6, prompt=prompt)
     requests = [Request(PROMPTS[i % 4], 3 + 5 * i % 17) for i in range(11)]

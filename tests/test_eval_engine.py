@@ -53,9 +53,9 @@ def test_other_methods_and_families_stay_on_transformers():
     assert [(m.name, m.engine) for m in methods] == [("full", "fast"), (calm.name, "generate")]
     assert {m.engine for m in beside} == {"fast", "generate"}
     assert notes == [f"{calm.name}: no schedule, so it runs through transformers, next to full depth there"]
-    methods, beside = on_engine([full], tiny_model("gpt2"), "auto", notes.append)
+    methods, beside = on_engine([full], tiny_model("bloom"), "auto", notes.append)
     assert [m.engine for m in (*methods, *beside)] == ["transformers", "transformers", "generate"]
-    assert "no fast path for model type 'gpt2'" in notes[-1]
+    assert "no fast path for model type 'bloom'" in notes[-1]
 
 
 # ---------------------------------------------------------------------- the verb

@@ -39,6 +39,7 @@ def test_json_tells_versions_devices_families_and_an_empty_cache(
     assert found["cpu"]["simd"] == torch.backends.cpu.get_cpu_capability()
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert found["model_types"] == sorted(FAMILIES)
+    assert set(found["fast_model_types"]) < set(FAMILIES)
     assert found["cache"] == {"path": str(tmp_path / "cache"), "models": []}
     assert not (tmp_path / "cache").exists()
 
@@ -88,6 +89,24 @@ def test_a_model_s_line_says_what_prompts_pay_in_layers_that_they_do_not_run(
     assert f"makes {parts} of them" in line
     assert main(["info", str(tmp_path / family), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["projects_alone"] == (family == "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "engine"),
+    [
+        ("gpt2", {}, "fast"),
+        ("bloom", {}, "transformers (no fast path for model type 'bloom'"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "transformers (its final_logit_softcapping of 30.0"),
+    ],
+)
+def test_a_model_s_line_says_which_engine_decodes_it(
+    family: str, changes: dict[str, Any], engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_model(family, **changes).config.save_pretrained(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    assert f"; engine {engine}" in capsys.readouterr().out
+    assert main(["info", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["engine"].startswith(engine)
 
 
 def test_families_that_cannot_make_keys_and_values_alone_are_these() -> None:

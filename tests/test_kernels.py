@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -172,6 +173,23 @@ def test_layers_match_torch(kernels, heads, kv_heads, dim, window, dtype):
     stored = given.table[0].flatten().long()
     error = 1e-5 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(given.pages[stored], want.pages[stored], rtol=error, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(4, 16), (1, 4)])
+def test_what_sublayers_add_may_be_normed_first(kernels, heads, dim):
+    torch.manual_seed(0)
+    spec = AttentionSpec(heads, 1, dim, dim**-0.5)
+    # Of one head of 4 columns, queries, keys and values are narrower than what attention and MLP add.
+    layers, given = stack_case(spec, torch.float32, [0] * 5 + [1], [*range(5), 33])
+    layers = [replace(layer, out_gamma=torch.randn(24), mlp_gamma=torch.randn(24), eps=0.1) for layer in layers]
+    given, alone = given._replace(counts=[6, 5]), copied(given)._replace(hidden=given.hidden[:1].clone(), counts=[1, 1])
+    want = copied(given)
+    reference_stack(layers, want)
+    call = kernels.stack(layers)
+    call(given)
+    call(alone)
+    torch.testing.assert_close(given.hidden, want.hidden, rtol=1e-4, atol=1e-4)
+    assert torch.equal(alone.hidden, given.hidden[:1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -85,13 +85,13 @@ def test_sampled_rows_depend_on_seed_and_key_only():
 
 
 def test_unsupported_family_falls_back_with_one_note():
-    engine, notes = notes_of(tiny_model("gpt2"), "auto")
+    engine, notes = notes_of(tiny_model("bloom"), "auto")
     assert engine == "transformers"
     assert len(notes) == 1
-    assert "no fast path for model type 'gpt2'" in notes[0]
-    assert notes_of(tiny_model("gpt2"), "transformers") == ("transformers", [])
+    assert "no fast path for model type 'bloom'" in notes[0]
+    assert notes_of(tiny_model("bloom"), "transformers") == ("transformers", [])
     with pytest.raises(UsageError, match="--engine fast does not cover this model"):
-        notes_of(tiny_model("gpt2"), "fast")
+        notes_of(tiny_model("bloom"), "fast")
 
 
 def test_without_a_compiler_auto_goes_through_transformers_and_hints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

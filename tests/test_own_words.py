@@ -37,6 +37,10 @@ def words(out: Path) -> list[bytes]:
     return [(out / file).read_bytes() for file in (TRAIN_FILE, DEV_FILE)]
 
 
+def weights(out: Path) -> bytes:
+    return (out / "adapter_model.safetensors").read_bytes()
+
+
 def told(capsys: Any) -> str:
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
@@ -68,6 +72,7 @@ def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, t
     assert main(["tune", model, *WORDS, *PACE, "--out", str(tmp_path / "again")]) == 0
     assert main(["tune", model, *WORDS, *PACE, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
     assert words(tmp_path / "again") == words(tuned) != words(tmp_path / "other")
+    assert weights(tmp_path / "again") == weights(tuned) != weights(tmp_path / "other")
     recipe = str(tuned / "recipe.json")
     assert main(["tune", "--recipe", recipe, "--out", str(tmp_path / "recipe")]) == 0
     assert words(tmp_path / "recipe") == words(tuned)
@@ -93,6 +98,7 @@ def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     assert not (out / TRAIN_FILE).exists()
     assert main(arguments) == 0
     assert words(out) == words(tuned)
+    assert weights(out) == weights(tuned)
     # Words that were made otherwise are not gone on with.
     (out / "recipe.json").unlink()
     assert main([*arguments, "--self-tokens", "100"]) == 2
@@ -131,6 +137,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
         (["--prompts", "FILE"], "", "FILE"),
         (["--prompts", "FILE"], "\n\n", "FILE"),
         (["--prompts", "FILE", "--self-tokens", "1"], "a\nb\nc\n", "not ended"),
+        (["--prompts", "FILE"], "a\nA\n  a \n", "2 are needed"),
         (["--prompts", "none.txt"], None, "none.txt"),
         (["--prompts", "FILE", "--train", "x.jsonl"], "a\n", "--train"),
         (["--prompts", "FILE", "--task", "e2e"], "a\n", "--task"),
@@ -149,7 +156,7 @@ def test_what_cannot_be_tuned_on_is_refused_in_one_line(
     assert main(["tune", model, "--self", *PACE, "--out", str(tmp_path / "out"), *more]) == 2
     assert code.replace("FILE", str(file)) in told(capsys)
     assert not (tmp_path / "out" / "recipe.json").exists()
-    if "not ended" not in code:  # nothing was said yet, so nothing is in the way of a second try
+    if code not in ("not ended", "2 are needed"):  # nothing was said yet, so nothing is in the way of a second try
         assert not (tmp_path / "out").exists()
 
 
@@ -200,6 +207,21 @@ def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_
     named = [*call[: call.index("--methods")], "--method", "unified", "--nominal-speedup", "1.5", "--overwrite"]
     assert main(named) == 0
     assert json.loads((tmp_path / "eval" / "run.json").read_text())["rows"][1]["kl"] == document["rows"][1]["kl"]
+
+
+def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Path, capsys: Any) -> None:
+    plain = save_tiny_model(tmp_path / "plain", chat=False)
+    call = ["--self", "--out", str(tmp_path / "eval"), "--methods", "unified:1.5"]
+    assert main(["eval", plain, *call]) == 2
+    assert "--prompts" in told(capsys)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n \n")
+    assert main(["eval", model, *call, "--prompts", str(empty)]) == 2
+    assert str(empty) in told(capsys)
+    # What it was tuned on is not what it is judged by.
+    prompts = write_rows(tmp_path / "known.jsonl", [{"prompt": row["prompt"]} for row in read_rows(tuned / TRAIN_FILE)])
+    assert main(["eval", str(tuned), *call, "--prompts", prompts]) == 2
+    assert "no prompt is left" in told(capsys)
 
 
 @pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])

@@ -98,7 +98,7 @@ def test_rows_are_those_without_a_cache(schedule: Schedule, prompt: Any, options
     assert all_pages_are_free(engine.kv)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "opt", "mistral", "qwen3", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2, 5)], ids=str)
 def test_a_row_on_kept_pages_is_the_oracles(family: str, prompt: Any):
     model, schedule = tiny_model(family), replace(PAPER, prompt=prompt)

@@ -136,7 +136,8 @@ def test_a_yardstick_and_a_speed_for_every_run_are_needed(
 
 
 @pytest.mark.parametrize(
-    ("table", "calibrates"), [("e2e", True), ("tldr", True), ("ablations", False), ("request", False)]
+    ("table", "calibrates"),
+    [("e2e", True), ("tldr", True), ("ablations", False), ("request", False), ("any-speed", False)],
 )
 def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, table: str, calibrates: bool):
     command = [

@@ -91,7 +91,7 @@ def test_w8a8_is_refused_in_one_line_where_the_cpu_does_not_multiply_bytes(monke
         open_model(tiny_model("llama"), quantization="w8a8")
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2", "gemma3_text", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_w8a8_rows_are_the_same_alone_and_in_any_batch(family, dtype):
     bytes_or_skip()
@@ -134,7 +134,7 @@ def decoded(fast, schedule, prompts, new):
 
 
 @pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("family", ["llama", "opt", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen2", "gemma3_text", "granite", "phi3"])
 def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind):
     kernels_or_skip()
     model = tiny_model(family)

@@ -68,6 +68,14 @@ def test_sampled_speedups_are_tuned_under_too(tmp_path: Path) -> None:
     assert recipe.tuned_under == (TARGET, Schedule.full(LAYERS), TARGET.with_speedup(3))
 
 
+def test_sampled_prompts_are_tuned_under_too(tmp_path: Path) -> None:
+    options = OPTIONS | {"curriculum": "sampled", "sampled_speedups": [3.0, 3.0], "sampled_prompts": ["2"]}
+    recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
+    assert recipe is not None
+    deep = TARGET.with_speedup(3)
+    assert recipe.tuned_under == (TARGET, deep, TARGET.with_prompt((0, 1)), deep.with_prompt((0, 1)))
+
+
 def test_a_prompt_field_is_a_template_of_itself(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, {"options": {"prompt_field": "question", "response_field": "answer"}})
     assert recipe is not None

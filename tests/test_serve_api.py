@@ -318,7 +318,7 @@ def test_special_tokens_of_tokenize():
 
 
 def test_models_without_a_fast_path_are_served_too():
-    service = tiny_service(family="gpt2", engine="auto")
+    service = tiny_service(family="bloom", engine="auto")
     with running(service) as client, ThreadPoolExecutor(6) as pool:
 
         def answer(case):

@@ -53,6 +53,19 @@ def test_sampling_draws_each_speed_up_and_repeats_itself() -> None:
     assert drawn[:20] != [reseeded.schedule_at(step) for step in range(20)]
 
 
+def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too() -> None:
+    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 3, 3), sampled_prompts=("4", "full"))
+    curriculum = make_curriculum(TARGET, config)
+    shapes = [(round(s.nominal_speedup), len(s.prompt_layers())) for s in curriculum.goals]
+    assert shapes == [(3, 12), (1, 12), (2, 12), (3, 4), (2, 4)]  # each once, and full depth has no other prompt
+    drawn = [curriculum.schedule_at(step) for step in range(700)]
+    deep, full, shallow, deep_split, shallow_split = (drawn.count(goal) for goal in curriculum.goals)
+    assert deep > 1.5 * shallow > shallow > 40 < full
+    assert deep_split > 1.5 * shallow_split > 40
+    with pytest.raises(ScheduleError, match="prompt layers"):
+        make_curriculum(TARGET, replace(config, sampled_prompts=("13",)))
+
+
 def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:
     even = Schedule.even(12, TARGET.budgets)
     curriculum = make_curriculum(even, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))

@@ -94,7 +94,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "model_options": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.0},
     },
     "lower": {"full": True, "curriculum": "lower"},
-    "sampled": {"curriculum": "sampled", "sampled_speedups": (1.0, 3.0)},
+    "sampled": {"curriculum": "sampled", "sampled_speedups": (1.0, 3.0, 3.0), "sampled_prompts": ("4",)},
     "checkpointing": {"full": True, "gradient_checkpointing": True},
 }
 
@@ -217,10 +217,12 @@ def test_the_log_counts_real_tokens_and_follows_the_curriculum(tmp_path: Path) -
 
 
 def test_sampled_budgets_are_judged_at_every_speed_up(tmp_path: Path) -> None:
-    result = tune(tmp_path, changes={"curriculum": "sampled", "sampled_speedups": (1.0, 3.0)})
+    result = tune(tmp_path, changes=KINDS["sampled"])
     row = next(row for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "dev")
-    by_schedule = [row[name] for name in (TARGET.name, "full", "skipdecode-3x")]
-    assert row["cross_entropy"] == pytest.approx(sum(by_schedule) / 3)
+    split = [TARGET.with_prompt(tuple(range(4))).name, "skipdecode-p4-3x"]
+    by_schedule = [row[name] for name in (TARGET.name, "full", "skipdecode-3x", *split)]
+    assert len({*by_schedule}) == 5
+    assert row["cross_entropy"] == pytest.approx(sum(by_schedule) / 5)
     assert result.best_dev_loss <= row["cross_entropy"]
 
 

@@ -64,7 +64,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": _COMMON,
     "gptj": _GPT2 | {"rotary_dim": 4},
-    "granite": _COMMON,
+    "granite": _COMMON
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.7},
     "helium": _COMMON | {"head_dim": 8},
     "llama": _COMMON,
     "ministral": _COMMON | {"head_dim": 8} | _LATE_FULL,

@@ -1,4 +1,4 @@
-"""Versions, devices, supported families, cached models; of a MODEL, whether prompts can leave keys and values alone.
+"""Versions, devices, families, cached models; of a MODEL, its engine, and if prompts can leave keys and values alone.
 
 What to paste into a bug report. Names no host and no user, except in the path of the cache.
 """
@@ -39,20 +39,28 @@ def _about(model: str) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from skipdecode.engine.model_spec import read_model
+    from skipdecode.errors import UnfitModelError
     from skipdecode.models.families import decoder_layers
     from skipdecode.models.gate import query_projection
     from skipdecode.models.loading.hub import load_config
 
     config = load_config(model)
     with torch.device("meta"):
-        layers = decoder_layers(AutoModelForCausalLM.from_config(config))
+        read = AutoModelForCausalLM.from_config(config)
+    layers, engine = decoder_layers(read), "fast"
     alone = query_projection(layers[0]) is not None
-    return {"model": model, "model_type": config.model_type, "num_layers": len(layers), "projects_alone": alone}
+    try:
+        read_model(read, positions=1)
+    except UnfitModelError as e:
+        engine = f"transformers ({e})"
+    about = {"model": model, "model_type": config.model_type, "num_layers": len(layers), "projects_alone": alone}
+    return about | {"engine": engine}
 
 
 def _line(about: dict[str, Any]) -> str:
     parts = "keys and values" if about["projects_alone"] else "queries, keys and values"
-    head = "{model}: {model_type}, {num_layers} layers".format_map(about)
+    head = "{model}: {model_type}, {num_layers} layers; engine {engine}".format_map(about)
     return f"{head}; a layer that prompts do not run makes {parts} of them, nothing else"
 
 
@@ -61,6 +69,7 @@ def _report() -> dict[str, Any]:
 
     from skipdecode import __version__
     from skipdecode.common.files import cache_dir
+    from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
     from skipdecode.models.loading.hub import choose_device
@@ -86,6 +95,7 @@ def _report() -> dict[str, Any]:
         },
         "gpus": [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in gpus],
         "model_types": sorted(FAMILIES),
+        "fast_model_types": sorted(READERS),
         "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT, "dtype": smollm2.running_dtype(device)},
         "cache": {"path": str(cache_dir()), "models": models},
     }
@@ -124,6 +134,7 @@ def _text(report: dict[str, Any]) -> str:
         *([] if report["gpus"] else ["  no GPU that torch can use"]),
         "supported families (model types)",
         *textwrap.wrap(", ".join(report["model_types"]), 100, initial_indent="  ", subsequent_indent="  "),
+        f"  in the fast engine: {', '.join(report['fast_model_types'])}",
         "embedded model",
         *textwrap.wrap(
             "{name}: {what}; runs in {dtype} here (--dtype auto)".format_map(report["embedded_model"]),

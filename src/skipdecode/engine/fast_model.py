@@ -46,7 +46,7 @@ class FastModel(ABC):
     Parameters
     ----------
     model : PreTrainedModel
-        A causal LM of an architecture in `skipdecode.engine.model_spec.READERS`. Its projection weights are fused
+        A causal LM of a family in `skipdecode.engine.model_spec.READERS`. Its projection weights are fused
         and moved in place; it stays usable.
 
     Raises

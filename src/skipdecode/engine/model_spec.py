@@ -1,22 +1,113 @@
-"""A transformers model read as the fast path's data: fused weights, norms, positions. One reader per architecture.
+"""A transformers model read as the fast path's data: fused weights, norms, positions. A family is a row of `READERS`.
 
 Weights are fused by making one tensor and pointing the model's own parameters into it, so the model stays usable and
-nothing is held twice. A model that a reader does not fit in every detail is refused with the reason, not approximated.
+nothing is held twice. A model that its family's row does not fit in every detail is refused with the reason, not
+approximated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.kernels.spec import Activation, AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Prologue
 from skipdecode.errors import UnfitModelError
 
-__all__ = ["READERS", "read_model", "weights_of"]
+__all__ = ["READERS", "Reader", "read_model", "weights_of"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Where a family's causal LM keeps what a `ModelSpec` needs, as attribute paths.
+
+    Parameters
+    ----------
+    body : str
+        The decoder.
+    layers, embedding, norm, positions : str
+        In the decoder: its layers, token embedding, last norm, learned positions ("": it has rotary ones).
+    attention_norms, mlp_norms : tuple of str
+        In a layer: the norm of what a sublayer takes and, where there is one, the norm of what it adds.
+    qkv, mlp_in : tuple of str
+        In a layer: one module, or those to be fused in this order. An MLP whose first product is twice as wide as its
+        second one's input is gated, the gate first.
+    out, mlp_out : str
+        In a layer.
+    attention : str
+        In a layer: what has `head_dim`, `scaling` and perhaps `q_norm` and `k_norm`.
+    gamma_offset : int
+        Added to the norms' weights.
+    slides : bool
+        Whether a config that does not tell its layers' types means that all have its sliding window.
+    """
+
+    body: str = "model"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    positions: str = ""
+    attention: str = "self_attn"
+    attention_norms: tuple[str, ...] = ("input_layernorm",)
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    mlp_norms: tuple[str, ...] = ("post_attention_layernorm",)
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_out: str = "mlp.down_proj"
+    gamma_offset: int = 0
+    slides: bool = False
+
+
+READERS: dict[str, Reader] = {
+    "gemma3_text": Reader(
+        attention_norms=("input_layernorm", "post_attention_layernorm"),
+        mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        gamma_offset=1,
+    ),
+    "gpt2": Reader(
+        body="transformer",
+        layers="h",
+        embedding="wte",
+        norm="ln_f",
+        positions="wpe",
+        attention="attn",
+        attention_norms=("ln_1",),
+        qkv=("attn.c_attn",),
+        out="attn.c_proj",
+        mlp_norms=("ln_2",),
+        mlp_in=("mlp.c_fc",),
+        mlp_out="mlp.c_proj",
+    ),
+    "granite": Reader(),
+    "llama": Reader(),
+    "mistral": Reader(slides=True),
+    "opt": Reader(
+        body="model.decoder",
+        norm="final_layer_norm",
+        positions="embed_positions",
+        attention_norms=("self_attn_layer_norm",),
+        out="self_attn.out_proj",
+        mlp_norms=("final_layer_norm",),
+        mlp_in=("fc1",),
+        mlp_out="fc2",
+    ),
+    "phi3": Reader(qkv=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",), slides=True),
+    "qwen2": Reader(),
+    "qwen3": Reader(),
+}
+_ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
+_ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
+# Of what else configs may ask, all that is computed.
+_COVERED: dict[str, bool | None] = {"do_layer_norm_before": True, "use_bidirectional_attention": False}
+_COVERED |= {"_remove_final_layer_norm": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def read_model(model: Any, positions: int) -> ModelSpec:
@@ -32,7 +123,10 @@ def read_model(model: Any, positions: int) -> ModelSpec:
         raise UnfitModelError(f"no fast path for model type {kind!r} (there is one for {', '.join(sorted(READERS))})")
     if len({(p.device, p.dtype) for p in model.parameters()}) != 1:
         raise UnfitModelError("its parameters are on several devices or of several types")
-    return READERS[kind](model, positions)
+    try:
+        return _read(READERS[kind], model, positions)
+    except AttributeError as e:
+        raise UnfitModelError(f"this release of transformers has another {kind!r}: {e}") from None
 
 
 def weights_of(spec: ModelSpec) -> list[Any]:
@@ -41,132 +135,150 @@ def weights_of(spec: ModelSpec) -> list[Any]:
     return [linear.weight for layer in layers for linear in layer] + [spec.head.weight]
 
 
-# ---------------------------------------------------------------------- Llama and its like
+# ---------------------------------------------------------------------- by a family's row
 
 
-def _read_llama(model: Any, positions: int) -> ModelSpec:
-    config, body = model.config, model.model
-    activation = getattr(config, "hidden_act", "silu")
-    gates: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
-    if activation not in gates:
-        raise UnfitModelError(f"its activation {activation!r} has no fast path")
-    cos, sin = _rotary_tables(model, positions)
-    layers = [_read_llama_layer(layer, config, i, cos, sin, gates[activation]) for i, layer in enumerate(body.layers)]
-    head = _linear([model.lm_head], "rms_norm", body.norm)
-    return ModelSpec(layers, head, body.embed_tokens.weight.detach())
+def _read(reader: Reader, model: Any, positions: int) -> ModelSpec:
+    config = model.config
+    for name, covered in _COVERED.items():
+        if (found := getattr(config, name, covered)) != covered:
+            raise UnfitModelError(f"its {name} of {found} has no fast path")
+    body = attrgetter(reader.body)(model)
+    embedding, weight = getattr(body, reader.embedding), getattr(body, reader.embedding).weight.detach()
+    if weight.shape[1] != config.hidden_size:
+        raise UnfitModelError("its projected embeddings have no fast path")
+    # Hidden states are kept over the factor of what is added to them: norms, which alone read them, take it out.
+    factor = getattr(config, "residual_multiplier", 1.0)
+    if not factor > 0:
+        raise UnfitModelError(f"its residual_multiplier of {factor} has no fast path")
+    table = getattr(body, reader.positions) if reader.positions else None
+    first = getattr(table, "offset", 0)
+    rotary = _rotary_tables(body, positions) if table is None else {}
+    last = getattr(body, reader.norm)
+    gamma = _gamma(reader, last, getattr(config, "logits_scaling", 1.0))
+    scale = getattr(config, "embedding_multiplier", 1.0)
+    if (own := getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))) is not None:
+        scale = torch.as_tensor(own, dtype=weight.dtype).item()
+    return ModelSpec(
+        [_read_layer(reader, x, config, i, rotary) for i, x in enumerate(getattr(body, reader.layers))],
+        _linear([model.lm_head], last, gamma, factor),
+        weight,
+        scale / factor,
+        position_embedding=None if table is None else table.weight.detach(),
+        position_offset=first,
+        max_positions=None if table is None else table.weight.shape[0] - first,
+    )
 
 
-def _read_llama_layer(layer: Any, config: Any, index: int, cos: Tensor, sin: Tensor, gate: Prologue) -> LayerSpec:
-    attention = layer.self_attn
-    dim = attention.head_dim
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+def _read_layer(reader: Reader, layer: Any, config: Any, index: int, rotary: dict[str | None, Any]) -> LayerSpec:
+    first, *more = (getattr(layer, name) for name in reader.attention_norms)
+    second, *most = (getattr(layer, name) for name in reader.mlp_norms)
+
+    def linear(*names: str, norm: Any = None) -> LinearSpec:
+        factor = getattr(config, "residual_multiplier", 1.0)
+        return _linear([attrgetter(name)(layer) for name in names], norm, _gamma(reader, norm), factor)
+
+    qkv, out = linear(*reader.qkv, norm=first), linear(reader.out)
+    mlp_in, mlp_out = linear(*reader.mlp_in, norm=second), linear(reader.mlp_out)
+    gated = mlp_in.weight.shape[0] == 2 * mlp_out.weight.shape[1]
+    name = next(getattr(config, n) for n in _ACTIVATION_NAMES if hasattr(config, n))
+    if name not in (_GATES if gated else _ACTIVATIONS):
+        raise UnfitModelError(f"its activation {name!r} has no fast path")
+    return LayerSpec(
+        qkv,
+        _attention(reader, attrgetter(reader.attention)(layer), config, index, qkv.weight.shape[0], rotary),
+        out,
+        mlp_in if gated else replace(mlp_in, activation=_ACTIVATIONS[name]),
+        replace(mlp_out, prologue=_GATES[name]) if gated else mlp_out,
+        _gamma(reader, *more) if more else None,
+        _gamma(reader, *most) if most else None,
+        _eps(first),
+    )
+
+
+def _attention(
+    reader: Reader, attention: Any, config: Any, index: int, columns: int, rotary: dict[str | None, Any]
+) -> AttentionSpec:
+    heads, dim = config.num_attention_heads, attention.head_dim
     types = getattr(config, "layer_types", None)
-    slides = types[index] == "sliding_attention" if types else config.model_type == "mistral"
-    window = (getattr(config, "sliding_window", None) or 0) if slides else 0
-    spec = AttentionSpec(
-        heads=attention.q_proj.out_features // dim,
-        kv_heads=attention.k_proj.out_features // dim,
+    slides = types[index] == "sliding_attention" if types else reader.slides
+    cos, sin = rotary.get(types[index] if types else None) or rotary.get(None, (None, None))
+    if cos is not None and 2 * cos.shape[1] != dim:
+        raise UnfitModelError("it rotates only a part of each head")
+    q, k = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=(columns // dim - heads) // 2,
         head_dim=dim,
         scale=attention.scaling,
-        window=window,
+        window=(getattr(config, "sliding_window", None) or 0) if slides else 0,
         cos=cos,
         sin=sin,
-        q_gamma=None if q_norm is None else q_norm.weight.detach(),
-        k_gamma=None if k_norm is None else k_norm.weight.detach(),
-        eps=0.0 if q_norm is None else q_norm.variance_epsilon,
-    )
-    return LayerSpec(
-        qkv=_linear([attention.q_proj, attention.k_proj, attention.v_proj], "rms_norm", layer.input_layernorm),
-        attention=spec,
-        out=_linear([attention.o_proj]),
-        mlp_in=_linear([layer.mlp.gate_proj, layer.mlp.up_proj], "rms_norm", layer.post_attention_layernorm),
-        mlp_out=_linear([layer.mlp.down_proj], gate),
+        q_gamma=_gamma(reader, q),
+        k_gamma=_gamma(reader, k),
+        eps=0.0 if q is None else _eps(q),
     )
 
 
-def _rotary_tables(model: Any, positions: int) -> tuple[Tensor, Tensor]:
-    rotary = model.model.rotary_emb
-    kind = getattr(rotary, "rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise UnfitModelError(f"its rotary positions ({kind}) depend on the length of the text")
-    device = model.model.embed_tokens.weight.device
-    with torch.no_grad():
-        probe = torch.empty(0, dtype=torch.float32, device=device)
-        cos, sin = rotary(probe, torch.arange(positions, device=device).unsqueeze(0))
-    half = cos.shape[-1] // 2
-    if cos.shape[-1] != model.model.layers[0].self_attn.head_dim:
-        raise UnfitModelError("it rotates only a part of each head")
-    return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+def _rotary_tables(body: Any, positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """Cosines and sines of the layers' types where these rotate differently, else of None."""
+    rotary = body.rotary_emb
+    found = getattr(rotary, "rope_type", "default")
+    tables = {}
+    for layer_type, kind in (found if isinstance(found, dict) else {None: found}).items():
+        if kind in ("dynamic", "longrope"):
+            raise UnfitModelError(f"its rotary positions ({kind}) depend on the length of the text")
+        with torch.no_grad(), next(body.parameters()).device:
+            given = torch.empty(0, dtype=torch.float32), torch.arange(positions).unsqueeze(0)
+            cos, sin = rotary(*given, *([layer_type] if layer_type else []))
+        half = cos.shape[-1] // 2
+        tables[layer_type] = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+    return tables
 
 
-# ---------------------------------------------------------------------- OPT
+def _gamma(reader: Reader, norm: Any, divisor: float = 1.0) -> Tensor | None:
+    if norm is None or norm.weight is None:
+        return None
+    gamma: Tensor = norm.weight.detach()
+    return (gamma.float() + reader.gamma_offset) / divisor if reader.gamma_offset or divisor != 1 else gamma
 
 
-def _read_opt(model: Any, positions: int) -> ModelSpec:
-    config, body = model.config, model.model.decoder
-    if not config.do_layer_norm_before or body.final_layer_norm is None or body.project_in is not None:
-        raise UnfitModelError("an OPT with norms after its sublayers or with projected embeddings has no fast path")
-    activations: dict[str, Activation] = {"relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-    if config.activation_function not in activations:
-        raise UnfitModelError(f"its activation {config.activation_function!r} has no fast path")
-    heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    spec = AttentionSpec(heads, heads, dim, dim**-0.5)
-    layers = [_read_opt_layer(layer, spec, activations[config.activation_function]) for layer in body.layers]
-    table = body.embed_positions
-    return ModelSpec(
-        layers,
-        _linear([model.lm_head], "layer_norm", body.final_layer_norm),
-        body.embed_tokens.weight.detach(),
-        position_embedding=table.weight.detach(),
-        position_offset=table.offset,
-        max_positions=table.weight.shape[0] - table.offset,
-    )
-
-
-def _read_opt_layer(layer: Any, spec: AttentionSpec, activation: Activation) -> LayerSpec:
-    attention = layer.self_attn
-    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-    return LayerSpec(
-        qkv=_linear(qkv, "layer_norm", layer.self_attn_layer_norm),
-        attention=spec,
-        out=_linear([attention.out_proj]),
-        mlp_in=_linear([layer.fc1], "layer_norm", layer.final_layer_norm, activation),
-        mlp_out=_linear([layer.fc2]),
-    )
-
-
-READERS: dict[str, Callable[[Any, int], ModelSpec]] = {
-    "llama": _read_llama,
-    "mistral": _read_llama,
-    "opt": _read_opt,
-    "qwen2": _read_llama,
-    "qwen3": _read_llama,
-}
+def _eps(norm: Any) -> float:
+    return float(getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 # ---------------------------------------------------------------------- weights
 
 
-def _linear(
-    modules: Sequence[Any], prologue: Prologue = "none", norm: Any = None, activation: Activation = "none"
-) -> LinearSpec:
+def _linear(modules: Sequence[Any], norm: Any = None, gamma: Tensor | None = None, factor: float = 1.0) -> LinearSpec:
+    """The modules behind a norm of what is kept over `factor`."""
     for module in modules:
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, Conv1D):
             raise UnfitModelError(
                 f"a {type(module).__name__} stands where a plain Linear is needed: merge or unload it"
             )
-    weight = _fused([m.weight for m in modules])
+    first = modules[0]
+    weight = _turned(first.weight) if type(first) is Conv1D else _fused([m.weight for m in modules])
     biases = [m.bias for m in modules]
     bias = None
     if any(b is not None for b in biases):
         parts = [m.weight.new_zeros(m.out_features) if m.bias is None else m.bias.detach() for m in modules]
         bias = torch.cat(parts)
     if norm is None:
-        return LinearSpec(weight, bias, prologue, activation=activation)
-    eps = getattr(norm, "variance_epsilon", None) or norm.eps
+        return LinearSpec(weight, bias)
+    gamma = weight.new_ones(weight.shape[1]) if gamma is None else gamma
+    kind: Prologue = "layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm"
     beta = getattr(norm, "bias", None)
-    gamma = weight.new_ones(weight.shape[1]) if norm.weight is None else norm.weight.detach()
-    return LinearSpec(weight, bias, prologue, gamma, None if beta is None else beta.detach(), eps, activation)
+    return LinearSpec(weight, bias, kind, gamma, None if beta is None else beta.detach(), _eps(norm) / factor**2)
+
+
+def _turned(parameter: Tensor) -> Tensor:
+    """The (out, in) tensor of which a Conv1D's parameter, (in, out), is a view from here on."""
+    rows = parameter.detach().t()
+    if not rows.is_contiguous():
+        rows = huge_pages(rows.new_empty(rows.shape)).copy_(rows)
+        parameter.data = rows.t()
+    return rows
 
 
 def _fused(parameters: list[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from skipdecode.common.allocator import return_freed_memory
 from skipdecode.engine.kernels.memory import Arena
 from skipdecode.engine.kernels.quantize import Quantization, QuantizedWeight, quantize
-from skipdecode.engine.kernels.spec import LayerSpec, LinearSpec, ModelSpec
+from skipdecode.engine.kernels.spec import LinearSpec, ModelSpec
 from skipdecode.engine.model_spec import read_model, weights_of
 
 __all__ = ["QuantizedWeights", "move_into_one_block"]
@@ -29,7 +29,10 @@ _KEPT = 2**25  # bytes that malloc may keep of what was moved
 
 def move_into_one_block(model: Any) -> None:
     """Move the projections and the output embedding of a model with a fast path; does nothing if it was done before."""
-    weights = list({weight.data_ptr(): weight for weight in weights_of(read_model(model, positions=1))}.values())
+    read = weights_of(read_model(model, positions=1))
+    # Transposed parameters stay: transformers saves such only from memory of their own.
+    plain = {parameter.data_ptr() for parameter in model.parameters() if parameter.is_contiguous()}
+    weights = list({weight.data_ptr(): weight for weight in read if weight.data_ptr() in plain}.values())
     if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
         return
     parts = _parts(model, weights)
@@ -76,7 +79,7 @@ class QuantizedWeights:
             self._quantize(spec)
         linear = self._linear
         layers = [
-            LayerSpec(linear(x.qkv), x.attention, linear(x.out), linear(x.mlp_in), linear(x.mlp_out))
+            replace(x, qkv=linear(x.qkv), out=linear(x.out), mlp_in=linear(x.mlp_in), mlp_out=linear(x.mlp_out))
             for x in spec.layers
         ]
         return replace(spec, layers=layers, head=linear(spec.head))

@@ -79,9 +79,14 @@ class TuneConfig(Options):
         "lower: the part of the run after which the schedule is reached", default=0.5, least=0, most=1
     )
     sampled_speedups: tuple[float, ...] = option(
-        "sampled: nominal speed-ups next to the schedule's own, with its drop order and positions",
+        "sampled: nominal speed-ups next to the schedule's own, with its drop order and positions; one that is given "
+        "twice is drawn twice as often",
         default=(1.0, 2.0, 3.0),
         least=1,
+    )
+    sampled_prompts: tuple[str, ...] = option(
+        "sampled: also the schedule and each speed-up above 1 with these prompt layers (as --prompt-layers names them)",
+        default=(),
     )
 
     precision: Literal["auto", "fp32", "bf16"] = option(

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from skipdecode.errors import ScheduleError
+from skipdecode.models.loading.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
@@ -54,20 +55,20 @@ class Lower(Curriculum):
 
 @dataclass(frozen=True)
 class Sampled(Curriculum):
-    """Each step the target or one of the others, drawn with equal chances from (`seed`, step)."""
+    """Each step the target or one of the others, drawn from (`seed`, step); twice as often where it is there twice."""
 
     others: tuple[Schedule, ...]
     seed: int
 
     @property
     def goals(self) -> tuple[Schedule, ...]:
-        """The target and the others."""
-        return (self.target, *self.others)
+        """The target and the others, each once."""
+        return tuple(dict.fromkeys((self.target, *self.others)))
 
     def schedule_at(self, step: int) -> Schedule:
         """The schedule drawn for step `step`."""
         # A generator of its own per step: no state to save, and no other draw shifts it.
-        return random.Random(f"{self.seed}/{step}").choice(self.goals)
+        return random.Random(f"{self.seed}/{step}").choice((self.target, *self.others))
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,7 @@ def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
         return Curriculum(target)
     if config.curriculum == "random":
         return Random(target, config.seed)
-    asked = [target.with_speedup(speedup) for speedup in config.sampled_speedups]
-    others = tuple(schedule for schedule in asked if schedule.budgets != target.budgets)
-    if not others:
+    others = sampled_schedules(target, config.sampled_speedups, config.sampled_prompts)
+    if set(others) <= {target}:
         raise ScheduleError("sampled budgets need a second schedule: give --sampled-speedups other than the target's")
     return Sampled(target, others, config.seed)

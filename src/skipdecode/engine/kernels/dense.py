@@ -69,7 +69,7 @@ class DenseDecoder:
         tokens, positions, columns = cache.inputs[:rows].unbind(1)
         layers = self._spec.layers
         x = self._spec.embed(tokens, positions, self._dtype)
-        rotation = _rotation_at(layers[0].attention, positions, x.dtype)
+        rotations = _rotations(layers, positions, x.dtype)
         masks = {
             window: _additive_mask(positions, length, window, x.dtype)
             for window in {layers[index].attention.window for index in ran}
@@ -77,7 +77,7 @@ class DenseDecoder:
 
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
             spec, (keys, values) = layer.attention, cache.kv[index]
-            q, k, v = _heads_of(spec, qkv, rotation)
+            q, k, v = _heads_of(spec, qkv, rotations.get(id(spec.cos)))
             keys[cache.index[:rows], :, columns] = k
             values[cache.index[:rows], :, columns] = v
             # The query heads that share a key head stand where a text's queries would: no key is copied for them.
@@ -124,9 +124,10 @@ class DenseDecoder:
         """
         layers = self._spec.layers
         x = self._spec.embed(tokens, positions, self._dtype)
-        rotation = _rotation_at(layers[0].attention, positions, x.dtype)
+        rotations = _rotations(layers, positions, x.dtype)
 
-        def turned(begin: int, end: int) -> _Rotation | None:
+        def turned(spec: AttentionSpec, begin: int, end: int) -> _Rotation | None:
+            rotation = rotations.get(id(spec.cos))
             return None if rotation is None else _Rotation(rotation.cos[begin:end], rotation.sin[begin:end])
 
         def store(index: int, begin: int, keys: Tensor, values: Tensor) -> None:
@@ -137,7 +138,7 @@ class DenseDecoder:
 
         def attend(layer: LayerSpec, index: int, qkv: Tensor) -> Tensor:
             n = qkv.shape[0]
-            q, k, v = _heads_of(layer.attention, qkv, turned(0, n))
+            q, k, v = _heads_of(layer.attention, qkv, turned(layer.attention, 0, n))
             store(index, 0, k, v)
             return torch.cat(
                 [
@@ -150,21 +151,21 @@ class DenseDecoder:
         for index, (layer, count, kept) in enumerate(zip(layers, counts, stored, strict=True)):
             if kept > count:
                 projected = _linear(_keys_and_values(layer, x.dtype), x[count:kept])
-                store(index, count, *_turned_keys(layer.attention, projected, turned(count, kept)))
+                store(index, count, *_turned_keys(layer.attention, projected, turned(layer.attention, count, kept)))
             if count:
                 _run_layer(layer, index, x[:count], attend)
-        x = x.index_select(0, wanted)
-        return _linear(self._spec.head, x)
+        return _linear(self._spec.head, x.index_select(0, wanted))
 
 
 def _run_layer(layer: LayerSpec, index: int, x: Tensor, attend: _Attend, active: Tensor | None = None) -> None:
     """Change x (rows, hidden) in place, or only the rows where active (rows, 1) is 1."""
 
-    def add(y: Tensor) -> None:
+    def add(y: Tensor, gamma: Tensor | None) -> None:
+        y = y if gamma is None else _rms_norm(y, gamma, layer.eps)
         x.add_(y) if active is None else x.addcmul_(y, active)
 
-    add(_linear(layer.out, attend(layer, index, _linear(layer.qkv, x))))
-    add(_linear(layer.mlp_out, _linear(layer.mlp_in, x)))
+    add(_linear(layer.out, attend(layer, index, _linear(layer.qkv, x))), layer.out_gamma)
+    add(_linear(layer.mlp_out, _linear(layer.mlp_in, x)), layer.mlp_gamma)
 
 
 def _additive_mask(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
@@ -214,12 +215,14 @@ def _linear(spec: LinearSpec, x: Tensor) -> Tensor:
     return functional.relu(y) if spec.activation == "relu" else functional.gelu(y, approximate="tanh")
 
 
-def _rotation_at(spec: AttentionSpec, positions: Tensor, dtype: torch.dtype) -> _Rotation | None:
-    """The rotation at positions (rows,), the same for all layers of a model; None without rotary positions."""
-    if spec.cos is None or spec.sin is None:
-        return None
-    cos, sin = (t.index_select(0, positions).unsqueeze(1).to(dtype) for t in (spec.cos, spec.sin))
-    return _Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+def _rotations(layers: list[LayerSpec], positions: Tensor, dtype: torch.dtype) -> dict[int, _Rotation]:
+    """The rotations at positions (rows,), by the `id` of the cosines, which layers share; none without rotary ones."""
+    found = {}
+    for spec in {id(layer.attention.cos): layer.attention for layer in layers}.values():
+        if spec.cos is not None and spec.sin is not None:
+            cos, sin = (t.index_select(0, positions).unsqueeze(1).to(dtype) for t in (spec.cos, spec.sin))
+            found[id(spec.cos)] = _Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    return found
 
 
 def _heads_of(spec: AttentionSpec, qkv: Tensor, rotation: _Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,4 +278,5 @@ def _prologue(spec: LinearSpec, x: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, gamma: Tensor | None, eps: float) -> Tensor:
-    return functional.rms_norm(x, (x.shape[-1],), gamma, eps)
+    wide = x if gamma is None else x.to(gamma.dtype)
+    return functional.rms_norm(wide, (x.shape[-1],), gamma, eps).to(x.dtype)

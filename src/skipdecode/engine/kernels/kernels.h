@@ -43,6 +43,7 @@ struct AttentionArgs {
 
 struct LayerArgs {
   LinearArgs qkv, out, mlp_in, mlp_out;
+  LinearArgs out_norm, mlp_norm;  // of what `out` and `mlp_out` add; without gamma: none
   AttentionArgs attention;
 };
 
@@ -63,6 +64,8 @@ struct StackArgs {
 void linear_share(const LinearArgs& a, const Team& team);
 // A row x as bf16 or fp32 weights meet it: through the prologue, rounded where they round it.
 void activations_met(const LinearArgs& a, const float* x, float* out);
+// y += norm(x) for this thread's share of the rows.
+void add_normed_share(const LinearArgs& a, const Team& team);
 // Rotates and stores keys and values of this thread's share of the rows; then, when all have: attends.
 void append_share(const AttentionArgs& a, const Team& team);
 void attend_share(const AttentionArgs& a, const Team& team);

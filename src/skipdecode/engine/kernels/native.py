@@ -64,7 +64,7 @@ class AttentionArgs(ctypes.Structure):
 class LayerArgs(ctypes.Structure):
     """A decoder layer."""
 
-    _fields_ = _fields((LinearArgs, "qkv out mlp_in mlp_out"), (AttentionArgs, "attention"))
+    _fields_ = _fields((LinearArgs, "qkv out mlp_in mlp_out out_norm mlp_norm"), (AttentionArgs, "attention"))
 
 
 class StackArgs(ctypes.Structure):
@@ -126,6 +126,9 @@ class NativeKernels:
         for args, layer in zip(made, layers, strict=True):
             for name in ("qkv", "out", "mlp_in", "mlp_out"):
                 setattr(args, name, self.linear_args(getattr(layer, name), keep))
+            for name, gamma in (("out_norm", layer.out_gamma), ("mlp_norm", layer.mlp_gamma)):
+                if gamma is not None:
+                    setattr(args, name, _norm_args(gamma, layer.eps, keep))
             args.attention = _attention_args(layer.attention, keep)
             args.qkv.ldx = args.out.ldy = args.mlp_in.ldx = args.mlp_out.ldy = args.qkv.k
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
@@ -180,10 +183,16 @@ class NativeStack:
         # Steps beside prompts differ by a few rows; the old buffers go before the new ones come.
         self._buffers, rows = (), -(-rows // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         first = self._layers[0]
-        qkv, attended, wide = (torch.empty(rows, n) for n in (first.qkv.n, first.out.k, first.mlp_in.n))
-        self._buffers = qkv, attended, wide
+        # Where they are normed, what sublayers add lies where queries, keys and values were.
+        widths = max(first.qkv.n, first.out.n), first.out.k, first.mlp_in.n
+        self._buffers = tuple(torch.empty(rows, n) for n in widths)
         self._args.qkv, self._args.attended, self._args.wide = (t.data_ptr() for t in self._buffers)
         self._rows = rows
+
+
+def _norm_args(gamma: torch.Tensor, eps: float, keep: list[Any]) -> LinearArgs:
+    keep.append(gamma := gamma.detach().float().contiguous())
+    return LinearArgs(gamma=gamma.data_ptr(), k=len(gamma), ldx=len(gamma), ldy=len(gamma), prologue=1, eps=eps)
 
 
 def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:

@@ -255,6 +255,17 @@ void activations_met(const LinearArgs& a, const float* x, float* out) {
   met<kFloat32, false>(a, x, out);
 }
 
+void add_normed_share(const LinearArgs& a, const Team& team) {
+  const int64_t whole = a.k - a.k % LANES;
+  for (int64_t c = team.id; c < a.m; c += team.size) {
+    const float* x = a.x + c * a.ldx;
+    float* y = a.y + c * a.ldy;
+    const Stats s = row_stats(a, x);
+    for (int64_t i = 0; i < whole; i += LANES) store(y + i, load(y + i) + prologue(a, x, i, s));
+    for (int64_t i = whole; i < a.k; i++) y[i] += a.gamma[i] * (x[i] * s.scale);
+  }
+}
+
 void linear_share(const LinearArgs& a, const Team& team) {
 #ifdef HAS_BF16_DOT
   if (a.round && a.dtype == kBFloat16) return linear<kBFloat16, true>(a, team);

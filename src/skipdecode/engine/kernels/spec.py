@@ -86,13 +86,19 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A decoder layer: x += out(attention(qkv(x))); x += mlp_out(mlp_in(x)); norms and gates are prologues."""
+    """A decoder layer: x += out(attention(qkv(x))); x += mlp_out(mlp_in(x)); norms and gates are prologues.
+
+    With `out_gamma` and `mlp_gamma` (hidden,) an RMSNorm of what is added comes first; `eps` is that norm's.
+    """
 
     qkv: LinearSpec
     attention: AttentionSpec
     out: LinearSpec
     mlp_in: LinearSpec
     mlp_out: LinearSpec
+    out_gamma: torch.Tensor | None = None
+    mlp_gamma: torch.Tensor | None = None
+    eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,8 @@ class ModelSpec:
         Final norm and output embedding.
     embedding : torch.Tensor
         (vocabulary, hidden).
+    embedding_scale : float
+        Factor of the embeddings.
     position_embedding : torch.Tensor, optional
         (positions + offset, hidden): learned positions.
     position_offset : int
@@ -118,13 +126,14 @@ class ModelSpec:
     layers: list[LayerSpec]
     head: LinearSpec
     embedding: torch.Tensor
+    embedding_scale: float = 1.0
     position_embedding: torch.Tensor | None = None
     position_offset: int = 0
     max_positions: int | None = None
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Hidden states (rows, hidden), new ones, of tokens (rows,) at positions (rows,)."""
-        hidden = self.embedding.index_select(0, tokens).to(dtype)
+        hidden = self.embedding.index_select(0, tokens).to(dtype) * self.embedding_scale
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding.index_select(0, positions + self.position_offset)
         return hidden

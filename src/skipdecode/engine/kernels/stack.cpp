@@ -49,6 +49,12 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
     team.wait();
     clock.note(phase, timed);
   };
+  const auto add = [&](const LinearArgs& linear, const LinearArgs& norm, const float* x) {
+    if (!norm.gamma) return linear_share(with(linear, n, x, s.hidden, 1), team);
+    linear_share(with(linear, n, x, s.qkv, 0), team);
+    team.wait();
+    add_normed_share(with(norm, n, s.qkv, s.hidden, 1), team);
+  };
   if (n) linear_share(with(layer.qkv, n, s.hidden, s.qkv, 0), team);
   if (stored > n) {
     const int64_t queries = attention.heads * attention.dim;
@@ -62,11 +68,11 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
   attention.n = n;
   attend_share(attention, team);
   end(kAttend);
-  linear_share(with(layer.out, n, s.attended, s.hidden, 1), team);
+  add(layer.out, layer.out_norm, s.attended);
   end(kOut);
   linear_share(with(layer.mlp_in, n, s.hidden, s.wide, 0), team);
   end(kMlpIn);
-  linear_share(with(layer.mlp_out, n, s.wide, s.hidden, 1), team);
+  add(layer.mlp_out, layer.mlp_norm, s.wide);
   end(kMlpOut);
 }
 

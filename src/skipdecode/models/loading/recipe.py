@@ -5,7 +5,7 @@ The one place that reads recipes; `skipdecode tune` writes them (`skipdecode.tun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, ScheduleError
 from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.schedule import Schedule
+from skipdecode.schedule.order import prompt_set
 
 __all__ = [
     "RECIPE_FILE",
@@ -23,6 +24,7 @@ __all__ = [
     "Recipe",
     "checkpoint_recipe",
     "read_recipe",
+    "sampled_schedules",
     "stored_recipe",
     "untuned_line",
 ]
@@ -151,9 +153,25 @@ def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_laye
     if target is None:
         return ()
     target.check_fits(num_layers)
-    speedups = _of(options, "sampled_speedups", list) if options.get("curriculum") == "sampled" else None
-    others = (target.with_speedup(speedup) for speedup in speedups or ())
-    return (target, *(schedule for schedule in others if schedule.budgets != target.budgets))
+    if options.get("curriculum") != "sampled":
+        return (target,)
+    beside = (_of(options, name, list) or () for name in ("sampled_speedups", "sampled_prompts"))
+    return tuple(dict.fromkeys((target, *sampled_schedules(target, *beside))))
+
+
+def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequence[str]) -> tuple[Schedule, ...]:
+    """What a run samples next to `target`: its order at each speed-up, with its own prompts and with each of `prompts`.
+
+    One that is named twice is there twice, but the first that is the target itself is left out. Raises ScheduleError
+    for speed-ups and prompt layers that the target's order cannot have.
+    """
+    asked = [target.with_speedup(speedup) for speedup in speedups]
+    asked = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in asked]
+    if target in asked:
+        asked.remove(target)
+    sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
+    split = (one.with_prompt(own) for own in sets for one in (target, *asked) if not one.is_full)
+    return (*asked, *split)
 
 
 def _of(values: Mapping[str, Any], name: str, kind: type) -> Any:

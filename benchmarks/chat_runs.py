@@ -1,0 +1,169 @@
+"""The runs behind the chat table: a model made ready for skipping on its own words, and what each depth leaves of it.
+
+    python benchmarks/chat_runs.py --runs runs
+    python benchmarks/chat_runs.py --runs runs --checkpoint chat-smollm2-135m --schedules a.json b.json
+
+Four commands of the package: `tune --self` for a single step, which has the model draw prompts and answer them;
+`calibrate` on these words, for the order in which layers go; `tune --self` again, on the same words under that order,
+one static set of layers for prompts and answers; and `eval --self` twice, on prompts drawn anew and on those of
+`tasks/chat_prompts.txt`. Then requests of the lengths of these texts are timed one at a time. What is finished is left
+alone. On two cores about an hour, evaluation and times ten minutes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skipdecode import Schedule
+from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import read_result
+from skipdecode.common.progress import note
+from skipdecode.engine.opening import open_engines
+from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.settings import EvaluationSettings
+from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths
+from skipdecode.models.loading.hub import load_model
+
+HERE = Path(__file__).parent
+MODEL = "smollm2-135m"
+WORDS = ("--self", "--self-records", "700", "--self-tokens", "128")
+PACE = ("--batch-size", "8", "--learning-rate", "1e-3", "--lora-rank", "16", "--adapter-dtype", "float16")
+RECORDS = ("--dev-records", "32", "--eval-every", "57", "--checkpoint-every", "30", "--compare-batches", "0")
+SAMPLED = ("--curriculum", "sampled", "--sampled-speedups", "1", "1.3", "1.3", "1.6", "1.6")
+ORDER = ("--nominal-speedup", "1.6", "--least", "15", "--records", "16", "--held-out", "16", "--candidates", "3")
+LAYERS, TARGET = 30, 1.6
+DEPTHS = (1.2, 1.3, 1.45, 1.6)
+TIMED = 16
+
+
+def call(*command: str | Path) -> None:
+    """Show a command, and run it."""
+    words = list(map(str, command))
+    print("$", shlex.join(words), flush=True)
+    subprocess.run(words, check=True)
+
+
+def tuned(runs: Path) -> Path:
+    """The checkpoint, made where it is not there."""
+    words, order, out = runs / "chat-words", runs / "chat-calibration", runs / "chat-self"
+    if finished(out):
+        return out
+    tune = ["skipdecode", "tune", MODEL, *WORDS, *PACE, *RECORDS]
+    if not finished(words):
+        call(*tune, "--steps", "1", "--out", words, "--resume")
+    target = runs / f"chat-{TARGET:g}x.json"
+    if not target.exists():
+        fields = ("--chat", "--prompt-field", "prompt", "--response-field", "response", "--batch-size", "8")
+        call(
+            "skipdecode",
+            "calibrate",
+            MODEL,
+            "--data",
+            words / "self.jsonl",
+            *fields,
+            *ORDER,
+            "--out",
+            order,
+            "--resume",
+        )
+        learned = Schedule.load(str(order / "schedule.json")).drop_order
+        depth = round(LAYERS / TARGET)
+        flat = Schedule.constant(LAYERS, depth, drop_order=learned, prompt="max_exit", name=target.stem)
+        flat.save(target)
+    out.mkdir(exist_ok=True)
+    for file in ("self.json", "self.jsonl", "self-dev.jsonl"):  # it goes on with these words
+        shutil.copy(words / file, out)
+    call(*tune, *SAMPLED, "--schedule", target, "--steps", "170", "--out", out, "--resume")
+    return out
+
+
+def finished(run: Path) -> bool:
+    """Whether `skipdecode tune` came to its end there."""
+    recipe = run / "recipe.json"
+    return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None
+
+
+def depths(checkpoint: str, runs: Path) -> list[Path]:
+    """Schedule files of what the checkpoint was tuned under, and of what lies between."""
+    carried = load_model(checkpoint).schedule
+    if carried is None:
+        raise SystemExit(f"chat_runs: {checkpoint} carries no schedule: give --schedules")
+    files = []
+    for speedup in DEPTHS:
+        one = carried.with_speedup(speedup)
+        files.append(runs / f"{one.name}.json")
+        one.save(files[-1])
+    return files
+
+
+def evaluated(checkpoint: str, schedules: Sequence[Path], out: Path, *more: str | Path) -> dict[str, Any]:
+    """What `eval --self` finds."""
+    if not (out / "run.json").exists():
+        asked = ["--self", "--self-tokens", "128", *more, "--out", out, "--methods", *schedules]
+        call("skipdecode", "eval", checkpoint, *asked)
+    return read_result(out / "run.json", "own-words")
+
+
+def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, dict[str, Any]]:
+    """Speed-ups of requests one at a time, by the schedule's name, for lengths of the untouched model's texts."""
+    loaded = load_model(checkpoint)
+    tokenizer: Any = loaded.tokenizer
+    with texts.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for _, line in zip(range(TIMED), lines, strict=False)]
+    prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
+    lengths = [max(2, len(tokenizer(row["texts"]["untouched"]).input_ids)) for row in rows]
+    source = open_engines(loaded.model, "fast", note)
+    methods = [Full(source), *(Scheduled(Schedule.load(str(file)), source) for file in schedules)]
+    full, *others = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=1)
+    found = (speed_entries(timing, full, EvaluationSettings(), {}) for timing in others)
+    return {method.name: entry for method, entry in zip(methods[1:], found, strict=True)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing; returns the exit code of the first command that fails, or 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, required=True, help="directory for checkpoints and evaluations")
+    parser.add_argument("--checkpoint", help="evaluate this one (default: made here)")
+    parser.add_argument("--schedules", type=Path, nargs="+", help="of the checkpoint (default: its own at four depths)")
+    parser.add_argument("--records", type=int, default=64, help="prompts to draw for the evaluation (default: 64)")
+    parser.add_argument("--out", type=Path, help="file for the result (default: results/chat-smollm2-135m.json)")
+    options = parser.parse_args(argv)
+    runs: Path = options.runs
+    runs.mkdir(parents=True, exist_ok=True)
+    try:
+        checkpoint = options.checkpoint or str(tuned(runs))
+        schedules = options.schedules or depths(checkpoint, runs)
+        place = runs / f"eval-{Path(checkpoint).name}"
+        drawn = evaluated(checkpoint, schedules, place, "--self-records", str(options.records))
+        theirs = evaluated(
+            checkpoint, schedules, Path(f"{place}-prompts"), "--prompts", HERE / "tasks/chat_prompts.txt"
+        )
+    except subprocess.CalledProcessError as e:
+        return int(e.returncode)
+    speeds = alone(checkpoint, schedules, place / "outputs.jsonl")
+    for row in drawn["rows"]:
+        if row["name"] in speeds:
+            row["batch_1"] = speeds[row["name"]]
+    files = [json.loads(file.read_text(encoding="utf-8")) for file in schedules]
+    recipe = Path(checkpoint) / "recipe.json"
+    more = {
+        "schedules": files,
+        "recipe": json.loads(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None,
+        "batch_1": {"records": TIMED, "rounds": ROUNDS},
+        "other_prompts": {"file": "benchmarks/tasks/chat_prompts.txt", "n": theirs["n"], "rows": theirs["rows"]},
+    }
+    out = options.out or HERE.parent / "results/chat-smollm2-135m.json"
+    write_whole(out, json.dumps(drawn | more, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
