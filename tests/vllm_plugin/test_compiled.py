@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def test_nothing_is_compiled_in_a_thousand_steps_and_memory_is_steady(tmp_path: 
     with engine(tmp_path, enforce_eager=False, additional_config=extra, max_num_batched_tokens=40) as llm:
         core = llm.llm_engine
         graphs, pieces = compiled_graphs(), pieces_of(llm).count
-        assert pieces == 3  # The first layer, the others, and one for keys and values.
+        assert pieces == 4  # The first layer, the others, the last norm, and one for keys and values.
         for step in range(STEPS):
             if step % 50 == 0:
                 set_mode(llm, draw.choice(("nested", "where", "auto")))
@@ -73,14 +74,30 @@ def pieces_for() -> LayerPieces:
     return LayerPieces(VllmConfig(compilation_config=settings), 0)
 
 
-def same_as_eager(pieces: LayerPieces, layer: Layer) -> bool:
+def check_as_eager(pieces: LayerPieces, layer: Layer) -> None:
     """For several numbers of rows, one too."""
-    alike = []
-    with torch.no_grad():
-        for rows in (12, 1, 5):
-            arguments = {"hidden_states": torch.randn(rows, 8), "residual": torch.randn(rows, 8)}
-            alike.append(torch.allclose(pieces(type(layer).forward, layer, arguments), layer(**arguments), atol=1e-6))
-    return all(alike)
+    generator = torch.Generator().manual_seed(3)
+    for rows in (12, 1, 5):
+        hidden, residual = torch.randn(2, rows, 8, generator=generator)
+        arguments = {"hidden_states": hidden, "residual": residual}
+        with torch.no_grad():
+            found = pieces(type(layer).forward, layer, arguments)
+            torch.testing.assert_close(found, layer(**arguments), atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def said() -> Iterator[list[Any]]:
+    """What the log is told of layers; not by caplog, because vLLM sets up logging anew when an engine starts."""
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    records: list[Any] = []
+    handler, log = Kept(), logging.getLogger("vllm.skipdecode")
+    log.addHandler(handler)
+    yield records
+    log.removeHandler(handler)
 
 
 def test_layers_share_a_piece_only_if_they_are_alike():
@@ -92,26 +109,26 @@ def test_layers_share_a_piece_only_if_they_are_alike():
         (Layer(2.0, bias=False), 3),
         (Layer(3.0), 3),
     ):
-        assert same_as_eager(pieces, layer)
+        check_as_eager(pieces, layer)
         assert pieces.count == made
 
 
-def test_layers_of_many_kinds_run_eagerly_and_one_line_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: Any):
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_layers_of_many_kinds_run_eagerly_and_one_line_says_so(said: list[Any]):
     pieces = pieces_for()
-    assert all(same_as_eager(pieces, Layer(float(n))) for n in range(7))
+    for n in range(7):
+        check_as_eager(pieces, Layer(float(n)))
     assert pieces.count == 4
-    assert len({id(r) for r in caplog.records if "run eagerly" in r.message}) == 1
+    assert len(said) == 1
 
 
-def test_what_cannot_be_compiled_runs_eagerly(caplog: pytest.LogCaptureFixture, monkeypatch: Any):
+def test_what_cannot_be_compiled_runs_eagerly(said: list[Any]):
     class Unclear(Layer):
         def forward(self, hidden_states: Any, residual: Any) -> Any:
             torch._dynamo.graph_break()
             return super().forward(hidden_states, residual)
 
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     pieces = pieces_for()
-    assert all(same_as_eager(pieces, Unclear(2.0)) for _ in range(2))
+    for _ in range(2):
+        check_as_eager(pieces, Unclear(2.0))
     assert pieces.count == 0
-    assert len({id(r) for r in caplog.records if "run eagerly" in r.message}) == 1
+    assert len(said) == 1

@@ -60,7 +60,7 @@ def test_family(tmp_path: Path, architecture: str, eager: bool):
     with engine(tmp_path, max_num_batched_tokens=24, **options) as llm:
         graphs = compiled_graphs()
         assert pieces_of(llm).eager == eager
-        assert pieces_of(llm).count <= 3
+        assert pieces_of(llm).count <= 4
         for mode in ("nested", "where"):
             set_mode(llm, mode)
             for name, tokens in expected.items():

@@ -68,13 +68,12 @@ class LayerPieces:
             piece = self._find(function, layer, arguments, nones)
         return piece(layer, arguments)
 
-    def _find(
-        self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]
-    ) -> Piece:
+    def _find(self, function: Any, layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]) -> Piece:
         def eager(layer: nn.Module, arguments: dict[str, Any]) -> Any:
             return function(layer, **arguments)
 
-        if arguments["hidden_states"].shape[self._axis] < 2:
+        rows = next(iter(arguments.values())).shape[self._axis]
+        if rows < 2:
             return eager  # A trace would take the one row for a constant; the next call may have more.
         made = self._made.setdefault((function, nones), [])
         scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
@@ -83,7 +82,7 @@ class LayerPieces:
             self._run_eagerly(f"they differ from the {_MOST} that are compiled")
         elif found is None and not self.eager:
             try:
-                made.append(self._compile(eager, layer, arguments))
+                made.append(self._compile(eager, layer, arguments, rows))
                 found = made[-1][0]
             except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
                 self._run_eagerly(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
@@ -94,7 +93,7 @@ class LayerPieces:
             _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
         self.eager = True
 
-    def _compile(self, forward: Piece, layer: nn.Module, arguments: dict[str, Any]) -> tuple[Piece, list[Fact]]:
+    def _compile(self, forward: Piece, layer: Any, arguments: dict[str, Any], rows: int) -> tuple[Piece, list[Fact]]:
         settings = self._config.compilation_config
         backend = settings.init_backend(self._config, prefix=f"skipdecode_{self.count}")
         options = dict(settings.inductor_compile_config) if backend == "inductor" else {}
@@ -107,7 +106,7 @@ class LayerPieces:
             facts.extend((e.name, e.guard_type, _described(e.guard_type, e.value)) for e in lasting)
             return [False] * len(entries)
 
-        self._mark(arguments, arguments["hidden_states"].shape[self._axis])
+        self._mark(arguments, rows)
         options["guard_filter_fn"] = record
         compiled: Any = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend, options=options)
         with torch._inductor.config.patch(freezing=False):  # Frozen weights would be this layer's, for all layers.

@@ -10,13 +10,12 @@ sits a layer out keeps both.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
@@ -45,6 +44,7 @@ ARCHITECTURES = {
 }
 
 _STATES = ("hidden_states", "residual")
+_NORM = -1  # in the place of a layer's number
 
 
 def check_architecture(architecture: str) -> None:
@@ -55,8 +55,8 @@ def check_architecture(architecture: str) -> None:
         )
 
 
-def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int]:
-    """The decoder layers that this process holds, by number, and the axis of their inputs that counts rows."""
+def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any]:
+    """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last."""
     check_architecture(architecture)
     try:
         layers = attrgetter(ARCHITECTURES[architecture])(model)
@@ -68,7 +68,9 @@ def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int]:
     # With pipeline parallelism the layers of other stages are there as placeholders without weights.
     held = {i: layer for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None}
     through_transformers = type(model).__module__.startswith("vllm.model_executor.models.transformers")
-    return held, 1 if through_transformers else 0
+    decoder = attrgetter(ARCHITECTURES[architecture].rpartition(".")[0])(model)
+    norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layer_norm", None)
+    return held, 1 if through_transformers else 0, norm
 
 
 class LayerGates:
@@ -82,6 +84,8 @@ class LayerGates:
         Axis of a layer's inputs that counts rows: 0, or 1 for models that run through transformers' own code.
     vllm_config : VllmConfig or None
         Says how layers are compiled; None: not at all.
+    norm : Module or None
+        Compiled with them: it follows the last layer.
 
     Attributes
     ----------
@@ -97,7 +101,7 @@ class LayerGates:
         Whether the last layer's gate was passed since the step began.
     """
 
-    def __init__(self, layers: dict[int, nn.Module], axis: int = 0, vllm_config: Any = None) -> None:
+    def __init__(self, layers: dict[int, Any], axis: int = 0, vllm_config: Any = None, norm: Any = None) -> None:
         self.step: StepRows | None = None
         self.put_back = self.finished = False
         self.pieces = LayerPieces(vllm_config, axis)
@@ -109,13 +113,16 @@ class LayerGates:
         self._rows: dict[int, Any] = {}
         self._slots: dict[int, Tensor] = {}
         self._passing: tuple[int, list[Tensor]] | None = None
-        for index, layer in layers.items():
-            if "hidden_states" not in _names_of(layer):
+        # Where vLLM compiles, its norms are many small operations for whoever calls them one by one.
+        alone = norm is None or axis or self.pieces.eager or next(norm.parameters(), None) is None
+        for index, layer in (layers if alone else layers | {_NORM: norm}).items():
+            names = _names(layer)
+            if index != _NORM and "hidden_states" not in names:
                 raise UnsupportedModelError(
                     f"decoder layers of class {type(layer).__name__} take no hidden_states: this version of vLLM "
                     "builds the model in a way that the plugin does not know"
                 )
-            layer.__dict__["_skipdecode"] = (index, self)
+            layer.__dict__["_skipdecode"] = (index, self, names)
             base: Any = type(layer)
             layer.__class__ = with_mixin(_Gated, base)
 
@@ -133,6 +140,8 @@ class LayerGates:
 
     def run(self, index: int, layer: Any, arguments: dict[str, Any], step: StepRows) -> Any:
         """One layer in a step that skips."""
+        if index == _NORM:
+            return self.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
         kind = step.layers[index]
         states = [arguments[name] for name in _STATES if name in arguments]
         puts_back = kind >= 0 and self.put_back
@@ -230,9 +239,7 @@ class LayerGates:
         return state if self._axis == 0 else state.transpose(0, self._axis)
 
     def _take(self, state: Tensor, rows: Any) -> Tensor:
-        if self._axis == 0:
-            return state[rows]
-        return state[:, rows]
+        return state[rows] if self._axis == 0 else state[:, rows]
 
     def _cut(self, value: Any, total: int, rows: Any) -> Any:
         """Positions and the like, cut to some rows."""
@@ -246,26 +253,20 @@ class LayerGates:
 class _Gated:
     """Mixed into a decoder layer's class."""
 
-    _skipdecode: tuple[int, LayerGates]
+    _skipdecode: tuple[int, LayerGates, tuple[str, ...]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        index, gates = self._skipdecode
+        index, gates, names = self._skipdecode
         if gates.step is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]  # Traced into vLLM's own graph.
-        return gates.run(index, self, dict(zip(_names_of(self), args, strict=False)) | kwargs, gates.step)
+        return gates.run(index, self, dict(zip(names, args, strict=False)) | kwargs, gates.step)
 
 
-def _names_of(layer: Any) -> tuple[str, ...]:
-    layer_class: Any = type(layer)
-    return _names(layer_class)
-
-
-@functools.cache
-def _names(layer_class: Any) -> tuple[str, ...]:
-    """A layer's own parameters, in order."""
-    own = next(c for c in layer_class.__mro__ if c is not _Gated and "forward" in c.__dict__)
+def _names(layer: Any) -> tuple[str, ...]:
+    """What a layer is given, in order. vLLM's own operations say it in `forward_native`."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return tuple(p.name for p in inspect.signature(own.forward).parameters.values() if p.kind in kinds)[1:]
+    parameters = inspect.signature(getattr(layer, "forward_native", layer.forward)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind in kinds)
 
 
 def _listed(output: Any) -> list[Any]:

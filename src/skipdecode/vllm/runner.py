@@ -113,13 +113,13 @@ class Skipping:
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
-        layers, axis = find_layers(model, self._config.model_config.architecture)
+        layers, axis, norm = find_layers(model, self._config.model_config.architecture)
         if self._settings.num_layers <= max(layers):
             raise UnsupportedModelError(
                 f"the model has {max(layers) + 1} decoder layers in vLLM, its config says {self._settings.num_layers}"
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
-        self.gates = LayerGates(layers, axis, self._config)
+        self.gates = LayerGates(layers, axis, self._config, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
         architecture = self._config.model_config.architecture
         self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
