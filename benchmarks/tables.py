@@ -122,32 +122,6 @@ def same_tokens(document: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def speeds(document: dict[str, Any]) -> list[list[str]]:
-    """`skipdecode bench` in short: our tokens/s next to transformers', with the gain over our own full depth."""
-    cells = {(row["batch"], row["engine"], row["nominal_speedup"]): row for row in document["rows"]}
-    nominal = sorted({speedup for _, _, speedup in cells})
-    ours = dict.fromkeys((batch, engine) for batch, engine, _ in cells if engine.startswith("fast"))
-    head = ["batch", "transformers", "ours", "full depth", *(f"nominal {speedup:g}x" for speedup in nominal[1:])]
-    return [
-        head,
-        *(
-            [
-                str(batch),
-                rate(cells[batch, "transformers", 1]),
-                cells[batch, engine, 1]["weights"],
-                *(rate(cells[batch, engine, speedup]) for speedup in nominal),
-            ]
-            for batch, engine in ours
-        ),
-    ]
-
-
-def rate(row: dict[str, Any]) -> str:
-    """Tokens per second, and under a schedule the measured speed-up."""
-    gain = f" ({row['decode_speedup']:.2f}x)" if row["nominal_speedup"] > 1 else ""
-    return f"{row['decode_tokens_per_s']:.0f}{gain}"
-
-
 def quality(document: dict[str, Any]) -> list[list[str]]:
     """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
     several = len({row["checkpoint"] for row in document["runs"]}) > 1
@@ -344,7 +318,6 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "products": ("product-speed", products),
     "quality": ("quality-table", quality),
     "requests": ("quality-table", requests),
-    "speeds": ("bench", speeds),
     "exact-head": ("head", exact_head),
     "same-tokens": ("head", same_tokens),
     "vllm": ("vllm-speed", vllm),

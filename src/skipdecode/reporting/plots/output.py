@@ -130,6 +130,9 @@ def _smaller(text: str) -> str:
     """The same picture in fewer letters: tenths of a point, no white space between elements or in styles."""
     text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: _rounded(found[0]), text)
     text = re.sub("|".join(_SAID), "", re.sub(r">\s+<", "><", text))
+    for _ in range(2):
+        text = re.sub(r"<g>(<(?:use|path)[^<>]*/>|<text[^<>]*>[^<>]*</text>)</g>", r"\1", text)
+    text = re.sub(r' clip-path="[^"]*"(?= style="fill: none; stroke: var\(--grid\))', "", text)
     return re.sub(r' style="[^"]*"', lambda found: re.sub("([:;]) ", r"\1", found[0]), text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped, line_figure, panel_figure
@@ -95,10 +96,14 @@ def _draw_schedule(figure: Any, axes: Any, schedule: Schedule, positions: int | 
     left, right = -0.13 * shown, -0.02 * shown  # of the strip for the prompt
     for span in ((left, right), (0, shown)):
         axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
-    prompts = {_RUNS: (schedule.prompt_layers(), "runs on"), _STORED: (schedule.projected, "leaves keys and values of")}
-    for color, (layers, does) in prompts.items():
-        for layer, bar in zip(layers, axes.barh(layers, right - left, 0.94, left, color=color), strict=True):
-            tip(bar, f"layer {layer} {does} prompt tokens")
+    prompts = {_RUNS: (schedule.prompt_layers(), "run"), _STORED: (schedule.projected, "leave keys and values in")}
+    for color, (layers, do) in prompts.items():
+        # Layers on top of each other are one bar: a page has many pictures, and each bar some letters.
+        for _, group in groupby(enumerate(layers), lambda place: place[1] - place[0]):
+            block = [layer for _, layer in group]
+            low, high, wide = block[0], block[-1], right - left
+            (bar,) = axes.barh((low + high) / 2, wide, high - low + 0.94, left, color=color, clip_on=False)
+            tip(bar, f"prompt tokens {do} layer{f's {low} to' if high > low else ''} {high}")
     below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
     axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=6)
     widths = [shown if e is None else min(e, shown) for e in ends]
