@@ -303,7 +303,7 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
         found = [ratios.get(f"{form}{key}") for form in ("", "default_")]
         if found != [None, None]:
             form = "{:+.1%}" if key == "full_depth_overhead" else "{:.2f}x"
-            rows.append([text, *("" if value is None else form.format(value) for value in found)])
+            rows.append([text, *("not measured" if value is None else form.format(value) for value in found)])
     return rows
 
 
