@@ -50,7 +50,7 @@ class LayerPieces:
 
     def __init__(self, vllm_config: Any, axis: int) -> None:
         self._config, self._axis = vllm_config, axis
-        self._of: dict[tuple[int, Callable[..., Any], tuple[str, ...]], Piece] = {}
+        self._of: dict[tuple[nn.Module, Callable[..., Any], tuple[str, ...]], Piece] = {}
         self._made: dict[tuple[Callable[..., Any], tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
         settings = vllm_config and vllm_config.compilation_config
         self.eager = not settings or int(settings.mode or 0) < 2 or settings.backend == "eager"
@@ -63,7 +63,7 @@ class LayerPieces:
     def __call__(self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any]) -> Any:
         """What `function(layer, **arguments)` gives; the first call for a layer may compile."""
         nones = tuple([name for name, value in arguments.items() if value is None])
-        piece = self._of.get((id(layer), function, nones))
+        piece = self._of.get((layer, function, nones))
         if piece is None:
             piece = self._find(function, layer, arguments, nones)
         return piece(layer, arguments)
@@ -72,7 +72,7 @@ class LayerPieces:
         def eager(layer: nn.Module, arguments: dict[str, Any]) -> Any:
             return function(layer, **arguments)
 
-        rows = next(iter(arguments.values())).shape[self._axis]
+        rows = arguments.get("hidden_states", next(iter(arguments.values()))).shape[self._axis]
         if rows < 2:
             return eager  # A trace would take the one row for a constant; the next call may have more.
         made = self._made.setdefault((function, nones), [])
@@ -86,7 +86,7 @@ class LayerPieces:
                 found = made[-1][0]
             except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
                 self._run_eagerly(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
-        return self._of.setdefault((id(layer), function, nones), found or eager)
+        return self._of.setdefault((layer, function, nones), found or eager)
 
     def _run_eagerly(self, reason: str) -> None:
         if not self.eager:
