@@ -33,6 +33,7 @@ def move_into_one_block(model: Any) -> None:
     # Transposed parameters stay: transformers saves such only from memory of their own.
     plain = {parameter.data_ptr() for parameter in model.parameters() if parameter.is_contiguous()}
     weights = list({weight.data_ptr(): weight for weight in read if weight.data_ptr() in plain}.values())
+    del read  # it would hold the old memory
     if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
         return
     parts = _parts(model, weights)
