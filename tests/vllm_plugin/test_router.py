@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,3 +181,25 @@ def test_routers_that_do_not_fit(checkpoint: Any, tmp_path: Path):
     assert "unknown option 'router'" in refusal(tmp_path, additional_config={"skipdecode": {"router": "x.json"}})
     (tmp_path / ROUTER_FILE).write_text(json.dumps({"kind": "router", "format": 1}))
     assert "skipdecode calibrate --adaptive makes one" in refusal(tmp_path)
+
+
+def test_a_choice_is_told_where_steps_are_scheduled_ahead():
+    """Only a GPU schedules ahead: its output is a promise, with the output proper inside."""
+    from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+
+    from skipdecode.vllm.runner import SkipRunner
+
+    inside = SimpleNamespace()
+
+    class Ahead:
+        execute_model_state = requests = None
+
+        def sample_tokens(self, grammar: object) -> Any:
+            return SimpleNamespace(_model_runner_output=inside)
+
+    class Runner(SkipRunner, Ahead):
+        skipping: Any = SimpleNamespace(depths=SimpleNamespace(choose=lambda *_: {"a": 3}))
+
+    Runner().sample_tokens(None)
+    assert inside.skipdecode == {"a": 3}
+    assert "output = self._model_runner_output" in inspect.getsource(AsyncGPUModelRunnerOutput.get_output)
