@@ -93,6 +93,8 @@ class LayerGates:
         The rows of the step under way; None lets every layer run on everything.
     put_back : bool
         Whether a layer that some rows run computes all of them and gets the others put back.
+    keep : Tensor or None
+        (rows, layers), bool, for graphs, which read it at each replay: rows without it are put back. `end` clears it.
     pieces : LayerPieces
         Runs layers in a step that skips.
     projections : dict of int to KeyProjection
@@ -104,6 +106,7 @@ class LayerGates:
     def __init__(self, layers: dict[int, Any], axis: int = 0, vllm_config: Any = None, norm: Any = None) -> None:
         self.step: StepRows | None = None
         self.put_back = self.finished = False
+        self.keep: Tensor | None = None
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self._axis = axis
@@ -135,7 +138,7 @@ class LayerGates:
 
     def end(self) -> None:
         """The step is over, by an exception too."""
-        self.step = self._passing = None
+        self.step = self._passing = self.keep = None
         self._waiting = []
 
     def run(self, index: int, layer: Any, arguments: dict[str, Any], step: StepRows) -> Any:
@@ -151,6 +154,8 @@ class LayerGates:
         if puts_back:
             # Rows that are to be projected run here: the same keys and values, and their state is put back.
             states = self._run_all(layer, arguments, states, step.parts[kind])
+        elif kind != NONE and self.keep is not None:
+            states = self._run_masked(layer, arguments, states, self.keep[: step.num_rows, index, None])
         elif kind != NONE:
             if kind != self._holds:
                 states = self._change_rows(states, kind)
@@ -205,6 +210,13 @@ class LayerGates:
                 else:
                     self._view(state)[rows] = self._view(before)
         return out
+
+    def _run_masked(self, layer: Any, arguments: dict[str, Any], states: list[Any], keep: Tensor) -> list[Any]:
+        """The layer on all rows; those that do not `keep` what it made are put back, by operations of fixed shape."""
+        before = [None if s is None else s.clone() for s in states]
+        out = self._call(layer, arguments, states)
+        pairs = zip(out, before, strict=True)
+        return [n.masked_fill(~keep, 0) if old is None else torch.where(keep, n, old) for n, old in pairs]
 
     # ------------------------------------------------------------------ rows
 
