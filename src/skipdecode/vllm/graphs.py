@@ -26,8 +26,7 @@ from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 
 __all__ = ["DepthDescriptor", "DepthGraphs", "Level", "choose_levels"]
 
-_MOST_LEVELS = 4
-_MOST_GRAPHS = 256
+_MOST_LEVELS, _MOST_GRAPHS = 4, 256
 
 _log = logging.getLogger("vllm.skipdecode")
 
@@ -98,10 +97,7 @@ class DepthGraphs:
         self._filled: StepRows | None = None
 
     def capture(self, plain: Any, sizes: int, run: Callable[[StepRows, Tensor | None], None]) -> None:
-        """Capture the levels of one of vLLM's descriptors of decode steps, of which there are `sizes`.
-
-        `run` is given each level's step, and `keep` for those that are masked; it captures with vLLM's means.
-        """
+        """Capture the levels of one of vLLM's `sizes` descriptors by what `run` does for a step, with `keep` if masked."""
         layers, levels = range(self.keep.shape[1]), self.levels[: _MOST_GRAPHS // sizes]
         if not self.captured:
             depths = ", ".join(f"{len(level.layers)}{' masked' * level.masked}" for level in levels)
