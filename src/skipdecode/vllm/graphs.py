@@ -97,7 +97,7 @@ class DepthGraphs:
         self._filled: StepRows | None = None
 
     def capture(self, plain: Any, sizes: int, run: Callable[[StepRows, Tensor | None], None]) -> None:
-        """Capture the levels of one of vLLM's `sizes` descriptors by what `run` does for a step, with `keep` if masked."""
+        """Capture the levels of one of vLLM's `sizes` keys by what `run` does for a step, with `keep` if masked."""
         layers, levels = range(self.keep.shape[1]), self.levels[: _MOST_GRAPHS // sizes]
         if not self.captured:
             depths = ", ".join(f"{len(level.layers)}{' masked' * level.masked}" for level in levels)
