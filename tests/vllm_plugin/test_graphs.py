@@ -170,7 +170,11 @@ def test_a_flat_schedule_compiled(tmp_path: Path):
     ):
         compiled, levels = compiled_graphs(), runner_of(llm).skipping.graphs.levels
         assert [(len(level.layers), level.masked) for level in levels] == [(4, False), (LAYERS, True)]
-        for names, replayed in ((["flat"] * 5, {0}), (["full"] * 5, {None}), (["flat", "full"] * 2 + ["flat"], {0, 1})):
+        for names, replayed in (
+            (["flat"] * 5, {0}),
+            (["full"] * 5, {None}),
+            (["flat", "flat", "full", "full", "flat"], {0, 1}),
+        ):
             recorder.replays.clear()
             recorder.without.clear()
             assert generate(llm, texts, new, names) == expected(model, names, texts, new)
