@@ -21,8 +21,10 @@ _MOST = 4
 """Pieces of one function; layers of more kinds than these run eagerly."""
 
 # Kinds of Dynamo's guards whose values say what a trace has relied on.
-_KINDS = {"EQUALS_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "TENSOR_MATCH", "NONE_MATCH", "BOOL_MATCH"}
-_KINDS |= {"CLOSURE_MATCH", "SEQUENCE_LENGTH"}
+_KINDS = {
+    *("EQUALS_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "TENSOR_MATCH"),
+    *("NONE_MATCH", "BOOL_MATCH", "CLOSURE_MATCH", "SEQUENCE_LENGTH"),
+}
 _SCOPE = ("layer", "arguments")
 
 _log = logging.getLogger("vllm.skipdecode")  # Below vLLM's own logger, whose handler and level it takes.

@@ -58,8 +58,10 @@ def check_architecture(architecture: str) -> None:
 def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any]:
     """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last."""
     check_architecture(architecture)
+    where, _, name = ARCHITECTURES[architecture].rpartition(".")
     try:
-        layers = attrgetter(ARCHITECTURES[architecture])(model)
+        decoder = attrgetter(where)(model)
+        layers = getattr(decoder, name)
     except AttributeError:
         raise UnsupportedModelError(
             f"vLLM's {type(model).__name__} keeps its decoder layers elsewhere than in {ARCHITECTURES[architecture]}: "
@@ -68,7 +70,6 @@ def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any
     # With pipeline parallelism the layers of other stages are there as placeholders without weights.
     held = {i: layer for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None}
     through_transformers = type(model).__module__.startswith("vllm.model_executor.models.transformers")
-    decoder = attrgetter(ARCHITECTURES[architecture].rpartition(".")[0])(model)
     norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layer_norm", None)
     return held, 1 if through_transformers else 0, norm
 
