@@ -139,10 +139,12 @@ class Skipping:
         try:
             for module in self._graphs:
                 module.do_not_compile = True
-            for step in (all_run, keys) if projected else (all_run,):
+            for step, blocks in ((all_run, False), (all_run, True), *(((keys, False),) if projected else ())):
+                self.gates.pieces.makes_blocks = blocks
                 self.gates.begin(step, False, self._device, {})
                 runner._dummy_run(rows, is_profile=True)
         finally:
+            self.gates.pieces.makes_blocks = False
             self.gates.end()
             for module, was in zip(self._graphs, before, strict=True):
                 module.do_not_compile = was
