@@ -19,10 +19,11 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
+from skipdecode.vllm.choice import DepthChoice
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection
-from skipdecode.vllm.settings import Mode, PluginSettings
+from skipdecode.vllm.settings import KEY, Mode, PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 
 if current_platform.is_cpu():
@@ -66,6 +67,14 @@ class SkipRunner:
         self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
         _make_stage_input(self)
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        chosen = self.skipping.depths.choose(self.execute_model_state, self.requests)  # type: ignore[attr-defined]
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if chosen:
+            # Where vLLM schedules a step ahead, the output is inside a promise of it.
+            getattr(output, "_model_runner_output", output).skipdecode = chosen
+        return output
+
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
         self.skipping.order(self.input_batch, self.requests, scheduler_output)  # type: ignore[attr-defined]
@@ -106,9 +115,8 @@ class Skipping:
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
-        self._limits = LayerLimits(settings.schedules)
-        self._several = len(settings.schedules) > 1
-        self._schedule_of: dict[str, int] = {}
+        self._limits = LayerLimits(settings.plans)
+        self.depths = DepthChoice(settings)
         self._step: StepRows | None = None
 
     def gate(self, model: Any) -> None:
@@ -120,7 +128,7 @@ class Skipping:
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
         self.gates = LayerGates(layers, axis, self._config, norm)
-        projected = {layer for s in self._settings.schedules for layer in s.projected}
+        projected = {layer for s in self._settings.plans for layer in s.projected}
         architecture = self._config.model_config.architecture
         self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
         # Those that vLLM compiles.
@@ -156,6 +164,8 @@ class Skipping:
 
     def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
         """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
+        for i, number in getattr(scheduler_output, KEY, {}).items():
+            requests[i].skipdecode = number
         batch = self._batch(input_batch, requests, scheduler_output.num_scheduled_tokens)
         if not len(batch.rows):
             self._step = None
@@ -165,6 +175,7 @@ class Skipping:
             _permute(input_batch, order)
             batch = StepBatch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
         self._step = self._limits.step(batch)
+        self.depths.expect(batch, input_batch.req_ids, scheduler_output.scheduled_spec_decode_tokens)
 
     @property
     def skips(self) -> bool:
@@ -191,21 +202,15 @@ class Skipping:
 
     def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
         ids = input_batch.req_ids
-        count = len(ids)
+        count, states = len(ids), [requests[i] for i in ids]
+        for state in states:
+            state.skipdecode = self._settings.index_of(state)
         return StepBatch(
             start=input_batch.num_computed_tokens_cpu[:count].astype(np.int64),
             rows=np.fromiter((scheduled[i] for i in ids), np.int64, count),
             prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
-            schedule=self._schedules(ids, requests),
+            schedule=np.array([state.skipdecode for state in states], np.int64),
         )
-
-    def _schedules(self, ids: list[str], requests: Any) -> Any:
-        if not self._several:
-            return np.zeros(len(ids), np.int64)
-        known = self._schedule_of
-        found = [known[i] if i in known else self._settings.index_of(requests[i]) for i in ids]
-        self._schedule_of = dict(zip(ids, found, strict=True))
-        return np.array(found, np.int64)
 
 
 def _permute(input_batch: Any, order: Any) -> None:
