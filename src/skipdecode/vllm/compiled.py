@@ -35,7 +35,7 @@ _SCOPE = ("layer", "arguments")
 
 _log = logging.getLogger("vllm.skipdecode")  # Below vLLM's own logger, whose handler and level it takes.
 
-Piece = Callable[[nn.Module, dict[str, Any]], Any]
+Piece = Callable[[Any, dict[str, Any]], Any]  # of a layer, or several
 Fact = tuple[str, str, Any]
 """A guard: an expression over `layer` and `arguments`, its kind, and what it gave."""
 
