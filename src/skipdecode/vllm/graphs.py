@@ -1,8 +1,7 @@
 """CUDA graphs of decode steps by depth: which layer sets are captured, and which graph a step replays.
 
-vLLM captures the whole model once for each number of rows, and finds the graph again by a `BatchDescriptor`. A graph
-replays the layers that it was captured with. So a descriptor has a *level* here, a set of layers; capture, replay and
-the padding of rows stay vLLM's. A step in which every row runs every layer keeps vLLM's own graph.
+vLLM captures the whole model once for each number of rows, and finds the graph by a `BatchDescriptor`; it replays the
+layers of its capture. So a descriptor has a *level* here, a set of layers; the rest stays vLLM's, as do full steps.
 
 In a *masked* level each layer computes all rows, and those that sit it out are put back by a buffer that is filled
 before the replay. What such a row stores as keys and values there is never read: its later tokens sit it out too.

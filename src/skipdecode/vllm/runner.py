@@ -158,7 +158,8 @@ class Skipping:
         all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
         projected = self.gates.projections
         keys = StepRows((NONE,) * len(every), tuple(ALL if i in projected else NONE for i in every), (), rows)
-        for step in (all_run, keys) if projected else (all_run,):
+        for step, blocks in ((all_run, False), (all_run, True), *(((keys, False),) if projected else ())):
+            self.gates.pieces.makes_blocks = blocks
             with self.layer_by_layer(step):
                 runner._dummy_run(rows, is_profile=True)
 
@@ -169,10 +170,11 @@ class Skipping:
         try:
             for module in self._graphs:
                 module.do_not_compile = True
-            self.gates.begin(step, False, self._device, {})
             self.gates.keep = keep
+            self.gates.begin(step, False, self._device, {})
             yield
         finally:
+            self.gates.pieces.makes_blocks = False
             self.gates.end()
             for module, was in zip(self._graphs, before, strict=True):
                 module.do_not_compile = was
