@@ -99,8 +99,7 @@ class DepthGraphs:
         """Capture the levels of one of vLLM's `sizes` keys by what `run` does for a step, with `keep` if masked."""
         layers, levels = range(self.keep.shape[1]), self.levels[: _MOST_GRAPHS // sizes]
         if not self.captured:
-            depths = ", ".join(f"{len(level.layers)}{' masked' * level.masked}" for level in levels)
-            _log.info("skipdecode: %d CUDA graphs of decode steps, layers: %s", len(levels) * sizes, depths)
+            _log.info("skipdecode: CUDA graphs of %d sizes by %s layers", sizes, [len(n.layers) for n in levels])
         # The full depth first: its memory is enough for the others.
         for number, level in reversed(list(enumerate(levels))):
             kinds = tuple(ALL if i in level.layers else NONE for i in layers)
@@ -130,7 +129,7 @@ class DepthGraphs:
             return None
         layers = frozenset(i for i, kind in enumerate(step.layers) if kind != NONE)
         fitting = [n for n, level in enumerate(self.levels) if level.serves(layers, not step.parts)]
-        return min(fitting, key=lambda n: (len(self.levels[n].layers), self.levels[n].masked), default=None)
+        return min(fitting, key=lambda n: len(self.levels[n].layers), default=None)
 
     def fill(self, step: StepRows, descriptor: DepthDescriptor) -> None:
         """Get `keep` ready for a replay, on the stream of the replay."""
