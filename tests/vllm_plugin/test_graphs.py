@@ -127,41 +127,16 @@ def recorded_graphs(llm: Any, sizes: list[int]) -> Iterator[Recorder]:
                 setattr(runner.compilation_config, name, value)
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("llama")
-    model = save_tiny(folder, PAPER)
-    extra = {"skipdecode": {"schedules": [s.to_dict() for s in MIX.values() if s not in (PAPER, FULL)]}}
-    with (
-        engine(folder, additional_config=extra, enable_prefix_caching=False) as llm,
-        recorded_graphs(llm, [1, 2, 4, 8]) as recorder,
-    ):
-        yield model, llm, recorder
-
-
 def expected(model: Any, names: list[str], texts: list[list[int]], new: list[int]) -> list[list[int]]:
     one_by_one = zip(names, texts, new, strict=True)
     return [reference(model, MIX[name], [text], [count])[0] for name, text, count in one_by_one]
 
 
-@pytest.mark.parametrize(
-    "names", [*([name] * 6 for name in MIX), [*MIX, "flat"]], ids=lambda names: "+".join(set(names))
-)
-def test_tokens_are_those_of_transformers(recorded: Any, names: list[str]):
-    model, llm, recorder = recorded
-    texts, new = prompts((9, 4, 17, 40, 1, 25)), [20, 30, 5, 12, 28, 16]
-    recorder.replays.clear()
-    found = generate(llm, texts, new, names)
-    assert found == expected(model, names, texts, new)
-    assert sum(recorder.replays.values()) >= max(new) - 2
-    with patch.object(runner_of(llm).skipping.graphs, "captured", set()):
-        set_mode(llm, "where")
-        assert generate(llm, texts, new, names) == found
-        set_mode(llm, "auto")
-
-
 def test_a_flat_schedule_compiled(tmp_path: Path):
-    """Its rows run the same layers at any age; beside one of every layer they are put back."""
+    """Its rows run the same layers at any age; beside one of every layer they are put back.
+
+    First in the file: an engine that ends takes the process's groups with it.
+    """
     model = save_tiny(tmp_path, FLAT)
     texts, new = prompts((9, 4, 17, 30, 1)), [20, 30, 5, 12, 28]
     with (
@@ -181,6 +156,34 @@ def test_a_flat_schedule_compiled(tmp_path: Path):
             assert recorder.depths().keys() == replayed
             assert sum(recorder.without.values()) == 1  # The prompts' step.
         assert compiled_graphs() == compiled
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("llama")
+    model = save_tiny(folder, PAPER)
+    extra = {"skipdecode": {"schedules": [s.to_dict() for s in MIX.values() if s not in (PAPER, FULL)]}}
+    with (
+        engine(folder, additional_config=extra, enable_prefix_caching=False) as llm,
+        recorded_graphs(llm, [1, 2, 4, 8]) as recorder,
+    ):
+        yield model, llm, recorder
+
+
+@pytest.mark.parametrize(
+    "names", [*([name] * 6 for name in MIX), [*MIX, "flat"]], ids=lambda names: "+".join(set(names))
+)
+def test_tokens_are_those_of_transformers(recorded: Any, names: list[str]):
+    model, llm, recorder = recorded
+    texts, new = prompts((9, 4, 17, 40, 1, 25)), [20, 30, 5, 12, 28, 16]
+    recorder.replays.clear()
+    found = generate(llm, texts, new, names)
+    assert found == expected(model, names, texts, new)
+    assert sum(recorder.replays.values()) >= max(new) - 2
+    with patch.object(runner_of(llm).skipping.graphs, "captured", set()):
+        set_mode(llm, "where")
+        assert generate(llm, texts, new, names) == found
+        set_mode(llm, "auto")
 
 
 def test_rows_that_join_and_leave(recorded: Any):

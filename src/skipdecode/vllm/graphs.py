@@ -23,8 +23,6 @@ from vllm.forward_context import BatchDescriptor
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 
-__all__ = ["DepthDescriptor", "DepthGraphs", "Level", "choose_levels"]
-
 _MOST_LEVELS, _MOST_GRAPHS = 4, 256
 
 _log = logging.getLogger("vllm.skipdecode")
