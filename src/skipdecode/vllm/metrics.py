@@ -31,14 +31,13 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM after every step."""
-        if not self._metrics or scheduler_stats is None:
-            return
-        for name, count in scheduler_stats.running_lora_adapters.items():
-            if name.startswith(DEPTH_PREFIX):
-                for _ in range(count):
-                    self._metrics["request_layers"].observe(int(name.removeprefix(DEPTH_PREFIX)))
-            elif name.startswith(PREFIX):
-                self._metrics[name.removeprefix(PREFIX)].inc(count)
+        if self._metrics and scheduler_stats is not None:
+            for name, count in scheduler_stats.running_lora_adapters.items():
+                if name.startswith(DEPTH_PREFIX):
+                    for _ in range(count):
+                        self._metrics["request_layers"].observe(int(name.removeprefix(DEPTH_PREFIX)))
+                elif name.startswith(PREFIX):
+                    self._metrics[name.removeprefix(PREFIX)].inc(count)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
