@@ -59,6 +59,8 @@ class Plan:
         Options of every `skipdecode calibrate`; none where no schedule is learned.
     request : bool
         Also time requests one by one, and full depth through transformers.
+    beside : str
+        File of an earlier table in results/, whose schedules are timed in the same run and whose rows are shown too.
     """
 
     prefix: str
@@ -75,6 +77,7 @@ class Plan:
     start: str = "full-a"
     calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
     request: bool = False
+    beside: str = ""
 
     @property
     def speeds(self) -> str:
@@ -238,11 +241,14 @@ PLANS = {
         checkpoints={
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "pop20-1x.json"]),
-            **requested("lower15-3x", "lower10-3x", "lower9-3x", "lower7-4x", "lower10-5x", "static-2.7x"),
+            **requested(
+                "lower15-3x", "lower10-3x", "lower9-3x", "lower7-4x", "lower10-5x", "static-2.7x", "max_exit-3x"
+            ),
         },
         yardstick="full-b",
         calibration=(),
         request=True,
+        beside="own-smollm2-135m.json",
     ),
     "any-speed": Plan(
         "e2e",

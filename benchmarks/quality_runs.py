@@ -151,13 +151,18 @@ class Steps:
         full = self.evaluation(plan.yardstick) / "full"
         out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py", *evaluations, "--full", full]
-        self.call(*script, *speeds, "--out", out)
+        self.call(*script, *speeds, *self.beside(), "--out", out)
+
+    def beside(self) -> list[str | Path]:
+        """The option that names an earlier table."""
+        return ["--beside", HERE.parent / "results" / self.plan.beside] if self.plan.beside else []
 
     def time(self, evaluations: Sequence[Path]) -> list[str | Path]:
         """All schedules in turn; returns the table's options that name the files."""
         plan = self.plan
         timing = [sys.executable, HERE / "schedule_speed.py", *evaluations, "--model", self.checkpoint(plan.yardstick)]
         speed, alone = (self.runs / f"speed-{name}.json" for name in (plan.speeds, f"{plan.speeds}-1"))
+        timing += self.beside()
         self.call(*timing, *plan.evaluation, *(["--transformers"] if plan.request else []), "--out", speed)
         if not plan.request:
             return ["--speed", speed]

@@ -64,20 +64,31 @@ def speed_columns(run: Run, speed: Mapping[str, Any] | None) -> dict[str, Any]:
     """Speed-up and where it is from."""
     if speed is None or not (run.full_depth or "schedule" in run.data["config"]["method"]):
         return own_speed(run)
-    parts = ("kind", "format", "rows", "full_depth", "transformers", "environment")
-    about = {k: v for k, v in speed.items() if k not in parts}
-    source = {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
-    theirs = speed.get("transformers")
     if run.full_depth:
         same = dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0)
-        found = {**same, "measured_speedup_interval": None, "speed_from": source}
-        return found | over(theirs, speed.get("full_depth"))
-    wanted = work_of(run.data["config"]["method"]["schedule"])
+        found = {**same, "measured_speedup_interval": None, "speed_from": source_of(speed)}
+        return found | over(speed.get("transformers"), speed.get("full_depth"))
+    found = timed(run.data["config"]["method"]["schedule"], speed)
+    if found is None:
+        raise DataError(f"the file of --speed does not have the depths of {run.path}: measure all in one call")
+    return found
+
+
+def timed(schedule: Mapping[str, Any], speed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Speed-up of a schedule in a file of speeds; none where it is not there."""
+    wanted = work_of(schedule)
     for row in speed["rows"]:
         if row["work"] == wanted:
-            found = {k: v for k, v in row.items() if k.startswith("measured_speedup")} | {"speed_from": source}
-            return found | over(theirs, row["speed"])
-    raise DataError(f"the file of --speed does not have the depths of {run.path}: measure all in one call")
+            found = {k: v for k, v in row.items() if k.startswith("measured_speedup")}
+            return found | {"speed_from": source_of(speed)} | over(speed.get("transformers"), row["speed"])
+    return None
+
+
+def source_of(speed: Mapping[str, Any]) -> dict[str, Any]:
+    """Where speeds measured apart are from."""
+    parts = ("kind", "format", "rows", "full_depth", "transformers", "environment")
+    about = {k: v for k, v in speed.items() if k not in parts}
+    return {"run": "measured apart", "threads": speed["environment"]["threads"], **about}
 
 
 def over(theirs: Mapping[str, Any] | None, ours: Any) -> dict[str, float]:
@@ -85,16 +96,34 @@ def over(theirs: Mapping[str, Any] | None, ours: Any) -> dict[str, float]:
     return {} if theirs is None else {"request_speedup_over_transformers": theirs["seconds"] / ours["seconds"]}
 
 
-def named_speeds(run: Run, columns: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The columns of tables of request time: `columns` by their short names, and the same of one row at a time."""
-    schedule = run.data["config"]["method"].get("schedule")
-    short = {"request_speedup": "measured_speedup_with_prompt", "decode_speedup": "measured_speedup"}
-    found = {name: columns[long] for name, long in short.items()}
-    layers = round(run.layers_per_token) if schedule is None else len(Schedule.from_dict(schedule).prompt_layers())
-    if alone is not None:
-        one = speed_columns(run, alone)
-        found |= {f"{name}_batch_1": one[long] for name, long in short.items()}
-    return {"prompt_layers": layers, **found}
+SHORT = {"request_speedup": "measured_speedup_with_prompt", "decode_speedup": "measured_speedup"}
+
+
+def named_speeds(columns: Mapping[str, Any], alone: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The columns of tables of request time by their short names, and the same of one row at a time."""
+    found = {name: columns[long] for name, long in SHORT.items()}
+    return found | ({} if alone is None else {f"{name}_batch_1": alone[long] for name, long in SHORT.items()})
+
+
+def prompt_layers(schedule: Mapping[str, Any]) -> int:
+    """Layers that prompt tokens run."""
+    return len(Schedule.from_dict(schedule).prompt_layers())
+
+
+def earlier_rows(
+    table: Mapping[str, Any], name: str, speeds: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
+) -> list[dict[str, Any]]:
+    """The scheduled rows of an earlier table: their quality as it stands there, their speed from these files."""
+    found = []
+    for row in table["runs"]:
+        schedule = row["decoding"].get("schedule")
+        columns, alone = (schedule and speed and timed(schedule, speed) for speed in speeds)
+        if columns:
+            kept = {k: v for k, v in row.items() if not k.startswith("measured_speedup")}
+            first = {k: kept.pop(k) for k in ("method", "checkpoint", "nominal_speedup")}
+            layers = {"prompt_layers": prompt_layers(schedule)}
+            found.append(first | layers | named_speeds(columns, alone) | kept | columns | {"quality_from": name})
+    return found
 
 
 def work_of(schedule: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,11 +187,12 @@ def row(
     data, config = run.data, run.data["config"]
     recipe = config.get("recipe")
     own = {k: v for k, v in options_of(run).items() if k not in common}
-    columns = speed_columns(run, speeds[0])
+    columns, schedule = speed_columns(run, speeds[0]), config["method"].get("schedule")
     return {
         **label,
         "nominal_speedup": data["nominal_speedup"],
-        **named_speeds(run, columns, speeds[1]),
+        "prompt_layers": round(run.layers_per_token) if schedule is None else prompt_layers(schedule),
+        **named_speeds(columns, None if speeds[1] is None else speed_columns(run, speeds[1])),
         **columns,
         "mean_layers": run.layers_per_token,
         "n": data["n"],
@@ -220,6 +250,7 @@ def build(
     speeds: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
     resamples: int,
     model: str | None = None,
+    beside: Path | None = None,
 ) -> dict[str, Any]:
     """The document."""
     runs = runs if any(run.path == full.path for run in runs) else [full, *runs]
@@ -228,6 +259,7 @@ def build(
     config = full.data["config"]
     named = labels(runs, full)
     rows = [row(run, full, speeds, named[run.path], common, resamples) for run in runs]
+    rows += [] if beside is None else earlier_rows(read_result(beside, "quality-table"), beside.name, speeds)
     return {
         **heading("quality-table"),
         "environment": full.data["environment"] if speeds[0] is None else speeds[0]["environment"],
@@ -256,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", help="what all checkpoints were tuned from (default: the yardstick's checkpoint)")
     parser.add_argument("--speed", type=Path, help="what schedule_speed.py wrote (default: the runs' own speed)")
     parser.add_argument("--speed-alone", type=Path, help="the same of one row at a time, for columns of its own")
+    parser.add_argument("--beside", type=Path, help="an earlier table whose schedules are timed in --speed: their rows")
     parser.add_argument("--resamples", type=int, default=1000, help="draws of the bootstrap (default: 1000)")
     parser.add_argument("--out", required=True, help="file for the table as JSON")
     options = parser.parse_args(argv)
@@ -264,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         full = yardstick(runs, options.full)
         files = (options.speed, options.speed_alone)
         speeds = tuple(None if file is None else read_result(file, "schedule-speed") for file in files)
-        document = build(runs, full, speeds, options.resamples, options.model)
+        document = build(runs, full, speeds, options.resamples, options.model, options.beside)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except (SkipDecodeError, OSError) as e:
         print(f"quality_table: {e}", file=sys.stderr)

@@ -29,7 +29,6 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import open_engines
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
-from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, Timing, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
@@ -52,12 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--limit", type=int, default=192, help="records (default: 192)")
     parser.add_argument("--transformers", action="store_true", help="also full depth through transformers")
+    parser.add_argument("--beside", type=Path, help="a table of earlier evaluations whose schedules are timed too")
     parser.add_argument("--out", type=Path, required=True, help="file for the speeds as JSON")
     options = parser.parse_args(argv)
     try:
         runs = load_runs(options.runs)
         done = measured(options.out) if options.out.exists() else []
-        missing = [work for work in works_of(runs) if work not in done]
+        given = [run.data["config"]["method"].get("schedule") for run in runs]
+        if options.beside is not None:
+            given += [row["decoding"].get("schedule") for row in read_result(options.beside, "quality-table")["runs"]]
+        missing = [work for work in works_of(given) if work not in done]
         if not missing:
             return 0
         # All anew, for only what took turns can be compared.
@@ -78,9 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def works_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """What the schedules of runs ask of an engine, each once."""
-    given = [run.data["config"]["method"].get("schedule") for run in runs]
+def works_of(given: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """What schedules ask of an engine, each once."""
     return [json.loads(text) for text in dict.fromkeys(json.dumps(work_of(s)) for s in given if s is not None)]
 
 

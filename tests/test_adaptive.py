@@ -16,6 +16,7 @@ import torch
 
 from checkpoints import byte_tokenizer
 from oracle import active_tokens, oracle_logits
+from routers import ORDER, router_for
 from serve_tools import running, tiny_served_model
 from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.adaptive import (
@@ -31,7 +32,7 @@ from skipdecode.calibration.adaptive import (
 )
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
-from skipdecode.engine.adaptive import Adaptive, Router, identity
+from skipdecode.engine.adaptive import Adaptive, Router
 from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.carried import keep_tuned
@@ -42,7 +43,6 @@ from textgen_tools import read_rows, write_rows
 from tiny import LAYERS, VOCAB, tiny_model
 from tuning_data import records, tuning_model, write_jsonl
 
-ORDER = (1, 2, 3, 4, 5, 6)
 NEW = 12
 
 
@@ -53,27 +53,6 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
 
 
 PROMPTS = prompts(23)
-
-
-def router_for(model: Any, prompt: Any = "full", spread: float = 0.6, **changes: Any) -> Router:
-    """Of four depths, with drawn weights: requests differ in what they choose."""
-    depths = tuple(
-        Schedule(LAYERS, ORDER, budgets, prompt=prompt, name=name)
-        for name, budgets in (("full", (8,)), ("falling", (6, 6, 5, 4)), ("five", (5, 5, 4)), ("flat", (3,)))
-    )
-    random = np.random.RandomState(3)
-    centre = np.array([3.0, -2.0, 0.5, 2.0, *([0.0] * 32)])
-    weights = tuple((*row.tolist(), -float(row @ centre)) for row in random.randn(3, 36) * spread)
-    values = {
-        "depths": depths,
-        "costs": (1.0, 0.8, 0.7, 0.5),
-        "weights": weights,
-        "penalties": ((1.0, 0.0), (2.0, 4.0)),
-        "speedup": 1.4,
-        "thresholds": (-2.9, -2.3, -1.2),
-        "model": identity(model),
-    }
-    return Router(**values | changes)
 
 
 def decoded(engine: Any, rows: list[tuple[int, ...]], cancel: tuple[int, ...] = ()) -> list[list[Any]]:

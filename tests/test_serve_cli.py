@@ -171,7 +171,7 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
         raise SystemExit  # as execv, which does not come back
 
     monkeypatch.setattr(os, "execv", execv)
-    for name, carried in (("plain", None), ("tuned", Schedule.constant(LAYERS, 4, name="own").to_dict())):
+    for name, carried in (("plain", None), ("tuned", Schedule.split(LAYERS, 3, 4, name="own").to_dict())):
         save_checkpoint(tmp_path / name, carried)
         with pytest.raises(SystemExit):
             main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
@@ -190,6 +190,8 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
 
 def test_vllm_is_not_started_for_prompts_that_it_cannot_run(tmp_path, capsys):
     save_checkpoint(tmp_path, Schedule.split(LAYERS, 3, 4, name="own").to_dict())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Olmo2ForCausalLM"]}))
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
     assert "'own'" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MOST_LINES = 330
 MOST_FUNCTION_LINES = 60
 MOST_MODULES = 212
-MOST_LINES_IN_ALL = 32_100
+MOST_LINES_IN_ALL = 32_500
 
 
 def part_of(path: Path) -> str:

@@ -70,7 +70,6 @@ WRONG = {
     "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 2 --phase decode": "--phase",
     "calibrate hollow --data rec.jsonl --out new --task e2e --target-speedup 2 --adaptive --buckets 4": "--buckets",
     "serve hollow --prompt-layers 4": "--prompt-layers",
-    "serve hollow --engine vllm --nominal-speedup 2 --prompt-layers 4": "--engine vllm",
     "simulate --model cfg.json --nominal-speedup 2 --prompt-layers lower": "'lower'",
     f"tune hollow --task e2e {RECORDS} --schedule ten.json": "10 layers",
     "calibrate hollow --data rec.jsonl --out new --task e2e --nominal-speedup 99": "at most 4.00",

@@ -15,7 +15,7 @@ import torch
 
 from engines import compiled_graphs, engine, paper, pieces_of, prompts, save_tiny, set_mode
 from skipdecode import Schedule
-from skipdecode.vllm.compiled import LayerPieces
+from skipdecode.vllm.compiled import BLOCK, LayerPieces
 from tiny import LAYERS
 
 STEPS = 1000
@@ -36,7 +36,7 @@ def test_nothing_is_compiled_in_a_thousand_steps_and_memory_is_steady(tmp_path: 
     with engine(tmp_path, enforce_eager=False, additional_config=extra, max_num_batched_tokens=40) as llm:
         core = llm.llm_engine
         graphs, pieces = compiled_graphs(), pieces_of(llm).count
-        assert pieces == 4  # The first layer, the others, the last norm, and one for keys and values.
+        assert pieces == 5  # The first layer, the others, four of them, the last norm, and one for keys and values.
         for step in range(STEPS):
             if step % 50 == 0:
                 set_mode(llm, draw.choice(("nested", "where", "auto")))
@@ -110,6 +110,31 @@ def test_layers_share_a_piece_only_if_they_are_alike():
         (Layer(3.0), 3),
     ):
         check_as_eager(pieces, layer)
+        assert pieces.count == made
+
+
+class Pair(Layer):
+    def forward(self, hidden_states: Any, residual: Any) -> Any:
+        return self.linear(hidden_states) * self.factor, hidden_states + residual
+
+
+def test_a_block_is_made_at_start_only_and_serves_other_layers_that_are_alike():
+    pieces = pieces_for()
+    alike, others = (tuple(Pair(2.0) for _ in range(BLOCK)) for _ in range(2))
+    unlike = (*others[1:], Pair(3.0))
+    for made, layers in ((0, others), (1, alike), (1, others), (1, unlike)):
+        pieces.makes_blocks = layers is alike
+        for rows in (12, 1, 5):
+            arguments = dict(zip(("hidden_states", "residual"), torch.randn(2, rows, 8), strict=True))
+            with torch.no_grad():
+                found = pieces.block(Pair.forward, layers, arguments)
+                if not made or layers is unlike:
+                    assert found is None
+                    continue
+                wanted = arguments
+                for layer in layers:
+                    wanted = dict(zip(wanted, layer(**wanted), strict=True))
+                torch.testing.assert_close(found, tuple(wanted.values()), atol=1e-5, rtol=1e-5)
         assert pieces.count == made
 
 

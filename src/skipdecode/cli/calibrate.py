@@ -14,7 +14,7 @@ import json
 import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -194,17 +194,16 @@ def measuring(
     out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
     out.mkdir(parents=True, exist_ok=True)
     identity = identity_of(loaded.model, config.model, list(parts.values()), size)
-    store = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
+    kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
-    with bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
+    with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
         meters = {
             part: LossMeter(attachment, rows, store, part=part, batch_size=size, pad_id=pad, advance=bar.update)
             for part, rows in parts.items()
             if rows
         }
         yield attachment, meters, bar
-    store.close()
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skipdecode.cli.options import MODEL, PROMPT_SETS, EngineOptions, ModelOptions, check_files
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
 from skipdecode.cli.planned import Plan, document, report
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
@@ -28,7 +28,7 @@ from skipdecode.performance.cost import Phase, Use
 from skipdecode.performance.solve import Auto, assess, solve, why_flat
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
-from skipdecode.schedule.order import Order, PromptDepth, prompt_set, top_down
+from skipdecode.schedule.order import PROMPT_SETS, Order, PromptDepth, prompt_set, top_down
 
 if TYPE_CHECKING:
     from skipdecode.performance.cost import CostModel

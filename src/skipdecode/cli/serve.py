@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import MODEL, PROMPT_SETS, EngineOptions, ModelOptions, ThreadOptions, layers_of
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions, layers_of
 from skipdecode.common.options import option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.order import prompt_set
+from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         default=None,
     )
     engine: str = option(
-        "fast: the package's own engine (CPUs, CUDA GPUs; Llama, Mistral, OPT, Qwen2, Qwen3); auto: fast where it "
+        "fast: the package's own engine (CPUs, CUDA GPUs; `info` lists its model types); auto: fast where it "
         "covers the model, else transformers; vllm: start vLLM's own server with the plugin instead",
         default="auto",
         choices=(*ENGINES, "vllm"),
@@ -167,6 +167,7 @@ def _run_vllm(config: Config) -> int:
     from skipdecode.models.loading.hub import load_config, load_recipe
     from skipdecode.models.loading.locate import adapter_dir
     from skipdecode.serving.vllm_server import vllm_command
+    from skipdecode.vllm.projection import check_projects
 
     if config.weights != "model":
         raise UsageError("--weights is not for --engine vllm, which reads the checkpoint's own")
@@ -179,12 +180,11 @@ def _run_vllm(config: Config) -> int:
     model_config = load_config(config.model)
     layers = layers_in(model_config)
     schedules, own = _schedules(config, layers), of_config(model_config, config.model)
-    for schedule in schedules if own is None else (own, *schedules):
-        if schedule.projected:
-            raise UsageError(
-                f"--engine vllm cannot run schedule {schedule.name!r}, whose prompts leave only keys and values in "
-                f"{len(schedule.projected)} layers: leave out --engine vllm, or make it one with --prompt-layers full"
-            )
+    architecture, quantization = (
+        (model_config.architectures or [""])[0],
+        getattr(model_config, "quantization_config", None),
+    )
+    check_projects(schedules if own is None else (own, *schedules), architecture, quantization)
     if schedules and own is None:
         # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.
         schedules.insert(0, Schedule.full(layers))

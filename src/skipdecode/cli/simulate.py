@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -132,7 +133,7 @@ def run(config: Config) -> int:
     started = time.perf_counter()
     policies = [SchedulePolicy(Schedule.full(cost.num_layers))]
     policies += [] if chosen.is_full else [SchedulePolicy(chosen)]
-    if rows := _recorded(config):
+    if rows := _recorded(config.traces):
         policies.append(traces.RecordedDepths(replace(chosen, name=_RECORDED), rows))
     full = _simulated(config, cost, policies[0], None)
     runs = [full, *(_simulated(config, cost, policy, full.capacity) for policy in policies[1:])]
@@ -196,15 +197,16 @@ def _positions(config: Config) -> int:
 def _trace(config: Config, rate: float | None, requests: int | None = None) -> Iterator[traces.Arrival]:
     times = traces.all_at_once() if rate is None else traces.bursts(rate, config.burst, config.seed)
     count = config.requests if requests is None else requests
-    if rows := _recorded(config):
+    if rows := _recorded(config.traces):
         sizes = ((prompt, len(layers) + 1) for prompt, layers in cycle(rows))
         return (traces.Arrival(at, n, new, new) for at, (n, new) in zip(islice(times, count), sizes, strict=False))
     prompts, outputs = traces.parse_lengths(config.prompt_len), traces.parse_lengths(config.new_tokens)
     return traces.make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _recorded(config: Config) -> list[tuple[int, list[int]]]:
-    return [] if config.traces is None else traces.read_recorded(Path(config.traces))
+@cache
+def _recorded(file: str | None) -> list[tuple[int, list[int]]]:
+    return [] if file is None else traces.read_recorded(Path(file))
 
 
 def _simulated(config: Config, cost: CostModel, layers: SchedulePolicy, full_capacity: float | None) -> _Run:

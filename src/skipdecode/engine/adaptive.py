@@ -62,11 +62,11 @@ def _signs(vocabulary: int) -> Tensor:
     return torch.from_numpy(drawn / math.sqrt(vocabulary)).float()
 
 
-def identity(model: Any) -> dict[str, Any]:
-    """What a router keeps of its model; JSON-ready."""
+def identity(model: Any, folder: Path | None = None) -> dict[str, Any]:
+    """What a router keeps of its model; JSON-ready. `folder`: of `base_sample`."""
     plain = unwrap(model)
     vocabulary = plain.get_input_embeddings().weight.shape[0]
-    return {"layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain)}
+    return {"layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain, folder)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ class Router:
             raise UsageError(f"a speed-up of {wanted:g} is out of the router's reach: give up to {speedups[-1]:.2f}")
         return float(np.interp(wanted, speedups, prices))
 
-    def check(self, model: Any) -> None:
-        """Raise UsageError unless it was made for this model."""
-        now, known, order = identity(model), self.model, self.depths[0].drop_order
+    def check(self, model: Any, folder: Path | None = None) -> None:
+        """Raise UsageError unless it was made for this model. `folder`: of `base_sample`."""
+        now, known, order = identity(model, folder), self.model, self.depths[0].drop_order
         for name in ("layers", "vocabulary"):
             if now[name] != known.get(name):
                 raise UsageError(f"the router is for a model with {name} {known.get(name)}, this one has {now[name]}")
@@ -131,20 +131,27 @@ class Router:
         """Tells routers apart."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return {**_HEADING, **asdict(self), "depths": [schedule.to_dict() for schedule in self.depths]}
+
     def save(self, path: Path, **about: Any) -> None:
         """Write it as JSON, with more entries for readers of the file."""
-        depths = [schedule.to_dict() for schedule in self.depths]
-        write_whole(path, json.dumps({**_HEADING, **asdict(self), "depths": depths, **about}) + "\n")
+        write_whole(path, json.dumps({**self.to_dict(), **about}) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """A router from `to_dict`'s dictionary; raises DataError, ScheduleError, or KeyError for what is missing."""
+        if not isinstance(data, dict) or any(data.get(name) != value for name, value in _HEADING.items()):
+            raise DataError(f"format {_HEADING['format']} of kind {_HEADING['kind']} is needed")
+        depths = tuple(Schedule.from_dict(each) for each in data["depths"])
+        return cls(**{f.name: _tuple(data[f.name]) for f in fields(cls)} | {"depths": depths})
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """The router of a file; raises DataError naming it."""
         try:
-            data = read_json(path)
-            if not isinstance(data, dict) or any(data.get(name) != value for name, value in _HEADING.items()):
-                raise DataError(f"format {_HEADING['format']} of kind {_HEADING['kind']} is needed")
-            depths = tuple(Schedule.from_dict(each) for each in data["depths"])
-            return cls(**{f.name: _tuple(data[f.name]) for f in fields(cls)} | {"depths": depths})
+            return cls.from_dict(read_json(path))
         except (DataError, ScheduleError, TypeError, KeyError) as e:
             what = f"the entry {e} is missing" if isinstance(e, KeyError) else str(e).removeprefix(f"{path}: ")
             raise DataError(f"router {path}: {what}; skipdecode calibrate --adaptive makes one") from None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from skipdecode.errors import ScheduleError
 
 __all__ = [
+    "PROMPT_SETS",
     "Order",
     "PromptDepth",
     "bottom_up",
@@ -169,6 +170,11 @@ def check_layers(layers: Any, num_layers: int, warmup_layers: int) -> tuple[int,
             f"{warmup_layers}); give them too, or 'full' or 'max_exit'"
         )
     return tuple(sorted(chosen))
+
+
+PROMPT_SETS = (
+    "full, max_exit (those of the first generated token), a number n (the lowest n), or a list such as 0-14,20"
+)
 
 
 def prompt_set(text: str, num_layers: int) -> PromptDepth:

@@ -4,10 +4,13 @@ vLLM traces a whole model once, so its graph runs every layer. A piece is one la
 the same backend, with the layer and its weights as inputs and any number of rows: which layers call it is decided
 outside. Guards are dropped, as vLLM drops those of its own graph. What they say of the layer is kept as *facts*, and
 another layer shares the piece only if all of them hold for it; so nothing is compiled once each layer has been called.
+Layers that follow each other in a step without a change of rows go in *blocks*, pieces of several layers made likewise,
+which saves calls; blocks are made at start only, and layers that no block serves run one by one.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LayerPieces"]
+__all__ = ["BLOCK", "LayerPieces"]
+
+BLOCK = 4
+"""Layers of a block."""
 
 _MOST = 4
 """Pieces of one function; layers of more kinds than these run eagerly."""
 
 # Kinds of Dynamo's guards whose values say what a trace has relied on.
-_KINDS = {"EQUALS_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "TENSOR_MATCH", "NONE_MATCH", "BOOL_MATCH"}
-_KINDS |= {"CLOSURE_MATCH", "SEQUENCE_LENGTH"}
+_KINDS = {
+    *("EQUALS_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "TENSOR_MATCH"),
+    *("NONE_MATCH", "BOOL_MATCH", "CLOSURE_MATCH", "SEQUENCE_LENGTH"),
+}
 _SCOPE = ("layer", "arguments")
 
 _log = logging.getLogger("vllm.skipdecode")  # Below vLLM's own logger, whose handler and level it takes.
 
-Piece = Callable[[nn.Module, dict[str, Any]], Any]
+Piece = Callable[[Any, dict[str, Any]], Any]  # of a layer, or several
 Fact = tuple[str, str, Any]
 """A guard: an expression over `layer` and `arguments`, its kind, and what it gave."""
 
@@ -46,12 +54,16 @@ class LayerPieces:
     ----------
     eager : bool
         Whether layers for which there is no piece yet run eagerly.
+    makes_blocks : bool
+        Whether a block for which there is no piece yet is compiled.
     """
 
     def __init__(self, vllm_config: Any, axis: int) -> None:
         self._config, self._axis = vllm_config, axis
         self._of: dict[tuple[nn.Module, Callable[..., Any], tuple[str, ...]], Piece] = {}
         self._made: dict[tuple[Callable[..., Any], tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
+        self._blocks: dict[tuple[tuple[nn.Module, ...], tuple[str, ...]], Piece | None] = {}
+        self.makes_blocks = False
         settings = vllm_config and vllm_config.compilation_config
         self.eager = not settings or int(settings.mode or 0) < 2 or settings.backend == "eager"
 
@@ -62,11 +74,28 @@ class LayerPieces:
 
     def __call__(self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any]) -> Any:
         """What `function(layer, **arguments)` gives; the first call for a layer may compile."""
-        nones = tuple([name for name, value in arguments.items() if value is None])
+        nones = _nones(arguments)
         piece = self._of.get((layer, function, nones))
         if piece is None:
             piece = self._find(function, layer, arguments, nones)
         return piece(layer, arguments)
+
+    def block(self, forward: Callable[..., Any], layers: tuple[nn.Module, ...], arguments: dict[str, Any]) -> Any:
+        """What layers of one class give one after the other; None, and nothing done, where no piece serves them."""
+        nones = _nones(arguments)
+        piece = self._blocks.get((layers, nones))
+        if piece is None and (self.makes_blocks or (layers, nones) not in self._blocks):
+            made = self._made.setdefault((in_turn := _in_turn(forward), nones), [])
+            piece = _sharing(made, layers, arguments)
+            if piece is None and self.makes_blocks and not self.eager and len(made) < _MOST:
+                try:
+                    made.append(self._compile(in_turn, layers, arguments, arguments["hidden_states"].shape[self._axis]))
+                    piece = made[-1][0]
+                except Exception as e:  # As of single layers, which do for these too.
+                    _log.info("skipdecode: no blocks of layers: %s", e)
+            if made:
+                self._blocks[layers, nones] = piece
+        return None if piece is None else piece(layers, arguments)
 
     def _find(self, function: Any, layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]) -> Piece:
         def eager(layer: nn.Module, arguments: dict[str, Any]) -> Any:
@@ -76,8 +105,7 @@ class LayerPieces:
         if rows < 2:
             return eager  # A trace would take the one row for a constant; the next call may have more.
         made = self._made.setdefault((function, nones), [])
-        scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
-        found = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
+        found = _sharing(made, layer, arguments)
         if found is None and len(made) == _MOST:
             self._run_eagerly(f"they differ from the {_MOST} that are compiled")
         elif found is None and not self.eager:
@@ -122,6 +150,31 @@ class LayerPieces:
         elif isinstance(value, (tuple, list, dict)):
             for part in value.values() if isinstance(value, dict) else value:
                 self._mark(part, rows)
+
+
+@functools.cache
+def _in_turn(forward: Callable[..., Any]) -> Piece:
+    """Several layers, each on what the one before gives."""
+
+    def run(layer: Any, arguments: dict[str, Any]) -> Any:  # Named as in `_SCOPE`: here it is several.
+        names = [name for name in ("hidden_states", "residual") if name in arguments]
+        states: Any = ()
+        for each in layer:
+            states = forward(each, **arguments)
+            arguments = arguments | dict(zip(names, states if isinstance(states, tuple) else (states,), strict=True))
+        return states
+
+    return run
+
+
+def _nones(arguments: dict[str, Any]) -> tuple[str, ...]:
+    return tuple([name for name, value in arguments.items() if value is None])
+
+
+def _sharing(made: list[tuple[Piece, list[Fact]]], layer: Any, arguments: dict[str, Any]) -> Piece | None:
+    """The piece whose facts hold for a layer, or a block."""
+    scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
+    return next((piece for piece, facts in made if _all_hold(facts, scope)), None)
 
 
 def _described(kind: str, value: Any) -> Any:

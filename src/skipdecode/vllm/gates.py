@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
-from skipdecode.vllm.compiled import LayerPieces
+from skipdecode.vllm.compiled import BLOCK, LayerPieces
 from skipdecode.vllm.projection import KeyProjection
 from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
@@ -58,8 +58,10 @@ def check_architecture(architecture: str) -> None:
 def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any]:
     """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last."""
     check_architecture(architecture)
+    where, _, name = ARCHITECTURES[architecture].rpartition(".")
     try:
-        layers = attrgetter(ARCHITECTURES[architecture])(model)
+        decoder = attrgetter(where)(model)
+        layers = getattr(decoder, name)
     except AttributeError:
         raise UnsupportedModelError(
             f"vLLM's {type(model).__name__} keeps its decoder layers elsewhere than in {ARCHITECTURES[architecture]}: "
@@ -68,7 +70,6 @@ def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any
     # With pipeline parallelism the layers of other stages are there as placeholders without weights.
     held = {i: layer for i, layer in enumerate(layers) if next(layer.parameters(), None) is not None}
     through_transformers = type(model).__module__.startswith("vllm.model_executor.models.transformers")
-    decoder = attrgetter(ARCHITECTURES[architecture].rpartition(".")[0])(model)
     norm = getattr(decoder, "norm", None) or getattr(decoder, "final_layer_norm", None)
     return held, 1 if through_transformers else 0, norm
 
@@ -93,6 +94,8 @@ class LayerGates:
         The rows of the step under way; None lets every layer run on everything.
     put_back : bool
         Whether a layer that some rows run computes all of them and gets the others put back.
+    keep : Tensor or None
+        (rows, layers), bool, read by graphs at each replay: rows without it are put back. Set before `begin`.
     pieces : LayerPieces
         Runs layers in a step that skips.
     projections : dict of int to KeyProjection
@@ -104,6 +107,7 @@ class LayerGates:
     def __init__(self, layers: dict[int, Any], axis: int = 0, vllm_config: Any = None, norm: Any = None) -> None:
         self.step: StepRows | None = None
         self.put_back = self.finished = False
+        self.keep: Tensor | None = None
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self._axis = axis
@@ -113,6 +117,9 @@ class LayerGates:
         self._rows: dict[int, Any] = {}
         self._slots: dict[int, Tensor] = {}
         self._passing: tuple[int, list[Tensor]] | None = None
+        self._layers = layers
+        self._blocks: dict[int, tuple[int, ...]] = {}
+        self._done: set[int] = set()
         # Where vLLM compiles, its norms are many small operations for whoever calls them one by one.
         alone = norm is None or axis or self.pieces.eager or next(norm.parameters(), None) is None
         for index, layer in (layers if alone else layers | {_NORM: norm}).items():
@@ -132,17 +139,33 @@ class LayerGates:
         self._holds, self._waiting = ALL, []
         self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
         self._slots = slots
+        self._done = set()
+        whole = self._axis == 0 and self.keep is None and not self.pieces.eager
+        self._blocks = self._blocks_of(step) if whole else {}
+
+    def _blocks_of(self, step: StepRows) -> dict[int, tuple[int, ...]]:
+        """By its first layer, each run of layers that all rows run while nothing else is done between them."""
+        found, run = {}, []
+        for index in self._layers:
+            if step.layers[index] == ALL and step.projects[index] == NONE:
+                # The first layer of all has no residual yet.
+                run += [index] if index else []
+                if len(run) == BLOCK:
+                    found[run[0]], run = tuple(run), []
+            elif (step.layers[index], step.projects[index]) != (NONE, NONE):
+                run = []
+        return found
 
     def end(self) -> None:
         """The step is over, by an exception too."""
-        self.step = self._passing = None
+        self.step = self._passing = self.keep = None
         self._waiting = []
 
     def run(self, index: int, layer: Any, arguments: dict[str, Any], step: StepRows) -> Any:
         """One layer in a step that skips."""
         if index == _NORM:
             return self.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
-        kind = step.layers[index]
+        kind = NONE if index in self._done else step.layers[index]
         states = [arguments[name] for name in _STATES if name in arguments]
         puts_back = kind >= 0 and self.put_back
         if step.projects[index] != NONE and not puts_back:
@@ -150,15 +173,18 @@ class LayerGates:
             states = self._project(index, arguments, states, step)
         if puts_back:
             # Rows that are to be projected run here: the same keys and values, and their state is put back.
-            states = self._run_all(layer, arguments, states, step.parts[kind])
+            states = self._run_all(index, layer, arguments, states, step.parts[kind])
+        elif kind != NONE and self.keep is not None:
+            states = self._run_masked(index, layer, arguments, states)
         elif kind != NONE:
             if kind != self._holds:
                 states = self._change_rows(states, kind)
-            states = self._call(layer, arguments, states)
+            states = self._call(index, layer, arguments, states)
         elif len(states) > 1 and states[1] is None:
             states[1] = torch.zeros_like(states[0])
         if index == self._last:
             states, self.finished = self._change_rows(states, ALL), True
+            self._done = set()  # A graph's capture calls the layers of one step several times.
         return tuple(states) if len(states) > 1 else states[0]
 
     def _project(self, index: int, arguments: dict[str, Any], states: list[Any], step: StepRows) -> list[Any]:
@@ -179,25 +205,32 @@ class LayerGates:
 
     # ------------------------------------------------------------------ the two ways to skip
 
-    def _call(self, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
-        """The layer on the rows that `states` holds."""
+    def _call(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+        """The layer on the rows that `states` holds; where it begins a block, all of that."""
         forward = type(layer)._skipdecode_base.forward
         given = dict(zip((n for n in _STATES if n in arguments), states, strict=True))
         if self._holds == ALL:
             self._passing = None
+            if block := self._blocks.get(index):
+                done = self.pieces.block(forward, tuple([self._layers[i] for i in block]), arguments | given)
+                if done is not None:
+                    self._done.update(block)
+                    return _listed(done)
             return _listed(self.pieces(forward, layer, arguments | given))
         total, rows = self.step.num_rows, self._rows[self._holds]  # type: ignore[union-attr]
         others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
         return _listed(self.pieces(forward, layer, others | given))
 
-    def _run_all(self, layer: Any, arguments: dict[str, Any], states: list[Any], part: RowSubset) -> list[Any]:
+    def _run_all(
+        self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any], part: RowSubset
+    ) -> list[Any]:
         """The layer on all rows; those that sit it out are put back."""
         states = self._change_rows(states, ALL)
         alone = not isinstance(part.rest, tuple)
         rest: Any = (_selection(part.rest, states[0].device),) if alone else part.rest
         # Kept as copies, because a fused norm adds into what it is given.
         kept = [[self._take(s, r).clone() if s is not None else None for r in rest] for s in states]
-        out = self._call(layer, arguments, states)
+        out = self._call(index, layer, arguments, states)
         for state, saved in zip(out, kept, strict=True):
             for rows, before in zip(rest, saved, strict=True):
                 if before is None:
@@ -205,6 +238,13 @@ class LayerGates:
                 else:
                     self._view(state)[rows] = self._view(before)
         return out
+
+    def _run_masked(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
+        """The layer on all rows; those that do not `keep` what it made are put back, by operations of fixed shape."""
+        keep = self.keep[: self.step.num_rows, index, None]  # type: ignore[union-attr, index]
+        before = [None if s is None else s.clone() for s in states]
+        pairs = zip(self._call(index, layer, arguments, states), before, strict=True)
+        return [n.masked_fill(~keep, 0) if old is None else torch.where(keep, n, old) for n, old in pairs]
 
     # ------------------------------------------------------------------ rows
 

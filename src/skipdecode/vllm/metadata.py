@@ -32,6 +32,8 @@ _PER_ROW = ("slot_mapping", "positions")
 _COMPUTED = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "query_start_loc", "query_start_loc_cpu")
 _CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
 _AS_IT_IS = ("causal",)
+# Builders that may build again within a step; others (FlashInfer, Flex) plan into memory that is in use.
+_REPEATABLE = ("CPUAttentionMetadataBuilder", "FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder")
 _PLAIN = (*_PER_REQUEST, *_LENGTHS, *_PER_ROW, *_COMPUTED, *_CACHES, *_AS_IT_IS, "_num_computed_tokens_cpu")
 
 
@@ -47,6 +49,7 @@ class StepMetadata:
     """
 
     def __init__(self, groups: Any, layer_names: dict[int, list[str]]) -> None:
+        self.repeatable = True  # Whether metadata can be built for parts.
         self._given: dict[int, Any] = {}
         self._builders: list[Any] = []
         builder_of: dict[str, int] = {}
@@ -66,8 +69,8 @@ class StepMetadata:
                 key = (kind, builder)
                 if key not in made:
                     cut = cut_metadata(self._given[builder], step.parts[kind])
-                    # `fast_build` would be for drafts; a common prefix is not looked for in parts.
-                    made[key] = self._builders[builder](0, cut), cut.slot_mapping
+                    # `fast_build`: FlashAttention 3 else plans into the one buffer that it has for CUDA graphs.
+                    made[key] = self._builders[builder](0, cut, fast_build=True), cut.slot_mapping
                 metadata[name], slots[name] = made[key]
 
     def projected_slots(self, step: StepRows, slots: dict[str, Tensor]) -> dict[int, Tensor]:
@@ -86,6 +89,8 @@ class StepMetadata:
 
     def _watch(self, builder: Any) -> None:
         number, build = len(self._builders), builder.build
+        self.repeatable &= type(builder).__name__ in _REPEATABLE
+        builder.supports_update_block_table = False  # It would copy another group's metadata, past `build`.
 
         def watched(common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
             self._given[number] = common_attn_metadata

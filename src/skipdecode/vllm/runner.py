@@ -8,10 +8,13 @@ of the model.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
@@ -19,10 +22,12 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
+from skipdecode.vllm.choice import DepthChoice
 from skipdecode.vllm.gates import LayerGates, find_layers
+from skipdecode.vllm.graphs import DepthDescriptor, DepthGraphs
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection
-from skipdecode.vllm.settings import Mode, PluginSettings
+from skipdecode.vllm.settings import KEY, Mode, PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 
 if current_platform.is_cpu():
@@ -66,15 +71,33 @@ class SkipRunner:
         self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
         _make_stage_input(self)
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        chosen = self.skipping.depths.choose(self.execute_model_state, self.requests)  # type: ignore[attr-defined]
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if chosen:
+            # Where vLLM schedules a step ahead, the output is inside a promise of it.
+            getattr(output, "_model_runner_output", output).skipdecode = chosen
+        return output
+
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
         self.skipping.order(self.input_batch, self.requests, scheduler_output)  # type: ignore[attr-defined]
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        if self.skipping.skips:
-            # A captured graph runs every layer, and rows that pad a batch are in no plan.
-            kwargs["force_eager"] = True
-        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
+        determine = super()._determine_batch_execution_and_padding  # type: ignore[misc]
+        return self.skipping.graphs.dispatch(self.skipping.step, determine, *args, **kwargs)
+
+    def _warmup_and_capture(self, desc: Any, *args: Any, **kwargs: Any) -> None:
+        capture = super()._warmup_and_capture  # type: ignore[misc]
+        capture(desc, *args, **kwargs)
+
+        def capture_level(step: StepRows, keep: torch.Tensor | None) -> None:
+            with self.skipping.layer_by_layer(step, keep):
+                capture(desc, *args, **kwargs)
+
+        if desc.uniform:
+            keys = self.cudagraph_dispatcher.cudagraph_keys[CUDAGraphMode.FULL]  # type: ignore[attr-defined]
+            self.skipping.graphs.capture(desc, len(keys), capture_level)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super()._model_forward  # type: ignore[misc]
@@ -102,14 +125,14 @@ def _make_stage_input(runner: Any) -> None:
 
 
 class Skipping:
-    """What a runner needs to skip layers: the rows of the step to come, the gates, the metadata."""
+    """What a runner needs to skip layers: `step`, the rows of the step to come, the gates, metadata, graphs."""
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
-        self._limits = LayerLimits(settings.schedules)
-        self._several = len(settings.schedules) > 1
-        self._schedule_of: dict[str, int] = {}
-        self._step: StepRows | None = None
+        self._limits = LayerLimits(settings.plans)
+        self.depths = DepthChoice(settings)
+        self.step: StepRows | None = None
+        self.graphs = DepthGraphs(settings.plans, vllm_config.scheduler_config.max_num_batched_tokens, device)
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
@@ -120,7 +143,7 @@ class Skipping:
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
         self.gates = LayerGates(layers, axis, self._config, norm)
-        projected = {layer for s in self._settings.schedules for layer in s.projected}
+        projected = {layer for s in self._settings.plans for layer in s.projected}
         architecture = self._config.model_config.architecture
         self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
         # Those that vLLM compiles.
@@ -135,14 +158,23 @@ class Skipping:
         all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
         projected = self.gates.projections
         keys = StepRows((NONE,) * len(every), tuple(ALL if i in projected else NONE for i in every), (), rows)
+        for step, blocks in ((all_run, False), (all_run, True), *(((keys, False),) if projected else ())):
+            self.gates.pieces.makes_blocks = blocks
+            with self.layer_by_layer(step):
+                runner._dummy_run(rows, is_profile=True)
+
+    @contextmanager
+    def layer_by_layer(self, step: StepRows, keep: torch.Tensor | None = None) -> Iterator[None]:
+        """Runs that vLLM makes up call the layers of a step by the gates, and not vLLM's graph of them all."""
         before = [module.do_not_compile for module in self._graphs]
         try:
             for module in self._graphs:
                 module.do_not_compile = True
-            for step in (all_run, keys) if projected else (all_run,):
-                self.gates.begin(step, False, self._device, {})
-                runner._dummy_run(rows, is_profile=True)
+            self.gates.keep = keep
+            self.gates.begin(step, False, self._device, {})
+            yield
         finally:
+            self.gates.pieces.makes_blocks = False
             self.gates.end()
             for module, was in zip(self._graphs, before, strict=True):
                 module.do_not_compile = was
@@ -151,30 +183,37 @@ class Skipping:
         """The KV cache is there, and with it the builders of attention metadata."""
         self._metadata = StepMetadata(groups, self._layer_names)
         self.choice.builders = self._metadata.num_builders
+        if not self._metadata.repeatable:
+            self.choice.mode = "where"
 
     def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
         """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
+        for i, number in getattr(scheduler_output, KEY, {}).items():
+            requests[i].skipdecode = number
         batch = self._batch(input_batch, requests, scheduler_output.num_scheduled_tokens)
         if not len(batch.rows):
-            self._step = None
+            self.step = None
             return
         order = np.lexsort((self._limits.depth(batch), batch.start < batch.prompt))
         if (np.diff(order) < 0).any():
             _permute(input_batch, order)
             batch = StepBatch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
-        self._step = self._limits.step(batch)
-
-    @property
-    def skips(self) -> bool:
-        """Whether the step to come leaves out a layer for some row."""
-        return self._step is not None
+        self.step = self._limits.step(batch)
+        self.depths.expect(batch, input_batch.req_ids, scheduler_output.scheduled_spec_decode_tokens)
 
     def begin(self, context: Any) -> bool:
-        """Set the gates for the forward to come; returns whether it skips."""
-        step, self._step = self._step, None
+        """Get ready for the forward to come; returns whether it calls layers by the gates."""
+        step, self.step = self.step, None
         # Without metadata it is a dummy run, of which `order` knows nothing.
         if step is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
+        if isinstance(context.batch_descriptor, DepthDescriptor):
+            self.graphs.fill(step, context.batch_descriptor)
+            return False
+        if context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
+            raise UnsupportedFeatureError(
+                "this vLLM would replay a graph of every layer in a step that skips: start it with --enforce-eager"
+            )
         put_back = self.choice.puts_back(step)
         slots = self._metadata.projected_slots(step, context.slot_mapping)
         if not put_back:
@@ -189,21 +228,15 @@ class Skipping:
 
     def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
         ids = input_batch.req_ids
-        count = len(ids)
+        count, states = len(ids), [requests[i] for i in ids]
+        for state in states:
+            state.skipdecode = self._settings.index_of(state)
         return StepBatch(
             start=input_batch.num_computed_tokens_cpu[:count].astype(np.int64),
             rows=np.fromiter((scheduled[i] for i in ids), np.int64, count),
             prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
-            schedule=self._schedules(ids, requests),
+            schedule=np.array([state.skipdecode for state in states], np.int64),
         )
-
-    def _schedules(self, ids: list[str], requests: Any) -> Any:
-        if not self._several:
-            return np.zeros(len(ids), np.int64)
-        known = self._schedule_of
-        found = [known[i] if i in known else self._settings.index_of(requests[i]) for i in ids]
-        self._schedule_of = dict(zip(ids, found, strict=True))
-        return np.array(found, np.int64)
 
 
 def _permute(input_batch: Any, order: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the plugin was told: schedules by name, how rows are skipped, who is admitted when. Pure Python.
+"""What the plugin was told: schedules by name, a router, how rows are skipped, who is admitted when.
 
 Travels between vLLM's processes as JSON in `VllmConfig.additional_config["skipdecode"]`.
 """
@@ -6,17 +6,19 @@ Travels between vLLM's processes as JSON in `VllmConfig.additional_config["skipd
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from skipdecode.common.options import Options, option
 from skipdecode.common.registry import check_name
+from skipdecode.engine.adaptive import Adaptive, Router, bounded
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["KEY", "Mode", "PluginSettings"]
 
 KEY = "skipdecode"
-"""Names our part of config.json, of `additional_config`, and of a request's extra arguments."""
+"""Names our part of config.json, of `additional_config`, of a request's extra arguments, and of its state."""
 _FULL = "full"  # the schedule that is always there
 
 Mode = Literal["auto", "nested", "where"]
@@ -32,6 +34,8 @@ class PluginSettings(Options):
         They go by their names; the first serves requests that ask for none.
     machine : (float, float), optional
         Bytes and operations a second for the cost model; measured at start where they are not given.
+    router : Router, optional
+        Chooses the depth of requests that ask for `adaptive`.
 
     Raises
     ------
@@ -51,16 +55,17 @@ class PluginSettings(Options):
     )
     join_below: float = option("waves: the share of the slots up to which few run", default=0.25, least=0, most=1)
     machine: tuple[float, float] | None = None
+    router: Router | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.schedules:
             raise ScheduleError("no schedule was given: put one into config.json, key 'skipdecode'")
-        names = [s.name for s in self.schedules]
+        names = [s.name for s in self.plans if not isinstance(s, _Chosen)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ScheduleError(f"schedule name {twice[0]!r} is given twice: give each schedule a name of its own")
-        for schedule in self.schedules:
-            schedule.check_fits(self.schedules[0].num_layers)
+        for schedule in self.plans:
+            schedule.check_fits(self.num_layers)
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +75,16 @@ class PluginSettings(Options):
     @property
     def skips(self) -> bool:
         """Whether any schedule leaves out a layer."""
-        return not all(s.is_full for s in self.schedules)
+        return not all(s.is_full for s in self.plans)
+
+    @cached_property
+    def plans(self) -> tuple[Schedule, ...]:
+        """What requests follow, by number: schedules; with a router, what runs until it has chosen, and its depths."""
+        if self.router is None:
+            return self.schedules
+        first = Adaptive.choosing(self.router)
+        depths = [{f.name: getattr(depth, f.name) for f in fields(Schedule)} for depth in self.router.depths]
+        return (*self.schedules, first, *(_Chosen(**depth, projected=first.projected) for depth in depths))
 
     def index(self, name: object) -> int:
         """The number of the schedule of that name (None: the default).
@@ -80,25 +94,34 @@ class PluginSettings(Options):
         ScheduleError
             With the names that are loaded.
         """
-        names = [s.name for s in self.schedules]
+        names = [s.name for s in self.plans if not isinstance(s, _Chosen)]
         if name is not None and name not in names:
             raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, names))}")
         return 0 if name is None else names.index(name)
 
     def index_of(self, request: Any) -> int:
-        """The number of the schedule that one of vLLM's requests asks for; raises as `index` does."""
-        parameters = request.sampling_params
-        return self.index(((parameters and parameters.extra_args) or {}).get(KEY))
+        """The number of the plan of one of vLLM's requests: chosen for it, else what it asks for; raises as `index`."""
+        known: int | None = getattr(request, KEY, None)
+        return self.index(_asked(request).get(KEY)) if known is None else known
+
+    def chooser(self, request: Any) -> Adaptive | None:
+        """What chooses a request's depth within its bounds, if any; raises UsageError where these are not accepted."""
+        asked = _asked(request)
+        plan = self.plans[self.index(asked.get(KEY))]
+        bounds = _Bounds(*(asked.get(f"{KEY}_{f.name}") for f in fields(_Bounds)))
+        return bounded(plan, bounds.speedup, bounds.max_loss) if plan.chooses or bounds != _Bounds() else None
 
     @classmethod
     def of_engine(cls, vllm_config: Any) -> Self | None:
         """The settings that an engine was started with; None for one that does not skip."""
         extra = vllm_config.additional_config
-        return cls.from_config(None, extra[KEY]) if isinstance(extra, dict) and KEY in extra else None
+        options = dict(extra.get(KEY) or {}) if isinstance(extra, dict) else {}
+        router = options.pop("router", None)
+        return cls.from_config(None, options, router and Router.from_dict(router))
 
     @classmethod
-    def from_config(cls, carried: Any, options: Any) -> Self | None:
-        """Settings from the checkpoint's schedule and the user's options; None where neither has a schedule.
+    def from_config(cls, carried: Any, options: Any, router: Router | None = None) -> Self | None:
+        """Settings from the checkpoint's schedule and the user's options; None where neither has a schedule or router.
 
         Parameters
         ----------
@@ -107,9 +130,14 @@ class PluginSettings(Options):
         options : dict or None
             Value of `skipdecode` in `additional_config`: fields of this class, `schedules` as a list of dictionaries.
         """
-        options = _known({} if options is None else options)
+        if not isinstance(options, dict | None):
+            raise UsageError(f"skipdecode: options are a JSON object, not {type(options).__name__}")
+        options = dict(options or {})
+        for name in options:
+            check_name("option", name, [f.name for f in fields(PluginSettings) if f.name != "router"])
         schedules = [] if carried is None else [Schedule.from_dict(carried)]
         schedules += [Schedule.from_dict(data) for data in options.pop("schedules", ())]
+        schedules = schedules or ([Schedule.full(router.depths[0].num_layers)] if router else [])
         if not schedules:
             if options:
                 raise ScheduleError(
@@ -121,17 +149,27 @@ class PluginSettings(Options):
             schedules.append(Schedule.full(schedules[0].num_layers))
         if options.get("machine") is not None:
             options["machine"] = tuple(options["machine"])
-        return cls(tuple(schedules), **options)
+        return cls(tuple(schedules), router=router, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: options for `from_config`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"schedules": [s.to_dict() for s in self.schedules]}
+        router = self.router and self.router.to_dict()
+        return values | {"schedules": [s.to_dict() for s in self.schedules], "router": router}
 
 
-def _known(options: Any) -> dict[str, Any]:
-    if not isinstance(options, dict):
-        raise UsageError(f"skipdecode: options are a JSON object, not {type(options).__name__}")
-    for name in options:
-        check_name("option", name, [f.name for f in fields(PluginSettings)])
-    return dict(options)
+@dataclass(frozen=True)
+class _Bounds(Options):
+    speedup: float | None = option("of requests, in place of the router's target", default=None, least=1)
+    max_loss: float | None = option("most that a depth may be predicted to lose", default=None, least=0)
+
+
+@dataclass(frozen=True)
+class _Chosen(Schedule):
+    """One of a router's depths, behind the prompt that all share: its last token has run the deepest one's layers."""
+
+    projected: tuple[int, ...] = ()
+
+
+def _asked(request: Any) -> dict[str, Any]:
+    return (request.sampling_params and request.sampling_params.extra_args) or {}

@@ -18,7 +18,6 @@ from skipdecode.schedule import order as layer_order
 
 __all__ = [
     "MODEL",
-    "PROMPT_SETS",
     "AdaptiveOptions",
     "EngineOptions",
     "ModelOptions",
@@ -42,9 +41,6 @@ MODEL = (
     "a directory (of a model or an adapter), a hub id, smollm2-135m, or an adapter on it: e2e-smollm2-135m, "
     "chat-smollm2-135m"
 )
-PROMPT_SETS = (
-    "full, max_exit (those of the first generated token), a number n (the lowest n), or a list such as 0-14,20"
-)
 _SOME_POSITIONS = 64  # for a schedule that is only tried
 
 
@@ -53,7 +49,7 @@ class EngineOptions(Options):
     """What runs the model."""
 
     engine: str = option(
-        "what runs the model; fast: the package's own engine (CPUs, CUDA GPUs; Llama, Mistral, OPT, Qwen2, Qwen3); "
+        "what runs the model; fast: the package's own engine (CPUs, CUDA GPUs; `info` lists its model types); "
         "auto: fast where it covers the model, else transformers",
         default="auto",
         choices=ENGINES,
@@ -141,8 +137,8 @@ class ScheduleOptions(Options):
         least=1,
     )
     prompt_layers: str | None = option(
-        f"layers that prompt tokens run, whatever the schedule says: {PROMPT_SETS}; in layers that generated tokens "
-        "run beyond these, prompts leave keys and values and compute nothing else",
+        f"layers that prompt tokens run, whatever the schedule says: {layer_order.PROMPT_SETS}; in layers that "
+        "generated tokens run beyond these, prompts leave keys and values and compute nothing else",
         default=None,
     )
 

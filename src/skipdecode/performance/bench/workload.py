@@ -8,7 +8,7 @@ from typing import Any
 from skipdecode.common.options import Options, option
 from skipdecode.performance.bench.gguf_file import KINDS
 from skipdecode.schedule import Schedule
-from skipdecode.schedule.order import prompt_set
+from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 
 __all__ = ["DRAFTING", "GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
 
@@ -76,9 +76,7 @@ class Workload(Options):
     rounds: int = option("times that everything runs, in turn", default=3, least=1)
     prompts: bool = option("also time prompts, for the speed-up of whole requests", default=True)
     prompt_layers: str | None = option(
-        "layers that prompts run under the nominal speed-ups: full, max_exit, a number n (the lowest n), or a list "
-        "such as 0-14,20 (default: full)",
-        default=None,
+        f"layers that prompts run under the nominal speed-ups: {PROMPT_SETS} (default: full)", default=None
     )
 
     @property

@@ -102,6 +102,8 @@ class LlamaCppPeer(Peer):
         If the model has no GGUF form, or is not on the CPU.
     """
 
+    times_prompts = False  # They are fed a token at a time.
+
     def __init__(self, model: Any, kind: str) -> None:
         if importlib.util.find_spec("llama_cpp") is None:
             raise MissingExtraError("the engine 'llama.cpp'", "llama-cpp")
@@ -110,7 +112,6 @@ class LlamaCppPeer(Peer):
         import llama_cpp
 
         super().__init__(model)
-        self.times_prompts = False  # they are fed a token at a time
         self.name, self.weights = f"llama.cpp-{kind}", kind
         self.arithmetic = "w8a8" if kind.startswith("q") else self.arithmetic
         self._library: Any = llama_cpp
