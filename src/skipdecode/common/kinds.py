@@ -37,6 +37,7 @@ FORMATS: Mapping[str, int] = {
     "tuning-speed": 1,
     "vllm-exact": 1,
     "vllm-speed": 1,
+    "vllm-versions": 1,
 }
 """Every kind, with the format that this version writes and reads."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from prometheus_client import Counter, Histogram
@@ -24,32 +25,34 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         settings = PluginSettings.of_engine(vllm_config)
-        self._on = settings is not None
-        if settings is not None:
-            self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-            self._counters, self._depth = _metrics(settings.num_layers)
+        made = {} if settings is None else _metrics(settings.num_layers)
+        labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        self._metrics = {name: metric.labels(*labels) for name, metric in made.items()}
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM after every step."""
-        if not self._on or scheduler_stats is None:
-            return
-        for name, count in scheduler_stats.running_lora_adapters.items():
-            if name.startswith(DEPTH_PREFIX):
-                depth = self._depth.labels(*self._labels)
-                for _ in range(count):
-                    depth.observe(int(name.removeprefix(DEPTH_PREFIX)))
-            elif name.startswith(PREFIX):
-                self._counters[name.removeprefix(PREFIX)].labels(*self._labels).inc(count)
+        if self._metrics and scheduler_stats is not None:
+            for name, count in scheduler_stats.running_lora_adapters.items():
+                if name.startswith(DEPTH_PREFIX):
+                    for _ in range(count):
+                        self._metrics["request_layers"].observe(int(name.removeprefix(DEPTH_PREFIX)))
+                elif name.startswith(PREFIX):
+                    self._metrics[name.removeprefix(PREFIX)].inc(count)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
 
 
 @functools.cache
-def _metrics(layers: int) -> tuple[dict[str, Any], Any]:
-    """Made once a process: names may be registered only once."""
-    labels = ("model_name", "engine")
-    counters = {name: Counter(f"skipdecode_{name}", text, labels) for name, text in _COUNTERS.items()}
-    buckets = [*range(1, layers + 1), float("inf")]
+def _metrics(layers: int) -> dict[str, Any]:
+    """Made once a process: names may be registered only once. A replica of Ray Serve has its node's /metrics alone."""
+    counter, histogram, labels = Counter, Histogram, ("model_name", "engine")
+    if "ray.serve" in sys.modules:
+        from vllm.v1.metrics import ray_wrappers as ray
+
+        if ray._get_replica_id() is not None:
+            counter, histogram = ray.RayCounterWrapper, ray.RayHistogramWrapper
+    metrics = {name: counter(f"skipdecode_{name}", text, labels) for name, text in _COUNTERS.items()}
     text = "Layers that a finished request's tokens ran on average, rounded."
-    return counters, Histogram("skipdecode_request_layers", text, labels, buckets=buckets)
+    depth = histogram("skipdecode_request_layers", text, labels, buckets=[*range(1, layers + 1)])
+    return metrics | {"request_layers": depth}

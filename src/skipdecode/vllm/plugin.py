@@ -149,6 +149,8 @@ def _refusal(config: Any) -> str | None:
 
 
 def _change(config: Any, settings: PluginSettings) -> None:
+    from vllm.platforms import current_platform
+
     parallel, scheduling = config.parallel_config, config.scheduler_config
     config.additional_config = dict(config.additional_config or {}) | {KEY: settings.to_dict()}
     if hasattr(config.compilation_config, "fast_moe_cold_start"):
@@ -157,11 +159,11 @@ def _change(config: Any, settings: PluginSettings) -> None:
     parallel.worker_cls = _WORKER
     if config.speculative_config is not None:
         scheduling.async_scheduling = False
-    synchronous = scheduling.async_scheduling is False or _on_cpu() or parallel.pipeline_parallel_size > 1
+    stages = parallel.pipeline_parallel_size
+    synchronous = scheduling.async_scheduling is False or current_platform.is_cpu() or stages > 1
     if synchronous:
         scheduling.async_scheduling = False
     scheduling.scheduler_cls = _SCHEDULERS[not synchronous]
-    stages = parallel.pipeline_parallel_size
     if stages > 1:
         _set_environment(_PARTITION_VARIABLE, ",".join(map(str, layers_of_stages(settings.schedules[0], stages))))
     _check_requests()
@@ -179,12 +181,6 @@ def _undo_environment() -> None:
         if os.environ.get(name) == value:
             del os.environ[name]
     _set_by_us.clear()
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 # ---------------------------------------------------------------------- requests
