@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -204,7 +203,6 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
     return traces.make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-@cache
 def _recorded(file: str | None) -> list[tuple[int, list[int]]]:
     return [] if file is None else traces.read_recorded(Path(file))
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from skipdecode.common.files import write_whole
@@ -38,6 +37,7 @@ MOVE = 0.25
 """Of the moving mean of log-probabilities: what the newest token weighs."""
 _HEADING = {"kind": "router", "format": 1}
 _PROJECTIONS = 32
+_PART = 256  # rows of a product that BLAS begins no threads for
 _KNOWN = 4 + _PROJECTIONS
 
 
@@ -47,19 +47,23 @@ def features(logits: Tensor, prompt_tokens: int) -> tuple[float, ...]:
     Entropy (nats), log-probability of the likeliest token and its lead over the second, logarithm of the prompt's
     length, and a fixed random projection of the logits: as these are linear in the last state, one of that state too.
     """
-    values = logits.detach().float().cpu()
-    likely = values.log_softmax(-1)
-    first, second = likely.topk(2).values.tolist()
-    entropy = float(torch.special.entr(likely.exp()).sum())
-    projected = (values - values.mean()) @ _signs(len(values))
-    return (entropy, first, first - second, math.log(prompt_tokens), *projected.tolist())
+    values = logits.detach().float().cpu().numpy()
+    values = values - values.max()
+    chances = np.exp(values)
+    total = chances.sum()
+    second, first = (np.sort(np.partition(values, -2)[-2:]) - np.log(total)).tolist()
+    entropy = float(np.log(total) - (chances * values).sum() / total)
+    signs, centred = _signs(len(values)), values - values.mean()
+    # One thread, as all of this: the engine's are still awake, and others would wait for theirs to have a core.
+    projected = sum(centred[i : i + _PART] @ signs[i : i + _PART] for i in range(0, len(values), _PART))
+    return (entropy, first, first - second, math.log(prompt_tokens), *np.asarray(projected).tolist())
 
 
 @lru_cache(maxsize=2)
-def _signs(vocabulary: int) -> Tensor:
+def _signs(vocabulary: int) -> Any:
     # numpy keeps this generator's numbers for all time, as a stored router needs.
     drawn = np.random.RandomState(0).randint(0, 2, (vocabulary, _PROJECTIONS)) * 2 - 1
-    return torch.from_numpy(drawn / math.sqrt(vocabulary)).float()
+    return (drawn / math.sqrt(vocabulary)).astype(np.float32)
 
 
 def identity(model: Any, folder: Path | None = None) -> dict[str, Any]:
