@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,19 +30,21 @@ _VERDICTS = {
     "held out": "{held_out:.4f}",
 }
 _CURVES = (
-    "Thick lines are means of 15 steps, thin ones single steps; marks are losses on the dev set. A schedule that is "
-    "sampled now and then has a line of its own."
+    "Thick lines are means of 15 steps, thin ones some single steps; marks are losses on the dev set. A schedule that "
+    "is sampled now and then has a line of its own."
 )
 
 
 def depth_sections(sources: Sequence[Source]) -> list[Section]:
-    """Every schedule that the sources name, once."""
+    """Every schedule that the sources name, once; under all the names that it has there."""
     decodings: list[Any] = [s.data.data["config"].get("method", {}) for s in of_kind(sources, "evaluation")]
     decodings += [row.get("decoding") or {} for s in of_kind(sources, "quality-table") for row in s.data["runs"]]
     schedules = [s.data for s in of_kind(sources, "schedule")]
     schedules += [Schedule.from_dict(d["schedule"]) for d in decodings if d.get("schedule")]
-    found = {json.dumps(s.to_dict(), sort_keys=True): s for s in schedules if not s.is_full}
-    pictures = [_depth(schedule) for schedule in found.values()]
+    found: dict[str, dict[str, Schedule]] = {}
+    for schedule in (s for s in schedules if not s.is_full):
+        found.setdefault(json.dumps(schedule.to_dict() | {"name": ""}, sort_keys=True), {})[schedule.name] = schedule
+    pictures = [_depth(replace(next(iter(same.values())), name=", ".join(same))) for same in found.values()]
     return [Section("Which layers run where", _NESTED, pictures=pictures, shown=_SHOWN)]
 
 

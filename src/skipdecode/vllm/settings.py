@@ -154,8 +154,8 @@ class PluginSettings(Options):
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: options for `from_config`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        router = self.router and self.router.to_dict()
-        return values | {"schedules": [s.to_dict() for s in self.schedules], "router": router}
+        values |= {"schedules": [s.to_dict() for s in self.schedules], "router": self.router and self.router.to_dict()}
+        return {name: value for name, value in values.items() if name != "router" or value}
 
 
 @dataclass(frozen=True)

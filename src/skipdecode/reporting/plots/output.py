@@ -123,6 +123,8 @@ _SAID = (
     r"(?<=text-anchor: middle); fill: var\(--ink\)|(?<=text-anchor: end); fill: var\(--ink\)",
     r' style="fill: var\(--ink\); stroke: var\(--ink\); stroke-width: 0.8"',
     r"; stroke-linecap: square|; stroke-linejoin: miter|; stroke-dashoffset: 0",
+    r'<defs><style type="text/css">[^<]*</style></defs>',
+    r'<path d="[^"]*" style="fill: none"/>',  # Draws nothing.
 )
 
 
@@ -130,6 +132,7 @@ def _smaller(text: str) -> str:
     """The same picture in fewer letters: tenths of a point, no white space between elements or in styles."""
     text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: _rounded(found[0]), text)
     text = re.sub("|".join(_SAID), "", re.sub(r">\s+<", "><", text))
+    text = re.sub(r"<g[^<>]*></g>", "", text)
     for _ in range(2):
         text = re.sub(r"<g>(<(?:use|path)[^<>]*/>|<text[^<>]*>[^<>]*</text>)</g>", r"\1", text)
     text = re.sub(r' clip-path="[^"]*"(?= style="fill: none; stroke: var\(--grid\))', "", text)
