@@ -261,8 +261,9 @@ PLANS = {
             "any": tuned(
                 "learned-3x",
                 [
-                    *("--steps", "450", "--curriculum", "sampled", "--sampled-speedups", *"1123355"),
-                    *("--sampled-prompts", "10", "--dev-records", "64", "--eval-every", "90", "--compare-batches", "0"),
+                    *("--steps", "600", "--curriculum", "sampled", "--sampled-speedups", *"1123355"),
+                    *("--sampled-prompts", "10", "--dev-records", "64"),
+                    *("--eval-every", "120", "--compare-batches", "0"),
                 ],
                 ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)],
             ),

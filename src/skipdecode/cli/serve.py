@@ -180,10 +180,8 @@ def _run_vllm(config: Config) -> int:
     model_config = load_config(config.model)
     layers = layers_in(model_config)
     schedules, own = _schedules(config, layers), of_config(model_config, config.model)
-    architecture, quantization = (
-        (model_config.architectures or [""])[0],
-        getattr(model_config, "quantization_config", None),
-    )
+    architecture = (model_config.architectures or [""])[0]
+    quantization = getattr(model_config, "quantization_config", None)
     check_projects(schedules if own is None else (own, *schedules), architecture, quantization)
     if schedules and own is None:
         # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -110,6 +111,11 @@ class Config(ScheduleOptions):
     seed: int = option("of the random numbers", default=0)
     json: bool = option("print one JSON document", default=False)
 
+    @cached_property
+    def recorded(self) -> list[tuple[int, list[int]]]:
+        """What --traces names: of each request its prompt's length and its tokens' depths."""
+        return [] if self.traces is None else traces.read_recorded(Path(self.traces))
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -132,7 +138,7 @@ def run(config: Config) -> int:
     started = time.perf_counter()
     policies = [SchedulePolicy(Schedule.full(cost.num_layers))]
     policies += [] if chosen.is_full else [SchedulePolicy(chosen)]
-    if rows := _recorded(config.traces):
+    if rows := config.recorded:
         policies.append(traces.RecordedDepths(replace(chosen, name=_RECORDED), rows))
     full = _simulated(config, cost, policies[0], None)
     runs = [full, *(_simulated(config, cost, policy, full.capacity) for policy in policies[1:])]
@@ -196,15 +202,11 @@ def _positions(config: Config) -> int:
 def _trace(config: Config, rate: float | None, requests: int | None = None) -> Iterator[traces.Arrival]:
     times = traces.all_at_once() if rate is None else traces.bursts(rate, config.burst, config.seed)
     count = config.requests if requests is None else requests
-    if rows := _recorded(config.traces):
+    if rows := config.recorded:
         sizes = ((prompt, len(layers) + 1) for prompt, layers in cycle(rows))
         return (traces.Arrival(at, n, new, new) for at, (n, new) in zip(islice(times, count), sizes, strict=False))
     prompts, outputs = traces.parse_lengths(config.prompt_len), traces.parse_lengths(config.new_tokens)
     return traces.make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
-
-
-def _recorded(file: str | None) -> list[tuple[int, list[int]]]:
-    return [] if file is None else traces.read_recorded(Path(file))
 
 
 def _simulated(config: Config, cost: CostModel, layers: SchedulePolicy, full_capacity: float | None) -> _Run:

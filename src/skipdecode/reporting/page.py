@@ -5,6 +5,7 @@ Knows nothing about results.
 
 from __future__ import annotations
 
+import html
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,6 +153,8 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # Quotes need no escapes outside of attributes, and a document has thousands.
+    environment.filters["document"] = lambda text: Markup(html.escape(text, quote=False))
     numbers = itertools.count(1)
     shown = [section for section in sections if section]
 

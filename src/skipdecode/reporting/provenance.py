@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from markupsafe import Markup
 
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.page import Section, Table, table
@@ -38,9 +35,7 @@ def _other(source: Source) -> Section:
     rows = list(_figures(source.data))
     caption = f"Figures of {source.name}" + (f", the first {_MOST} of {len(rows)}" if len(rows) > _MOST else "")
     tables = [Table(caption, ["figure", "value"], rows[:_MOST])] if rows else []
-    # Quotes need no escapes outside of attributes, and a document has thousands.
-    text = html.escape(json.dumps(source.data, indent=1, ensure_ascii=False), quote=False)
-    whole = "The whole document", Markup(text)
+    whole = "The whole document", json.dumps(source.data, indent=1, ensure_ascii=False)
     return Section(f"Other results: {source.name}", tables=tables, details=[whole])
 
 

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BLOCK", "LayerPieces"]
+__all__ = ["BLOCK", "STATES", "LayerPieces", "listed"]
 
 BLOCK = 4
 """Layers of a block."""
+STATES = ("hidden_states", "residual")
+"""What a layer is given and gives back, by the names of its arguments; not every family has the second."""
 
 _MOST = 4
 """Pieces of one function; layers of more kinds than these run eagerly."""
@@ -157,14 +159,19 @@ def _in_turn(forward: Callable[..., Any]) -> Piece:
     """Several layers, each on what the one before gives."""
 
     def run(layer: Any, arguments: dict[str, Any]) -> Any:  # Named as in `_SCOPE`: here it is several.
-        names = [name for name in ("hidden_states", "residual") if name in arguments]
-        states: Any = ()
+        names = [name for name in STATES if name in arguments]
+        states: list[Any] = []
         for each in layer:
-            states = forward(each, **arguments)
-            arguments = arguments | dict(zip(names, states if isinstance(states, tuple) else (states,), strict=True))
-        return states
+            states = listed(forward(each, **arguments))
+            arguments = arguments | dict(zip(names, states, strict=True))
+        return tuple(states)
 
     return run
+
+
+def listed(output: Any) -> list[Any]:
+    """The states that a layer gave, one or several."""
+    return list(output) if isinstance(output, tuple) else [output]
 
 
 def _nones(arguments: dict[str, Any]) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
-from skipdecode.vllm.compiled import BLOCK, LayerPieces
+from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
 from skipdecode.vllm.projection import KeyProjection
 from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
@@ -43,7 +43,6 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "model.layers",
 }
 
-_STATES = ("hidden_states", "residual")
 _NORM = -1  # in the place of a layer's number
 
 
@@ -166,7 +165,7 @@ class LayerGates:
         if index == _NORM:
             return self.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
         kind = NONE if index in self._done else step.layers[index]
-        states = [arguments[name] for name in _STATES if name in arguments]
+        states = [arguments[name] for name in STATES if name in arguments]
         puts_back = kind >= 0 and self.put_back
         if step.projects[index] != NONE and not puts_back:
             # First, for a text's rows may attend to those that another leaves in this step.
@@ -195,7 +194,7 @@ class LayerGates:
         if self._passing is None or self._passing[0] != kind:
             whole = states if self._holds == ALL else self._waiting
             self._passing = kind, [self._take(s, rows) for s in whole]
-        given: dict[str, Any] = dict(zip(_STATES, self._passing[1], strict=False))
+        given: dict[str, Any] = dict(zip(STATES, self._passing[1], strict=False))
         given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = self.projections[index]
         keys, values = self.pieces(type(projection).forward, projection, given)
@@ -208,18 +207,18 @@ class LayerGates:
     def _call(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
         """The layer on the rows that `states` holds; where it begins a block, all of that."""
         forward = type(layer)._skipdecode_base.forward
-        given = dict(zip((n for n in _STATES if n in arguments), states, strict=True))
+        given = dict(zip((n for n in STATES if n in arguments), states, strict=True))
         if self._holds == ALL:
             self._passing = None
             if block := self._blocks.get(index):
                 done = self.pieces.block(forward, tuple([self._layers[i] for i in block]), arguments | given)
                 if done is not None:
                     self._done.update(block)
-                    return _listed(done)
-            return _listed(self.pieces(forward, layer, arguments | given))
+                    return listed(done)
+            return listed(self.pieces(forward, layer, arguments | given))
         total, rows = self.step.num_rows, self._rows[self._holds]  # type: ignore[union-attr]
         others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
-        return _listed(self.pieces(forward, layer, others | given))
+        return listed(self.pieces(forward, layer, others | given))
 
     def _run_all(
         self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any], part: RowSubset
@@ -307,10 +306,6 @@ def _names(layer: Any) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(getattr(layer, "forward_native", layer.forward)).parameters.values()
     return tuple(p.name for p in parameters if p.kind in kinds)
-
-
-def _listed(output: Any) -> list[Any]:
-    return list(output) if isinstance(output, tuple) else [output]
 
 
 def _selection(rows: Any, device: torch.device) -> Any:

@@ -162,6 +162,7 @@ class Skipping:
             self.gates.pieces.makes_blocks = blocks
             with self.layer_by_layer(step):
                 runner._dummy_run(rows, is_profile=True)
+        self.gates.pieces.makes_blocks = False
 
     @contextmanager
     def layer_by_layer(self, step: StepRows, keep: torch.Tensor | None = None) -> Iterator[None]:
@@ -174,7 +175,6 @@ class Skipping:
             self.gates.begin(step, False, self._device, {})
             yield
         finally:
-            self.gates.pieces.makes_blocks = False
             self.gates.end()
             for module, was in zip(self._graphs, before, strict=True):
                 module.do_not_compile = was

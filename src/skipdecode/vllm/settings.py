@@ -61,8 +61,7 @@ class PluginSettings(Options):
         super().__post_init__()
         if not self.schedules:
             raise ScheduleError("no schedule was given: put one into config.json, key 'skipdecode'")
-        names = [s.name for s in self.plans if not isinstance(s, _Chosen)]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := [name for name in self._names if self._names.count(name) > 1]:
             raise ScheduleError(f"schedule name {twice[0]!r} is given twice: give each schedule a name of its own")
         for schedule in self.plans:
             schedule.check_fits(self.num_layers)
@@ -86,6 +85,11 @@ class PluginSettings(Options):
         depths = [{f.name: getattr(depth, f.name) for f in fields(Schedule)} for depth in self.router.depths]
         return (*self.schedules, first, *(_Chosen(**depth, projected=first.projected) for depth in depths))
 
+    @cached_property
+    def _names(self) -> list[str]:
+        """What requests may ask for, by number."""
+        return [s.name for s in self.plans if not isinstance(s, _Chosen)]
+
     def index(self, name: object) -> int:
         """The number of the schedule of that name (None: the default).
 
@@ -94,10 +98,9 @@ class PluginSettings(Options):
         ScheduleError
             With the names that are loaded.
         """
-        names = [s.name for s in self.plans if not isinstance(s, _Chosen)]
-        if name is not None and name not in names:
-            raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, names))}")
-        return 0 if name is None else names.index(name)
+        if name is not None and name not in self._names:
+            raise ScheduleError(f"unknown schedule {name!r}: this server has {', '.join(map(repr, self._names))}")
+        return 0 if name is None else self._names.index(name)
 
     def index_of(self, request: Any) -> int:
         """The number of the plan of one of vLLM's requests: chosen for it, else what it asks for; raises as `index`."""
