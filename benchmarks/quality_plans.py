@@ -17,12 +17,14 @@ CALIBRATED = ("calibrated", "curve", "pruned")
 class Checkpoint:
     """What a checkpoint starts from, what it is tuned with, and the methods it is evaluated with.
 
-    Words that end in .json are schedules by name, such as even-3x.json.
+    Words that end in .json are schedules by name, such as even-3x.json. `averaged`: another checkpoint, and its share
+    of the weights that tuning starts from.
     """
 
     base: str
     options: Sequence[str]
     methods: Sequence[str]
+    averaged: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,12 @@ def full_depth(base: str, seq_len: int, steps: int) -> Checkpoint:
 E2E_SEQ_LEN, E2E_MEDIAN = 41, 25
 _ALL = (2, 3, 4, 5)
 _SECOND = sampled(450, 2, 3, 4)
+# Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
+_ANY_SPEED = [
+    *("--curriculum", "sampled", "--sampled-speedups", *"1123355", "--sampled-prompts", "10"),
+    *("--dev-records", "64", "--compare-batches", "0"),
+]
+_ANY_METHODS = ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)]
 _LOWERED = ["--steps", "450", "--curriculum", "lower", "--curriculum-fraction", "0.3", "--distill-weight", "0.5"]
 _SHORT = ["--steps", "50", "--distill-weight", "0.5"]
 _ABLATED = ("paper", "warmup0", "warmup2", "warmup4", "flat", "max_exit", "median")
@@ -257,15 +265,15 @@ PLANS = {
         checkpoints={
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
-            # Deep cuts and full depth twice as often as 2x, each depth with full and with split prompts.
-            "any": tuned(
-                "learned-3x",
+            "any-a": tuned("learned-3x", ["--steps", "600", "--eval-every", "120", *_ANY_SPEED], _ANY_METHODS),
+            "any": Checkpoint(
+                "any-a",
                 [
-                    *("--steps", "600", "--curriculum", "sampled", "--sampled-speedups", *"1123355"),
-                    *("--sampled-prompts", "10", "--dev-records", "64"),
-                    *("--eval-every", "120", "--compare-batches", "0"),
+                    *("--schedule", "learned-3x.json", "--steps", "300", "--learning-rate", "2e-4", "--seed", "1"),
+                    *_ANY_SPEED,
                 ],
-                ["full", *files("learned", 2, 3, 5), *files("lower10", 2, 3, 5)],
+                _ANY_METHODS,
+                averaged=("full-b", 0.3),
             ),
         },
         yardstick="full-b",

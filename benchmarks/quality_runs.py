@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from quality_plans import CALIBRATED, PLANS, Checkpoint, Plan
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipdecode import Schedule
@@ -76,11 +77,25 @@ class Steps:
         if finished(out):
             return
         base = self.checkpoint(made.base) if made.base else self.base()
+        if made.averaged:
+            base = self.average(Path(base), *made.averaged)
         train, dev = self.data / "train.jsonl", self.data / "dev.jsonl"
         head = ["skipdecode", "tune", base, "--task", self.plan.task, "--train", train, "--dev", dev]
         every = ["--eval-every", "75", "--checkpoint-every", "75"]
         options = map(self.place, made.options)
         self.call(*head, "--out", out, "--resume", "--full", *self.plan.common, *every, *options)
+
+    def average(self, first: Path, second: str, share: float) -> Path:
+        """A checkpoint whose weights lie between those of two, `share` of the way to the second."""
+        out, file = first.with_name(f"{first.name}-{second}-{share}"), "model.safetensors"
+        if not self.dry_run and not (out / file).exists():
+            shutil.copytree(
+                first, out, ignore=shutil.ignore_patterns("checkpoints", "log.jsonl", file), dirs_exist_ok=True
+            )
+            ours, theirs = load_file(first / file), load_file(self.checkpoint(second) / file)
+            mean = {name: torch.lerp(weight, theirs[name], share) for name, weight in ours.items()}
+            save_file(mean, out / file, metadata={"format": "pt"})
+        return out
 
     def base(self) -> str | Path:
         """The untuned model."""
