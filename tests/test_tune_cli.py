@@ -258,15 +258,18 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path, path: Path) -> None:
         assert name in changed or recipe["options"][name] == value
 
 
-def test_the_bundled_adapter_is_small_and_came_from_its_preset() -> None:
-    adapter = Path(skipdecode.__file__).parent / "models" / "adapters" / "e2e-smollm2-135m"
-    assert sum(file.stat().st_size for file in adapter.iterdir()) <= 20e6
-    made = json.loads((adapter / "recipe.json").read_text())
-    preset = json.loads((PRESETS / "e2e-smollm2-135m.json").read_text())["options"]
-    # Its file was rounded to float16, and fp32 chosen, before both were options.
-    named = {k: v for k, v in preset.items() if k not in ("adapter_dtype", "precision")}
-    assert named == {k: made["options"][k] for k in named}
-    assert made["result"]["precision"] == preset["precision"]
+def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
+    adapters = Path(skipdecode.__file__).parent / "models" / "adapters"
+    assert sum(file.stat().st_size for file in adapters.rglob("*")) <= 20e6
+    assert {path.stem for path in PRESETS.iterdir()} == {path.name for path in adapters.iterdir()}
+    for path in PRESETS.iterdir():
+        made = json.loads((adapters / path.stem / "recipe.json").read_text())
+        preset = json.loads(path.read_text())
+        # One file was rounded to float16, and its precision chosen, before both were options.
+        options = {k: v for k, v in preset["options"].items() if k != "precision" and k in made["options"]}
+        assert options == {k: made["options"][k] for k in options}
+        assert made["result"]["precision"] == preset["options"].get("precision", "bf16")
+        assert preset.get("schedule", made["schedule"]) == made["schedule"]
 
 
 def test_an_adapter_can_be_tuned_on_when_it_is_merged(files: Files, tmp_path: Path, capsys: Any) -> None:
