@@ -171,7 +171,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "names", [*([name] * 6 for name in MIX), [*MIX, "flat"]], ids=lambda names: "+".join(set(names))
+    "names", [*([name] * 6 for name in MIX), [*MIX, "flat"]], ids=lambda names: "+".join(dict.fromkeys(names))
 )
 def test_tokens_are_those_of_transformers(recorded: Any, names: list[str]):
     model, llm, recorder = recorded

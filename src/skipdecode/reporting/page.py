@@ -153,7 +153,6 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Quotes need no escapes outside of attributes, and a document has thousands.
     environment.filters["document"] = lambda text: Markup(html.escape(text, quote=False))
     numbers = itertools.count(1)
     shown = [section for section in sections if section]

@@ -22,8 +22,7 @@ __all__ = ["BLOCK", "STATES", "LayerPieces", "listed"]
 
 BLOCK = 4
 """Layers of a block."""
-STATES = ("hidden_states", "residual")
-"""What a layer is given and gives back, by the names of its arguments; not every family has the second."""
+STATES = ("hidden_states", "residual")  # what a layer is given and gives back; not every family has the second
 
 _MOST = 4
 """Pieces of one function; layers of more kinds than these run eagerly."""

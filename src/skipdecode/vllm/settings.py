@@ -87,7 +87,6 @@ class PluginSettings(Options):
 
     @cached_property
     def _names(self) -> list[str]:
-        """What requests may ask for, by number."""
         return [s.name for s in self.plans if not isinstance(s, _Chosen)]
 
     def index(self, name: object) -> int:

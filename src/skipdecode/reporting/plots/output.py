@@ -90,7 +90,8 @@ def svg(figure: Any, name: str, label: str) -> str:
     -------
     str
         Transparent; colours are CSS variables (``--ink``, ``--grid``, ``--idle``, ``--c0`` to ``--c7``), and so is
-        that of text without one (``--ink``): the page has them, and sets the size from ``--width`` (in points).
+        that of text without one (``--ink``): the page has them, and sets the size from ``--width`` (in points). Text
+        of class ``middle`` or ``end`` is 10 pixels high and anchored there.
     """
     buffer = io.StringIO()
     with styled():
@@ -108,12 +109,9 @@ def svg(figure: Any, name: str, label: str) -> str:
     }
     text = re.sub(r' id="([^"]+)"', lambda found: f' id="{short[found[1]]}"' if found[1] in short else "", text)
     text = re.sub(r'(url\(|href=")#([^)"]+)', lambda found: f"{found[1]}#{short[found[2]]}", text)
-    box = re.search(r'viewBox="([^"]+)"', text)
-    width = box[1].split()[2] if box else ""
-    head = (
-        f'<svg viewBox="{box[1] if box else ""}" style="--width: {width}" role="img" aria-label="{html.escape(label)}">'
-    )
-    return head + text[text.index(">") + 1 :]
+    box = next(re.finditer(r'viewBox="([^"]+)"', text))[1]
+    head = f'<svg viewBox="{box}" style="--width: {box.split()[2]}" role="img" aria-label="{html.escape(label)}">'
+    return head + _unwrapped(text[text.index(">") + 1 :])
 
 
 # What the page's style says once for all pictures, or what the element that is used says already.
@@ -133,10 +131,21 @@ def _smaller(text: str) -> str:
     text = re.sub(r' (d|x|y|transform)="[^"]*"', lambda found: _rounded(found[0]), text)
     text = re.sub("|".join(_SAID), "", re.sub(r">\s+<", "><", text))
     text = re.sub(r"<g[^<>]*></g>", "", text)
-    for _ in range(2):
-        text = re.sub(r"<g>(<(?:use|path)[^<>]*/>|<text[^<>]*>[^<>]*</text>)</g>", r"\1", text)
     text = re.sub(r' clip-path="[^"]*"(?= style="fill: none; stroke: var\(--grid\))', "", text)
-    return re.sub(r' style="[^"]*"', lambda found: re.sub("([:;]) ", r"\1", found[0]), text)
+    text = re.sub(r' style="[^"]*"', lambda found: re.sub("([:;]) ", r"\1", found[0]), text)
+    return re.sub(r'style="font-size:10px;text-anchor:(middle|end)"', r'class="\1"', text)
+
+
+def _unwrapped(text: str) -> str:
+    """Without groups that say nothing: neither an attribute nor a title."""
+    kept: list[bool] = []
+
+    def one(found: re.Match[str]) -> str:
+        if found[0] != "</g>":
+            kept.append(found[0] != "<g>" or text.startswith("<title>", found.end()))
+        return found[0] * (kept.pop() if found[0] == "</g>" else kept[-1])
+
+    return re.sub(r"</?g\b[^>]*>", one, text)
 
 
 def _rounded(attribute: str) -> str:
