@@ -94,7 +94,8 @@ class Steps:
             )
             ours, theirs = load_file(first / file), load_file(self.checkpoint(second) / file)
             mean = {name: torch.lerp(weight, theirs[name], share) for name, weight in ours.items()}
-            save_file(mean, out / file, metadata={"format": "pt"})
+            save_file(mean, out / "partial", metadata={"format": "pt"})
+            (out / "partial").rename(out / file)
         return out
 
     def base(self) -> str | Path:

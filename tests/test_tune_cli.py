@@ -266,8 +266,9 @@ def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
         made = json.loads((adapters / path.stem / "recipe.json").read_text())
         preset = json.loads(path.read_text())
         # One file was rounded to float16, and its precision chosen, before both were options.
-        options = {k: v for k, v in preset["options"].items() if k != "precision" and k in made["options"]}
-        assert options == {k: made["options"][k] for k in options}
+        known = {"adapter_dtype": "float16"} | made["options"]
+        options = {k: v for k, v in preset["options"].items() if k != "precision"}
+        assert options == {k: known[k] for k in options}
         assert made["result"]["precision"] == preset["options"].get("precision", "bf16")
         assert preset.get("schedule", made["schedule"]) == made["schedule"]
 
