@@ -128,6 +128,27 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     assert (loaded.recipe.prompt_template, loaded.recipe.chat) == ("{colour} {thing}\n", False)
     assert loaded.schedule is not None
     assert loaded.schedule.name == "skipdecode-2x"
+    # A tuned checkpoint says itself what its prompts are put into.
+    again = tmp_path / "again"
+    assert main(["tune", str(out), "--self", *asked[:2], *asked[4:], *PACE, "--full", "--out", str(again)]) == 0
+    assert {row["thing"] for row in read_rows(again / TRAIN_FILE)} <= set("abcdefgh")
+    assert load_model(str(again)).recipe.prompt_template == "{colour} {thing}\n"  # type: ignore[union-attr]
+
+
+def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, tmp_path: Path) -> None:
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        "name: cut\nprompt: '{post}\\n'\nreferences: [short]\ntruncate: post\nmax_prompt_tokens: 12\n"
+        "response_tokens: {median: 8, p95: 16}\nmax_new_tokens: 20\nmetrics: [chrf]\n".replace("'", '"')
+    )
+    file = write_rows(tmp_path / "posts.jsonl", [{"post": f"{a}{b} " * 12} for a in "abcdef" for b in "ghijkl"])
+    out = tmp_path / "out"
+    asked = ["--self", "--task", str(task), "--prompts", file, "--self-tokens", "200"]
+    assert main(["tune", model, *asked, *PACE, "--out", str(out)]) == 0
+    assert all(row["short"] and len(row["post"]) == 36 for row in read_rows(out / TRAIN_FILE))
+    recipe = load_model(str(out)).recipe
+    assert recipe is not None
+    assert (recipe.truncate, recipe.max_prompt_tokens, recipe.chat) == ("post", 12, False)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +161,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
         (["--prompts", "FILE"], "a\nA\n  a \n", "2 are needed"),
         (["--prompts", "none.txt"], None, "none.txt"),
         (["--prompts", "FILE", "--train", "x.jsonl"], "a\n", "--train"),
-        (["--prompts", "FILE", "--task", "e2e"], "a\n", "--task"),
+        (["--prompts", "FILE", "--task", "e2e", "--chat"], "a\n", "--task"),
         (["--self-records", "0"], None, "--self-records"),
         (["--no-self", "--prompts", "FILE"], "a\n", "--self"),
     ],

@@ -24,7 +24,7 @@ from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import MODEL, check_out, layers_of, read_cost
-from skipdecode.cli.options.records import RecordOptions, check_records, read_examples
+from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
@@ -136,7 +136,7 @@ def load(config: Config) -> LoadedModel:
 
 def draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    examples, _ = read_examples(config, "data", loaded.model, loaded.tokenizer)
+    examples, _ = read_examples(config, make_template(config), "data", loaded.model, loaded.tokenizer)
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)

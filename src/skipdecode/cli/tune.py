@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, wr
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
+    from skipdecode.data.records import Template
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.tuning.trainer import TuneResult
 
@@ -99,14 +101,15 @@ def run(config: Config) -> int:
 
     out, state = Path(config.out), process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
-    config, words = _with_own_words(config, state) if config.self else (config, {})
+    config, template, words = _with_own_words(config, state) if config.self else (config, make_template(config), {})
     loaded = _load(config)
     limits = {"train": config.train_records, "dev": config.dev_records}
-    examples = {n: read_examples(config, n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
+    read = partial(read_examples, config, template)
+    examples = {n: read(n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
     schedule = _schedule(config, loaded, examples["train"][0])
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | words
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
-    recipe = make_recipe(options, make_template(config), schedule, data, environment(), base=base, processes=processes)
+    recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
     if config.resume and (stored := stored_recipe(out)) is not None:
         check_same_run(stored, recipe)
         if stored["result"] is not None:
@@ -133,8 +136,10 @@ def _check(config: Config) -> None:
     check_schedule_options(config, config.model)
     if not config.self:
         check_records(config, "train", "dev")
-    elif wrong := [n for n in ("train", "dev", "task", "response_field") if getattr(config, n)]:
+    elif wrong := [n for n in ("train", "dev", "response_field") if getattr(config, n)]:
         raise UsageError(f"--self makes its own records from --prompts: leave out {flag(wrong[0])}")
+    else:
+        _prompt_template(config)
     if not config.full and find_spec("peft") is None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:
@@ -149,20 +154,28 @@ def _check(config: Config) -> None:
         raise MissingExtraError("tuning", "tune") from None
 
 
-def _with_own_words(config: Config, state: Any) -> tuple[Config, dict[str, Any]]:
+def _prompt_template(config: Config) -> Template | None:
+    """What --self is to put prompts into; None where the options do not say."""
+    if config.task:
+        return make_template(config)
+    if config.chat and config.prompt_template is None:
+        config = replace(config, prompt_field=config.prompt_field or "prompt")
+    named = config.prompt_template is not None or config.prompt_field is not None
+    return make_template(replace(config, response_field="response")) if named else None
+
+
+def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[str, Any]]:
     """The config with the model's own words as its records, made first if need be, and what a recipe says of them."""
+    from skipdecode.data.forms import recipe_template
     from skipdecode.data.own_words import OwnWords, own_template
-    from skipdecode.data.records import Template
     from skipdecode.engine.opening import open_engines
     from skipdecode.models.loading.hub import load_model
 
-    out, field = Path(config.out), config.prompt_field
-    text = config.prompt_template or (None if field is None else f"{{{field}}}")
+    out = Path(config.out)
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
         loaded = load_model(config.model)
-        asked = None if text is None else Template(text, "response", chat=config.chat)
-        template = own_template(loaded.tokenizer, asked)
+        template = own_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
         options, skip_bad = config.part(OwnWordsOptions), config.bad_records == "skip"
         place = (out, config.seed, skip_bad)
@@ -172,13 +185,9 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, dict[str, Any]]
         config,
         train=str(out / TRAIN_FILE),
         dev=str(out / DEV_FILE),
-        prompt_template=template.prompt,
-        prompt_field=None,
-        response_field="response",
-        chat=template.chat,
         bad_records="skip",  # read again, an answer may be a token longer, and at the context's end too long
     )
-    return given, {"self": made}
+    return given, template, {"self": made}
 
 
 def _tune(

@@ -90,7 +90,7 @@ def check_prompts(options: OwnWordsOptions) -> None:
 
 
 def own_template(tokenizer: Any, template: Template | None = None) -> Template:
-    """`template`, or the plain prompt: through the chat template where the model has one."""
+    """`template`, such as that of a tuned checkpoint, or plain prompts: as chats where the model has a template."""
     return template or Template("{prompt}", "response", chat=tokenizer.chat_template is not None)
 
 
@@ -135,7 +135,7 @@ class OwnWords:
         return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
 
     def write_records(self, held_out: int) -> dict[str, Any]:
-        """Write TRAIN_FILE and DEV_FILE, rows with the template's fields and "response", where they are not there yet.
+        """Write TRAIN_FILE and DEV_FILE, rows of the template's fields and response, where they are not there yet.
 
         A tenth of the records, `held_out` at most and spread over all, goes to DEV_FILE. Returns how all were made and
         how many were kept, JSON-ready. Raises DataError if fewer than two are.
@@ -147,7 +147,8 @@ class OwnWords:
         sampling = self.options.answers(row_seed(self.seed, 2))
         rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens)
         kept = self._kept("answers", map(_cut, rows), set(), 2)
-        lines = [json_line({"id": records[i].line, **records[i].values, "response": text}) for i, text in kept]
+        field = self.template.responses[0]
+        lines = [json_line({"id": records[i].line, **records[i].values, field: text}) for i, text in kept]
         dev = max(1, min(held_out, len(lines) // _DEV_SHARE))
         places = {i * len(lines) // dev for i in range(dev)}
         for file, held in ((DEV_FILE, True), (TRAIN_FILE, False)):
@@ -188,8 +189,8 @@ class OwnWords:
             head, found, _ = str(tokenizer.apply_chat_template(messages, tokenize=False)).partition(_USER)
         if not (head and found):
             raise UsageError(
-                f"{self.loaded.name} has no chat template by which it could draw prompts: give --prompts FILE, such as "
-                "a text file with one a line"
+                f"{self.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "
+                "--prompts FILE, such as a text file with one a line"
             )
         return head
 

@@ -71,7 +71,7 @@ def check_records(options: RecordOptions, *flags: str) -> None:
 
 
 def read_examples(
-    options: RecordOptions, flag: str, model: Any, tokenizer: Any, limit: int | None = None
+    options: RecordOptions, template: Template, flag: str, model: Any, tokenizer: Any, limit: int | None = None
 ) -> tuple[list[Example], int]:
     """The records of a flag's file as token ids, within the model's context, and how many are left out, which is told.
 
@@ -83,7 +83,7 @@ def read_examples(
     limits = [most for most in (options.max_length, context_length(model.config)) if most is not None]
     examples, rejects = load_examples(
         Path(getattr(options, flag)),
-        make_template(options),
+        template,
         tokenizer,
         max_length=min(limits, default=None),
         limit=limit,
