@@ -130,7 +130,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     assert loaded.schedule.name == "skipdecode-2x"
     # A tuned checkpoint says itself what its prompts are put into.
     again = tmp_path / "again"
-    assert main(["tune", str(out), "--self", *asked[:2], *asked[4:], *PACE, "--full", "--out", str(again)]) == 0
+    assert main(["tune", str(out), "--self", *asked[:2], *asked[4:], *PACE, "--merge", "--out", str(again)]) == 0
     assert {row["thing"] for row in read_rows(again / TRAIN_FILE)} <= set("abcdefgh")
     assert load_model(str(again)).recipe.prompt_template == "{colour} {thing}\n"  # type: ignore[union-attr]
 
