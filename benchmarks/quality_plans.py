@@ -18,13 +18,15 @@ class Checkpoint:
     """What a checkpoint starts from, what it is tuned with, and the methods it is evaluated with.
 
     Words that end in .json are schedules by name, such as even-3x.json. `averaged`: another checkpoint, and its share
-    of the weights that tuning starts from.
+    of the weights that tuning starts from. `answers`: the checkpoint whose answers it is tuned on, in place of the
+    references.
     """
 
     base: str
     options: Sequence[str]
     methods: Sequence[str]
     averaged: tuple[str, float] | None = None
+    answers: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,14 @@ def requested(*words: str) -> dict[str, Checkpoint]:
     return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
 
 
-def _summary_requests(plan: Plan, steps: int, *words: str) -> Plan:
-    """Request time of the same task: schedules by name, each tuned from full depth."""
+def _summary_requests(plan: Plan, steps: int, *words: str, teacher: str = "full-a") -> Plan:
+    """Request time of the same task: schedules by name, each tuned from full depth; and one checkpoint for several."""
     made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in words}
+    options = ["--steps", "300", "--schedule", "learned-3x.json", "--learning-rate", "3e-4", "--eval-every", "100"]
+    options += ["--curriculum", "sampled", "--sampled-speedups", "2", "--sampled-prompts", "12"]
+    options += ["--distill-weight", "1.0", "--compare-batches", "0"]
+    methods = [*files("learned", 2, 3), *files("lower12", 2, 3)]
+    made["any"] = Checkpoint(teacher, options, methods, answers=teacher)
     return replace(
         plan,
         results=f"request-{plan.results}",
@@ -266,7 +273,7 @@ PLANS = {
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
             "any-a": tuned("learned-3x", ["--steps", "600", "--eval-every", "120", *_ANY_SPEED], _ANY_METHODS),
-            "any": Checkpoint(
+            "any-b": Checkpoint(
                 "any-a",
                 [
                     *("--schedule", "learned-3x.json", "--steps", "300", "--learning-rate", "2e-4", "--seed", "1"),
@@ -274,6 +281,16 @@ PLANS = {
                 ],
                 _ANY_METHODS,
                 averaged=("full-b", 0.3),
+            ),
+            "any": Checkpoint(
+                "any-b",
+                [
+                    *("--schedule", "learned-5x.json", "--steps", "700", "--eval-every", "100", "--seed", "2"),
+                    *("--curriculum", "sampled", "--sampled-speedups", *"12335", "--sampled-prompts", "10"),
+                    *("--compare-batches", "0"),
+                ],
+                _ANY_METHODS,
+                answers="full-b",
             ),
         },
         yardstick="full-b",

@@ -79,11 +79,21 @@ class Steps:
         base = self.checkpoint(made.base) if made.base else self.base()
         if made.averaged:
             base = self.average(Path(base), *made.averaged)
-        train, dev = self.data / "train.jsonl", self.data / "dev.jsonl"
+        data = self.answers(made.answers) if made.answers else self.data
+        train, dev = data / "train.jsonl", data / "dev.jsonl"
         head = ["skipdecode", "tune", base, "--task", self.plan.task, "--train", train, "--dev", dev]
         every = ["--eval-every", "75", "--checkpoint-every", "75"]
         options = map(self.place, made.options)
         self.call(*head, "--out", out, "--resume", "--full", *self.plan.common, *every, *options)
+
+    def answers(self, name: str) -> Path:
+        """The directory of a checkpoint's answers to the training prompts."""
+        checkpoint = self.checkpoint(name)
+        out = checkpoint.with_name(f"{checkpoint.name}-answers")
+        if not (out / "train.jsonl").exists():
+            script = [sys.executable, HERE / "quality_answers.py", checkpoint]
+            self.call(*script, "--task", self.plan.task, "--data", self.data, "--out", out)
+        return out
 
     def average(self, first: Path, second: str, share: float) -> Path:
         """A checkpoint whose weights lie between those of two, `share` of the way to the second."""

@@ -22,6 +22,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.workload import DRAFTING, GEOMETRIES, PEERS, Workload, build
+from skipdecode.reporting.speed import BENCH
 
 if TYPE_CHECKING:
     from skipdecode.performance.bench.peers import Peer
@@ -146,22 +147,11 @@ def _text(tokenizer: Any) -> list[int]:
 
 # ---------------------------------------------------------------------- report
 
-_SPEED = {
-    "engine": "{engine}",
-    "batch": "{batch}",
-    "prompt": "{prompt}",
-    "nominal": "{nominal_speedup:g}x",
-    "layers": "{mean_layers:.1f}",
-    "request": "{request_speedup:.2f}x",
-    "x transf.": "{request_speedup_over_transformers:.2f}",
-    "decode": "{decode_speedup:.2f}x",
-    "decode x transf.": "{speedup_over_transformers:.2f}",
-    "tokens/s": "{decode_tokens_per_s:.1f}",
+_SPEED = BENCH | {
+    "request x transformers": "{request_speedup_over_transformers:.2f}x",
     "ms/step": "{ms_per_step:.2f}",
-    "bound": "{amdahl_bound:.2f}x",
     "MB/step": "{mb_per_step:.1f}",
     "limit": "{limit}",
-    "of limit": "{roofline_share:.0%}",
 }
 _PROFILE = {
     "  part": "  {kind}",

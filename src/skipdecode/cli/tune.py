@@ -156,12 +156,11 @@ def _check(config: Config) -> None:
 
 def _prompt_template(config: Config) -> Template | None:
     """What --self is to put prompts into; None where the options do not say."""
-    if config.task:
-        return make_template(config)
-    if config.chat and config.prompt_template is None:
-        config = replace(config, prompt_field=config.prompt_field or "prompt")
-    named = config.prompt_template is not None or config.prompt_field is not None
-    return make_template(replace(config, response_field="response")) if named else None
+    named = config.task or config.prompt_template or config.prompt_field
+    if not named and not config.chat:
+        return None
+    response, prompt = None if config.task else "response", config.prompt_field if named else "prompt"
+    return make_template(replace(config, prompt_field=prompt, response_field=response))
 
 
 def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[str, Any]]:
@@ -177,17 +176,12 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[
         loaded = load_model(config.model)
         template = own_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
-        options, skip_bad = config.part(OwnWordsOptions), config.bad_records == "skip"
-        place = (out, config.seed, skip_bad)
-        words = OwnWords(loaded, lambda rows: engines.engine(max_rows=rows), template, options, *place)
+        about = (template, config.part(OwnWordsOptions), out, config.seed, config.bad_records == "skip")
+        words = OwnWords(loaded, lambda rows: engines.engine(max_rows=rows), *about)
         made = words.write_records(config.dev_records or 0)
-    given = replace(
-        config,
-        train=str(out / TRAIN_FILE),
-        dev=str(out / DEV_FILE),
-        bad_records="skip",  # read again, an answer may be a token longer, and at the context's end too long
-    )
-    return given, template, {"self": made}
+    # Skipped: read again, an answer may be a token longer, and at the context's end too long.
+    config = replace(config, train=str(out / TRAIN_FILE), dev=str(out / DEV_FILE), bad_records="skip")
+    return config, template, {"self": made}
 
 
 def _tune(
@@ -232,7 +226,7 @@ def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> 
     carried, own = loaded.schedule, ""
     if stored is not None:
         carried, own = Schedule.from_dict(stored), "the recipe's"
-    elif config.self and config.schedule is None and config.nominal_speedup is None and carried is None:
+    elif config.self and not (config.schedule or config.nominal_speedup or (carried and not carried.is_full)):
         carried = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
         own = "evenly spaced layers left out, as none is named"
     choice = choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)

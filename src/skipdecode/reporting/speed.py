@@ -11,7 +11,7 @@ from skipdecode.reporting.plots.lines import Chart, Point, Series
 from skipdecode.reporting.plots.standard import share_chart, speed_chart
 from skipdecode.reporting.sources import Source, of_kind
 
-__all__ = ["bench_section", "decode_section", "load_section", "speed_cards"]
+__all__ = ["BENCH", "bench_section", "decode_section", "load_section", "speed_cards"]
 
 _DECODE = {
     "nominal": "{nominal_speedup:g}x",
@@ -20,7 +20,7 @@ _DECODE = {
     "measured": "{decode_speedup:.2f}x",
     "cost model": "{predicted_speedup:.2f}x",
 }
-_BENCH = {
+BENCH = {
     "engine": "{engine}",
     "batch": "{batch}",
     "prompt": "{prompt}",
@@ -71,7 +71,7 @@ def bench_section(source: Source) -> Section:
         ),
     ]
     heading = f"Engines: {_subject(source)}"
-    columns = {name: form for name, form in _BENCH.items() if name != "request" or rows[0].get("request_speedup")}
+    columns = {name: form for name, form in BENCH.items() if name != "request" or rows[0].get("request_speedup")}
     return Section(heading, pictures=pictures, tables=[table(_made_by(source), rows, columns)])
 
 
