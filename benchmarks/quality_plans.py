@@ -272,7 +272,7 @@ PLANS = {
         checkpoints={
             "full-a": _E2E_START,
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
-            "any-a": tuned("learned-3x", ["--steps", "600", "--eval-every", "120", *_ANY_SPEED], _ANY_METHODS),
+            "any-a": tuned("learned-3x", ["--steps", "600", "--eval-every", "120", *_ANY_SPEED], ()),
             "any-b": Checkpoint(
                 "any-a",
                 [
