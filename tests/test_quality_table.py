@@ -17,6 +17,7 @@ from checkpoints import save_checkpoint
 from quality_runs import REFERENCES, quality_runs
 from skipdecode import Schedule
 from skipdecode.common.kinds import heading
+from skipdecode.data.records import Template
 from skipdecode.evaluation.results import Run
 from tiny import LAYERS
 
@@ -163,6 +164,20 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, 
     # What is evaluated was tuned before.
     tuned = {words[words.index("--out") + 1] for words in commands if words[:2] == ["skipdecode", "tune"]}
     assert {words[2] for words in commands if words[:2] == ["skipdecode", "eval"]} <= tuned
+
+
+def test_a_text_that_is_cut_gives_prompts_for_what_is_cut_off_too():
+    prompts = script("quality_answers").prompts
+    whole = Template("{mr}\n", "ref")
+    assert sorted(row["mr"] for row in prompts([{"mr": "b"}, {"mr": "a"}, {"mr": "b"}], whole)) == ["a", "b"]
+    text = " ".join(f"Sentence {number} has five words." for number in range(12))
+    cut = Template("{post}", "short", truncate="post", max_prompt_tokens=20)
+    first, *pieces = sorted((row["post"] for row in prompts([{"post": text}], cut)), key=len, reverse=True)
+    assert first == text
+    assert {*pieces} == {
+        "Sentence 3 has five words. Sentence 4 has five words. Sentence 5 has five words.",
+        "Sentence 6 has five words. Sentence 7 has five words. Sentence 8 has five words.",
+    }
 
 
 def test_markdown_of_the_table(runs: dict[str, Run], tmp_path: Path):
