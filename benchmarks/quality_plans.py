@@ -211,18 +211,28 @@ def requested(*words: str) -> dict[str, Checkpoint]:
     return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
 
 
-def _summary_requests(plan: Plan, steps: int, *words: str, teacher: str = "full-a") -> Plan:
-    """Request time of the same task: schedules by name, each tuned from full depth; and one checkpoint for several."""
-    made = {word: tuned(word, ["--steps", str(steps)], [f"{word}.json"]) for word in words}
-    options = ["--steps", "300", "--schedule", "learned-3x.json", "--learning-rate", "3e-4", "--eval-every", "100"]
-    options += ["--curriculum", "sampled", "--sampled-speedups", "2", "--sampled-prompts", "12"]
-    options += ["--distill-weight", "1.0", "--compare-batches", "0"]
-    methods = [*files("learned", 2, 3), *files("lower12", 2, 3)]
-    made["any"] = Checkpoint(teacher, options, methods, answers=teacher)
+def _summary_requests(plan: Plan, words: Sequence[str], steps: int, settled: int = 0) -> Plan:
+    """Request time of the same task: schedules by name, each tuned from full depth; and one checkpoint for several.
+
+    That one is tuned for `steps` on the answers of full depth, which takes `settled` more steps first.
+    """
+    made = {"full-a": plan.checkpoints["full-a"]}
+    made |= {word: tuned(word, ["--steps", "120"], [f"{word}.json"]) for word in words}
+    teacher = "full-b" if settled else "full-a"
+    if settled:
+        more = full_depth("full-a", plan.seq_len, settled)
+        made["full-b"] = replace(more, options=[*more.options, "--seed", "1", "--eval-every", "40"])
+    options = [
+        *("--steps", str(steps), "--schedule", "learned-3x.json", "--learning-rate", "3e-4", "--distill-weight", "1.0"),
+        *("--curriculum", "sampled", "--sampled-speedups", "2", "--sampled-prompts", "12"),
+        *("--eval-every", "100", "--compare-batches", "0"),
+    ]
+    made["any"] = Checkpoint(teacher, options, [*files("learned", 2, 3), *files("lower12", 2, 3)], answers=teacher)
     return replace(
         plan,
         results=f"request-{plan.results}",
-        checkpoints={"full-a": plan.checkpoints["full-a"], **made},
+        checkpoints=made,
+        yardstick=teacher,
         calibration=(),
         request=True,
     )
@@ -319,8 +329,8 @@ PLANS = {
     ),
     "cnn_dm": _CNN_DM,
     "tldr": _TLDR,
-    "request-cnn_dm": _summary_requests(_CNN_DM, 120, "lower12-2x", "static-2.3x"),
-    "request-tldr": _summary_requests(_TLDR, 120, "lower12-2x"),
+    "request-cnn_dm": _summary_requests(_CNN_DM, ["lower12-2x", "static-2.3x"], 300),
+    "request-tldr": _summary_requests(_TLDR, ["lower12-2x"], 250, settled=120),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
