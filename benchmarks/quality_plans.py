@@ -61,6 +61,8 @@ class Plan:
         Its name; the calibration runs on its weights.
     calibration : sequence of str
         Options of every `skipdecode calibrate`; none where no schedule is learned.
+    timing : sequence of str
+        Options of the timing in batches.
     request : bool
         Also time requests one by one, and full depth through transformers.
     beside : str
@@ -80,6 +82,7 @@ class Plan:
     task: str = "e2e"
     start: str = "full-a"
     calibration: Sequence[str] = ("--least", "3", "--batch-size", "32")
+    timing: Sequence[str] = ()
     request: bool = False
     beside: str = ""
 
@@ -234,6 +237,7 @@ def _summary_requests(plan: Plan, words: Sequence[str], steps: int, settled: int
         checkpoints=made,
         yardstick=teacher,
         calibration=(),
+        timing=("--limit", "64"),
         request=True,
     )
 
@@ -289,7 +293,7 @@ PLANS = {
                     *("--schedule", "learned-3x.json", "--steps", "300", "--learning-rate", "2e-4", "--seed", "1"),
                     *_ANY_SPEED,
                 ],
-                _ANY_METHODS,
+                ["full", "lower10-5x.json"],
                 averaged=("full-b", 0.3),
             ),
             "any": Checkpoint(

@@ -189,7 +189,9 @@ class Steps:
         timing = [sys.executable, HERE / "schedule_speed.py", *evaluations, "--model", self.checkpoint(plan.yardstick)]
         speed, alone = (self.runs / f"speed-{name}.json" for name in (plan.speeds, f"{plan.speeds}-1"))
         timing += self.beside()
-        self.call(*timing, *plan.evaluation, *(["--transformers"] if plan.request else []), "--out", speed)
+        self.call(
+            *timing, *plan.evaluation, *plan.timing, *(["--transformers"] if plan.request else []), "--out", speed
+        )
         if not plan.request:
             return ["--speed", speed]
         self.call(*timing, "--batch-size", "1", "--limit", "24", "--out", alone)
