@@ -18,10 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import json_line
 from skipdecode.data.records import Template
 from skipdecode.data.tasks import load_task
 
-HELD_OUT = 64
+_HELD_OUT = 64
 _PIECES = 3
 _WORDS_A_TOKEN = 0.8
 
@@ -62,10 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out, task = options.out, load_task(options.task)
     template = task.template()
-    out.mkdir(parents=True, exist_ok=True)
     with (options.data / "train.jsonl").open(encoding="utf-8") as file:
         asked = prompts(map(json.loads, file), template)
-    _write(out / "prompts.jsonl", asked)
+    write_whole(out / "prompts.jsonl", b"".join(map(json_line, asked)))
     command = ["skipdecode", "generate", options.checkpoint, "--task", options.task, "--dtype", "bfloat16"]
     files = ["--input", str(out / "prompts.jsonl"), "--output", str(out / "answers.jsonl"), "--overwrite"]
     ends = ["--stop", *(text.replace("\n", "\\n") for text in task.stop)] if task.stop else []
@@ -78,13 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended = [(row, a["text"].strip()) for row, a in zip(asked, answers, strict=True) if a["finish_reason"] != "length"]
     rows = [{**row, template.responses[0]: text} for row, text in ended if text]
     print(f"{len(rows)} of {len(asked)} answers came to an end")
-    _write(out / "dev.jsonl", rows[:HELD_OUT])
-    _write(out / "train.jsonl", rows[HELD_OUT:])
+    for name, part in (("dev", rows[:_HELD_OUT]), ("train", rows[_HELD_OUT:])):
+        write_whole(out / f"{name}.jsonl", b"".join(map(json_line, part)))
     return 0
-
-
-def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

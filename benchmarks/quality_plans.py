@@ -217,7 +217,7 @@ def requested(*words: str) -> dict[str, Checkpoint]:
 def _summary_requests(plan: Plan, words: Sequence[str], steps: int, settled: int = 0) -> Plan:
     """Request time of the same task: schedules by name, each tuned from full depth; and one checkpoint for several.
 
-    That one is tuned for `steps` on the answers of full depth, which takes `settled` more steps first.
+    That one is tuned for `steps` on the answers of full depth, which may take `settled` more steps first.
     """
     made = {"full-a": plan.checkpoints["full-a"]}
     made |= {word: tuned(word, ["--steps", "120"], [f"{word}.json"]) for word in words}

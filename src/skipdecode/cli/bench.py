@@ -22,7 +22,6 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.workload import DRAFTING, GEOMETRIES, PEERS, Workload, build
-from skipdecode.reporting.speed import BENCH
 
 if TYPE_CHECKING:
     from skipdecode.performance.bench.peers import Peer
@@ -147,7 +146,7 @@ def _text(tokenizer: Any) -> list[int]:
 
 # ---------------------------------------------------------------------- report
 
-_SPEED = BENCH | {
+_BESIDE_REPORT = {
     "request x transformers": "{request_speedup_over_transformers:.2f}x",
     "ms/step": "{ms_per_step:.2f}",
     "MB/step": "{mb_per_step:.1f}",
@@ -166,10 +165,12 @@ _RUN = ("engine", "batch", "prompt", "nominal_speedup")
 
 
 def _report(document: dict[str, Any]) -> list[str]:
+    from skipdecode.reporting.speed import BENCH
+
     rows = [row | {"mb_per_step": row["bytes_per_step"] / 1e6} for row in document["rows"]]
     rates = "".join(f", products in {kind}: {rate:.0f} GFLOP/s" for kind, rate in document["products_gflop_s"].items())
     read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s{rates}, {document['environment']['threads']} threads"
-    lines = [*figures(_SPEED, rows), "", read, *document["notes"]]
+    lines = [*figures(BENCH | _BESIDE_REPORT, rows), "", read, *document["notes"]]
     unprofiled = {tuple(r[k] for k in _RUN): r["ms_per_step"] for r in rows}
     parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in document.get("profile", ()):
