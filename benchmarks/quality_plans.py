@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ class Checkpoint:
 
     Words that end in .json are schedules by name, such as even-3x.json. `averaged`: another checkpoint, and its share
     of the weights that tuning starts from. `answers`: the checkpoint whose answers it is tuned on, in place of the
-    references.
+    references. `preset`: a file of presets/, in place of base and options.
     """
 
     base: str
@@ -27,6 +28,7 @@ class Checkpoint:
     methods: Sequence[str]
     averaged: tuple[str, float] | None = None
     answers: str = ""
+    preset: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ class Plan:
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
         if name == "learned":
             return replace(linear, drop_order=self.learned)
-        if name.startswith("lower"):
-            # The prompt runs the lower layers, the answer those of the calibrated order.
-            return replace(linear, prompt=range(int(name.removeprefix("lower"))), drop_order=self.learned)
+        if split := re.fullmatch(r"(lower|paper|even)(\d+)", name):
+            # The prompt runs the lower layers, the answer those of an order: of the calibrated one, if none is named.
+            order = "learned" if split[1] == "lower" else split[1]
+            return replace(self.schedule(order, speedup), prompt=range(int(split[2])))
         if name in ("even", "early_termination"):
             order = Schedule.published(name, self.layers, steepest, self.seq_len).drop_order
             return replace(linear, drop_order=order)
@@ -214,10 +217,13 @@ def requested(*words: str) -> dict[str, Checkpoint]:
     return {word: tuned(word, _OWN, [f"{word}.json"]) for word in words}
 
 
-def _summary_requests(plan: Plan, words: Sequence[str], steps: int, settled: int = 0) -> Plan:
+def _summary_requests(
+    plan: Plan, words: Sequence[str], steps: int, settled: int = 0, orders: Sequence[str] = ()
+) -> Plan:
     """Request time of the same task: schedules by name, each tuned from full depth; and one checkpoint for several.
 
-    That one is tuned for `steps` on the answers of full depth, which may take `settled` more steps first.
+    That one is tuned for `steps` on the answers of full depth, which may take `settled` more steps first; one more
+    for each of `orders`, in place of the calibrated one.
     """
     made = {"full-a": plan.checkpoints["full-a"]}
     made |= {word: tuned(word, ["--steps", "120"], [f"{word}.json"]) for word in words}
@@ -226,11 +232,14 @@ def _summary_requests(plan: Plan, words: Sequence[str], steps: int, settled: int
         more = full_depth("full-a", plan.seq_len, settled)
         made["full-b"] = replace(more, options=[*more.options, "--seed", "1", "--eval-every", "40"])
     options = [
-        *("--steps", str(steps), "--schedule", "learned-3x.json", "--learning-rate", "3e-4", "--distill-weight", "1.0"),
+        *("--steps", str(steps), "--learning-rate", "3e-4", "--distill-weight", "1.0"),
         *("--curriculum", "sampled", "--sampled-speedups", "2", "--sampled-prompts", "12"),
         *("--eval-every", "100", "--compare-batches", "0"),
     ]
-    made["any"] = Checkpoint(teacher, options, [*files("learned", 2, 3), *files("lower12", 2, 3)], answers=teacher)
+    splits = {"any": ("learned", "lower12"), **{f"any-{order}": (order, f"{order}12") for order in orders}}
+    for name, (order, split) in splits.items():
+        methods = [*files(order, 2, 3), *files(split, 2, 3)]
+        made[name] = Checkpoint(teacher, ["--schedule", f"{order}-3x.json", *options], methods, answers=teacher)
     return replace(
         plan,
         results=f"request-{plan.results}",
@@ -306,6 +315,10 @@ PLANS = {
                 _ANY_METHODS,
                 answers="full-b",
             ),
+            # The demo's.
+            "adapter": Checkpoint(
+                "", (), ["full", *files("lower10", 2, 3, 5)], answers="full-b", preset="e2e-smollm2-135m.json"
+            ),
         },
         yardstick="full-b",
         calibration=(),
@@ -334,7 +347,7 @@ PLANS = {
     "cnn_dm": _CNN_DM,
     "tldr": _TLDR,
     "request-cnn_dm": _summary_requests(_CNN_DM, ["lower12-2x", "static-2.3x"], 300),
-    "request-tldr": _summary_requests(_TLDR, ["lower12-2x"], 250, settled=120),
+    "request-tldr": _summary_requests(_TLDR, ["lower12-2x"], 250, settled=120, orders=("paper", "even")),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
@@ -343,12 +356,20 @@ PLANS = {
         seq_len=E2E_SEQ_LEN,
         speedups=(2, 3),
         checkpoints={
-            "full-a": full_depth("", E2E_SEQ_LEN, 100),
-            "even-b": tuned("even-3x", sampled(120, 2), files("even", 2, 3)),
-            "full-b": full_depth("full-a", E2E_SEQ_LEN, 120),
+            "full-a": full_depth("", E2E_SEQ_LEN, 200),
+            "any": Checkpoint(
+                "full-a",
+                [
+                    *("--schedule", "learned-3x.json", "--steps", "200", "--eval-every", "100", "--seed", "2"),
+                    *("--curriculum", "sampled", "--sampled-speedups", *"123", "--sampled-prompts", "6"),
+                ],
+                ["full", *files("learned", 2, 3), *files("lower6", 2, 3)],
+                answers="full-a",
+            ),
         },
-        yardstick="full-b",
-        calibration=(),
+        yardstick="full-a",
+        common=("--batch-size", "16", "--learning-rate", "3e-4", "--dev-records", "64", "--compare-batches", "0"),
+        calibration=("--least", "3", "--records", "24", "--held-out", "24", "--batch-size", "24"),
         request=True,
     ),
 }

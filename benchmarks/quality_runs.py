@@ -2,6 +2,7 @@
 
     python benchmarks/quality_runs.py e2e --data path/to/e2e --runs runs
     python benchmarks/quality_runs.py ablations --data path/to/e2e --runs runs --dry-run
+    python benchmarks/quality_runs.py any-speed --checkpoint adapter --data path/to/e2e --runs runs
 
 `--data` holds train.jsonl, dev.jsonl and test.jsonl. What each table is made of stands in `quality_plans.py`. Finished
 steps are left alone, so a killed call goes on where it was: tuning at its last checkpoint, evaluation after its last
@@ -76,15 +77,25 @@ class Steps:
         out = self.checkpoint(name)
         if finished(out):
             return
+        data = self.answers(made.answers) if made.answers else self.data
+        files = ["--train", data / "train.jsonl", "--dev", data / "dev.jsonl", "--out", out, "--resume"]
+        if made.preset:
+            self.call("skipdecode", "tune", "--recipe", HERE.parent / "presets" / made.preset, *files)
+            return
         base = self.checkpoint(made.base) if made.base else self.base()
         if made.averaged:
             base = self.average(Path(base), *made.averaged)
-        data = self.answers(made.answers) if made.answers else self.data
-        train, dev = data / "train.jsonl", data / "dev.jsonl"
-        head = ["skipdecode", "tune", base, "--task", self.plan.task, "--train", train, "--dev", dev]
         every = ["--eval-every", "75", "--checkpoint-every", "75"]
         options = map(self.place, made.options)
-        self.call(*head, "--out", out, "--resume", "--full", *self.plan.common, *every, *options)
+        head = ["skipdecode", "tune", base, "--task", self.plan.task]
+        self.call(*head, *files, "--full", *self.plan.common, *every, *options)
+
+    def make(self, name: str) -> None:
+        """One checkpoint, and first those that it stands on."""
+        made = self.plan.checkpoints[name]
+        for other in dict.fromkeys(filter(None, (made.base, *(made.averaged or ())[:1], made.answers))):
+            self.make(other)
+        self.tune(name, made)
 
     def answers(self, name: str) -> Path:
         """The directory of a checkpoint's answers to the training prompts."""
@@ -204,11 +215,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("table", choices=tuple(PLANS))
     parser.add_argument("--data", type=Path, required=True, help="directory with train.jsonl, dev.jsonl and test.jsonl")
     parser.add_argument("--runs", type=Path, required=True, help="directory for checkpoints and evaluations")
+    parser.add_argument("--checkpoint", help="make this one, and those that it stands on, and no table")
     parser.add_argument("--dry-run", action="store_true", help="show the commands only")
     options = parser.parse_args(argv)
     options.runs.mkdir(parents=True, exist_ok=True)
+    plan = PLANS[options.table]
+    if options.checkpoint not in (None, *plan.checkpoints):
+        parser.error(f"--checkpoint {options.checkpoint}: {options.table} has {', '.join(plan.checkpoints)}")
+    steps = Steps(plan, options.data, options.runs, options.dry_run)
     try:
-        Steps(PLANS[options.table], options.data, options.runs, options.dry_run).run()
+        steps.make(options.checkpoint) if options.checkpoint else steps.run()
     except subprocess.CalledProcessError as e:
         return int(e.returncode)
     return 0
