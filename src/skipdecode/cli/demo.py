@@ -47,8 +47,9 @@ _UNTUNED = (
     "schedule is what repairs it: skipdecode tune --help. Layers, speed and memory are the same for a tuned model."
 )
 _BUNDLED = (
-    "The bundled adapter was tuned on such records under full depth and these schedules, so its text holds when layers "
-    "are left out. How well it holds is measured by skipdecode eval (docs/quality.md)."
+    "The bundled adapter was tuned for full depth and for these schedules, on the answers of a tuned model at full "
+    "depth to such records, so its text holds when layers are left out. How well it holds is measured by skipdecode eval "
+    "(docs/quality.md)."
 )
 _READY = (
     '"Tuned" is the bundled adapter, made ready for these schedules; "as published" is the same model untouched, '
@@ -176,9 +177,10 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[Enco
 
 
 def _tuned_runs(loaded: LoadedModel) -> list[_Run]:
-    """Full depth and the schedules that a checkpoint was tuned under, mildest first."""
+    """Full depth and the schedules that a checkpoint was tuned under, mildest first; those that split, if any does."""
     under = () if loaded.recipe is None else loaded.recipe.tuned_under
     schedules = sorted((s for s in under if not s.is_full), key=lambda schedule: schedule.nominal_speedup)
+    schedules = [s for s in schedules if s.prompt != "full"] or schedules
     return [
         _Run("full depth", loaded, Schedule.full(loaded.num_layers)),
         *(_Run(schedule.name.replace("skipdecode-", "SkipDecode "), loaded, schedule) for schedule in schedules),

@@ -20,7 +20,7 @@ from typing import Any
 
 from accelerate.utils import gather_object, set_seed
 
-from skipdecode.common.allocator import keep_freed_memory
+from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
 from skipdecode.common.files import copy_files
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
@@ -40,6 +40,8 @@ from skipdecode.tuning.step import StepReport, TrainStep
 __all__ = ["DIVERGED_FILE", "TuneResult", "Tuner"]
 
 DIVERGED_FILE = "diverged.json"
+# Steps. Batches of other shapes leave gaps in the heap, which grow by 0.2 GB a step with a vocabulary of 262,144.
+_GIVE_BACK_EVERY = 8
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,8 @@ class Tuner:
             while progress.step < config.steps:
                 batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
                 report, row = self._train_step(batches)
+                if progress.step % _GIVE_BACK_EVERY == 0:
+                    return_freed_memory()
                 bar.update()
                 bar.set_postfix(
                     loss=f"{report.loss:.4f}", dev=_shown(progress.best_loss), tokens_per_s=row["tokens_per_s"]
