@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
     rows = []
     for nominal in options.nominal:
-        schedule = Schedule.from_speedup(fast.num_layers, nominal, options.seq_len)
+        schedule = loaded.schedule.with_speedup(nominal)
         expected: list[list[int]] = []
         found: list[list[int]] = []
         forced: list[list[int]] = []
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ADAPTER), help="a tuned model, so that outputs end by themselves")
+    parser.add_argument("--model", default=str(ADAPTER), help="a model that carries the schedule that it was tuned for")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights", default="model", choices=WEIGHTS, help="as the engine reads them")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
@@ -160,7 +160,6 @@ def main() -> None:
     parser.add_argument("--floor-records", type=int, default=32, help="records that are also decoded one by one")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--nominal", type=float, nargs="+", default=[1.0, 2.0])
-    parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     document = run(options)

@@ -84,19 +84,14 @@ def chat(options: argparse.Namespace, tokenizer: Any) -> list[tuple[int, ...]]:
     return [tuple(apply(turn, add_generation_prompt=True, return_dict=False)) for turn in turns]
 
 
-def schedules(layers: int) -> dict[float, Schedule]:
-    """Full depth, and those that are worth a comparison."""
-    nominal = {s: Schedule.from_speedup(layers, s, 41) for s in (2.0, 3.0, 5.0)}
-    return {1.0: Schedule.full(layers), **nominal}
-
-
-def jobs(prompts: list[tuple[int, ...]], layers: int, batch: int) -> Iterator[tuple[Schedule, list[tuple[int, ...]]]]:
+def jobs(
+    prompts: list[tuple[int, ...]], chosen: list[Schedule], batch: int
+) -> Iterator[tuple[Schedule, list[tuple[int, ...]]]]:
     """Batches of prompts under one schedule after the other, each prompt once under each."""
     starts = range(0, len(prompts), batch)
-    for turn in range(len(schedules(layers))):
+    for turn in range(len(chosen)):
         for number, start in enumerate(starts):
-            chosen = list(schedules(layers).values())[(number + turn) % len(schedules(layers))]
-            yield chosen, prompts[start : start + batch]
+            yield chosen[(number + turn) % len(chosen)], prompts[start : start + batch]
 
 
 def same(options: argparse.Namespace, name: str, weights: str, steps: int) -> dict[str, Any]:
@@ -104,10 +99,11 @@ def same(options: argparse.Namespace, name: str, weights: str, steps: int) -> di
     loaded = load_model(str(ADAPTERS / f"{name}-smollm2-135m"), dtype="bfloat16")
     fast: Any = open_fast(loaded.model, "fast", print, weights)
     prompts = (e2e if name == "e2e" else chat)(options, loaded.tokenizer)
+    chosen = list(loaded.recipe.tuned_under)
     ends = end_tokens(loaded.model, loaded.tokenizer)
     fast._head = compared = Compared(fast)
     done, bar = 0, tqdm(total=steps, desc=f"{name}, {weights}", unit="step")
-    for schedule, texts in itertools.cycle(jobs(prompts, fast.num_layers, options.batch)):
+    for schedule, texts in itertools.cycle(jobs(prompts, chosen, options.batch)):
         engine = FastEngine(fast, schedule, max_rows=options.batch)
         engine.decode([Request(text, options.new, stop_ids=ends) for text in texts])
         done += engine.stats.new_tokens
@@ -136,7 +132,7 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     fast: Any = open_fast(loaded.model, "fast", print)
     prompts, rows = e2e(options, loaded.tokenizer), []
     for batch, nominal in itertools.product((1, 32), (1.0, 5.0)):
-        schedule = schedules(fast.num_layers)[nominal]
+        schedule = loaded.schedule.with_speedup(nominal)
         requests = [Request(text, 41) for text in prompts[: options.speed_rows * (1 if batch == 1 else 8)]]
         seconds: dict[bool, list[float]] = {True: [], False: []}
         tokens: dict[bool, list[list[int]]] = {}

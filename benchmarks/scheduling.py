@@ -55,6 +55,7 @@ class Job(NamedTuple):
     """What is run."""
 
     loaded: Any  # the transformers model behind it
+    schedule: Schedule  # that it carries
     model: FastModel
     prompts: list[list[int]]
     ends: frozenset[int]
@@ -75,9 +76,8 @@ def load(options: argparse.Namespace) -> Job:
     fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
     if fast is None:
         raise SystemExit("the fast engine does not cover this model")
-    return Job(
-        unwrap(loaded.model), fast, prompts, frozenset(end_tokens(loaded.model, loaded.tokenizer)), task.max_new_tokens
-    )
+    ends = frozenset(end_tokens(loaded.model, loaded.tokenizer))
+    return Job(unwrap(loaded.model), loaded.schedule, fast, prompts, ends, task.max_new_tokens)
 
 
 def _made_up() -> Any:
@@ -196,9 +196,8 @@ def ideal_seconds(
 
 def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """The batch job under both schedules."""
-    layers = job.model.num_layers
     found: dict[str, Any] = {}
-    for schedule in (Schedule.full(layers), Schedule.from_speedup(layers, options.nominal, options.seq_len)):
+    for schedule in (Schedule.full(job.model.num_layers), job.schedule.with_speedup(options.nominal)):
         engine = FastEngine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
         requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in job.prompts]
         arrivals = [0.0] * len(requests)
@@ -225,9 +224,8 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Capacity and Poisson runs of full depth and the flat schedule of the same mean depth."""
-    layers = job.model.num_layers
-    full = Schedule.full(layers)
-    flat = Schedule.from_speedup(layers, options.nominal, options.seq_len).flattened()
+    full = Schedule.full(job.model.num_layers)
+    flat = job.schedule.with_speedup(options.nominal).flattened()
     prompts = job.prompts[: options.stream_requests]
     natural = FastEngine(job.model, full, max_rows=options.rows)
     requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in prompts]
@@ -284,7 +282,7 @@ def _tell(name: str, result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("waves", "stream"))
-    parser.add_argument("--model", default=str(ADAPTER), help="a tuned model, so that outputs end by themselves")
+    parser.add_argument("--model", default=str(ADAPTER), help="a model that carries the schedule that it was tuned for")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--data", type=Path, nargs="*", default=[], help="E2E records (JSONL); made-up ones without it")
     parser.add_argument("--requests", type=int, default=512)
@@ -296,7 +294,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512, help="stream: most prompt tokens of one forward")
     parser.add_argument("--rounds", type=int, default=3, help="stream: runs of each schedule that measure capacity")
     parser.add_argument("--nominal", type=float, default=2.0)
-    parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)

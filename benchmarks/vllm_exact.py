@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """The result document."""
     loaded = load_model(options.model, dtype="float32")
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else loaded.model
-    schedule = Schedule.from_speedup(model.config.num_hidden_layers, options.nominal, options.seq_len)
+    schedule = loaded.schedule.with_speedup(options.nominal)
     task, ends = load_task("e2e"), sorted(end_tokens(model, loaded.tokenizer))
     records = load_records(task, str(options.data)).limited(options.records)
     _, texts = encode_prompts(task.template(), records, loaded.tokenizer)
@@ -124,13 +124,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ADAPTER), help="a tuned model or adapter")
+    parser.add_argument("--model", default=str(ADAPTER), help="a model or adapter that carries a schedule")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
     parser.add_argument("--records", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--nominal", type=float, default=2.0)
-    parser.add_argument("--seq-len", type=int, default=41, help="positions over which the schedule falls")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     document = run(options)
