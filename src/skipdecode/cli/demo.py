@@ -47,8 +47,8 @@ _UNTUNED = (
     "schedule is what repairs it: skipdecode tune --help. Layers, speed and memory are the same for a tuned model."
 )
 _BUNDLED = (
-    "The bundled adapter was tuned for full depth and these schedules, on the answers of a tuned model at full depth to "
-    "such records, so its text holds when layers are left out. How well it holds is in docs/quality.md."
+    "The bundled adapter was tuned for full depth and these schedules, on the answers of a tuned model at full depth "
+    "to such records, so its text holds when layers are left out. How well it holds is in docs/quality.md."
 )
 _READY = (
     '"Tuned" is the bundled adapter, made ready for these schedules; "as published" is the same model untouched, '
