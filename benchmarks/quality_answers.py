@@ -4,6 +4,9 @@
 
 Sequence-level distillation (Kim and Rush, arXiv 1606.07947): every prompt of the training file once, greedy answers at
 full depth in bf16. Of a text that the task cuts, the next two pieces of it are prompts too: they cost no labels.
+
+named.jsonl has all of train.jsonl, and the rows whose names stand in the answer once more under made-up ones: E2E has
+34 names, which a model learns by heart instead of copying them.
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ from skipdecode.data.tasks import load_task
 _HELD_OUT = 64
 _PIECES = 3
 _WORDS_A_TOKEN = 0.8
+_NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
+# Of made-up names.
+_SYLLABLES = "al an bel bo cas cor da dor el fen gar hol is ka lan lo mar mer nor o pel qui ra ros sa ston tam ul ver"
+_BEFORE = "Amber Broad Crown Dusty Elm Fallen Grand Hidden Ivory King's Little Market North Orange Quiet Red Silver"
+_AFTER = "Arch Barn Corner Dove Fountain Garden Horse Inn Ladder Moon Oak Parrot Room Ship Tower Vine Wagon Yard"
 
 
 def prompts(rows: Iterable[dict[str, Any]], template: Template) -> list[dict[str, str]]:
@@ -54,6 +62,28 @@ def _pieces(values: dict[str, str], template: Template) -> Iterator[dict[str, st
             yield {**values, template.truncate: piece}
 
 
+def named(rows: Iterable[dict[str, str]], response: str) -> Iterator[dict[str, str]]:
+    """Rows with other names, the same in prompt and answer; none of those whose answer has not got them all."""
+    draw = random.Random(0)
+    for row in rows:
+        text = row[response]
+        found = {name for field, value in row.items() if field != response for name in _NAME.findall(value)}
+        if not found or any(name not in text for name in found):
+            continue
+        new = dict(row)
+        for name in sorted(found, key=lambda name: (-len(name), name)):
+            other = ("The " if name.startswith("The ") else "") + _invented(draw)
+            new = {field: value.replace(name, other) for field, value in new.items()}
+        yield new
+
+
+def _invented(draw: random.Random) -> str:
+    """A name of one or two words."""
+    made = "".join(draw.choices(_SYLLABLES.split(), k=draw.randint(2, 3))).capitalize()
+    first, last = draw.choice([*_BEFORE.split(), made]), draw.choice([*_AFTER.split(), made])
+    return draw.choice([made, last, f"{first} {last}", f"{first} {last}"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Ask, and write train.jsonl and dev.jsonl; returns the exit code of `skipdecode generate`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended = [(row, a["text"].strip()) for row, a in zip(asked, answers, strict=True) if a["finish_reason"] != "length"]
     rows = [{**row, template.responses[0]: text} for row, text in ended if text]
     print(f"{len(rows)} of {len(asked)} answers came to an end")
-    for name, part in (("dev", rows[:_HELD_OUT]), ("train", rows[_HELD_OUT:])):
+    dev, train = rows[:_HELD_OUT], rows[_HELD_OUT:]
+    more = list(named(train, template.responses[0]))
+    for name, part in (("dev", dev), ("train", train), *([("named", train + more)] if more else [])):
         write_whole(out / f"{name}.jsonl", b"".join(map(json_line, part)))
     return 0
 

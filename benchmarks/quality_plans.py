@@ -360,16 +360,16 @@ PLANS = {
             "any": Checkpoint(
                 "full-a",
                 [
-                    *("--schedule", "learned-3x.json", "--steps", "200", "--eval-every", "100", "--seed", "2"),
+                    *("--schedule", "even-3x.json", "--steps", "200", "--eval-every", "100", "--seed", "2"),
                     *("--curriculum", "sampled", "--sampled-speedups", *"123", "--sampled-prompts", "6"),
                 ],
-                ["full", *files("learned", 2, 3), *files("lower6", 2, 3)],
+                ["full", *files("even", 2, 3), *files("even6", 2, 3)],
                 answers="full-a",
             ),
         },
         yardstick="full-a",
         common=("--batch-size", "16", "--learning-rate", "3e-4", "--dev-records", "64", "--compare-batches", "0"),
-        calibration=("--least", "3", "--records", "24", "--held-out", "24", "--batch-size", "24"),
+        calibration=(),
         request=True,
     ),
 }
