@@ -20,7 +20,8 @@ class Checkpoint:
 
     Words that end in .json are schedules by name, such as even-3x.json. `averaged`: another checkpoint, and its share
     of the weights that tuning starts from. `answers`: the checkpoint whose answers it is tuned on, in place of the
-    references. `preset`: a file of presets/, in place of base and options.
+    references. `preset`: a file of presets/, in place of base and options. `train`: the
+    file of records, beside dev.jsonl.
     """
 
     base: str
@@ -29,6 +30,7 @@ class Checkpoint:
     averaged: tuple[str, float] | None = None
     answers: str = ""
     preset: str = ""
+    train: str = "train.jsonl"
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,10 @@ PLANS = {
             ),
             # The demo's.
             "adapter": Checkpoint(
-                "", (), ["full", *files("lower10", 2, 3, 5)], answers="full-b", preset="e2e-smollm2-135m.json"
+                *("", (), ["full", *files("lower10", 2, 3, 5)]),
+                answers="full-b",
+                preset="e2e-smollm2-135m.json",
+                train="named.jsonl",
             ),
         },
         yardstick="full-b",

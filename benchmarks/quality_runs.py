@@ -78,7 +78,7 @@ class Steps:
         if finished(out):
             return
         data = self.answers(made.answers) if made.answers else self.data
-        files = ["--train", data / "train.jsonl", "--dev", data / "dev.jsonl", "--out", out, "--resume"]
+        files = ["--train", data / made.train, "--dev", data / "dev.jsonl", "--out", out, "--resume"]
         if made.preset:
             self.call("skipdecode", "tune", "--recipe", HERE.parent / "presets" / made.preset, *files)
             return

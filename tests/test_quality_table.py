@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -178,6 +179,20 @@ def test_a_text_that_is_cut_gives_prompts_for_what_is_cut_off_too():
         "Sentence 3 has five words. Sentence 4 has five words. Sentence 5 has five words.",
         "Sentence 6 has five words. Sentence 7 has five words. Sentence 8 has five words.",
     }
+
+
+def test_rows_are_there_once_more_under_made_up_names():
+    named = script("quality_answers").named
+    rows = [
+        {"mr": "name[The Mill], near[Mill]", "ref": "The Mill is near Mill."},
+        {"mr": "name[Zizzi]", "ref": "An unnamed pub."},
+        {"mr": "food[French]", "ref": "French food."},
+    ]
+    (row,) = named(rows, "ref")
+    name, near = re.fullmatch(r"name\[(The .+)\], near\[(.+)\]", row["mr"]).groups()
+    assert row["ref"] == f"{name} is near {near}."
+    assert "Mill" not in row["ref"]
+    assert [row] == list(named(rows, "ref")), "the same every time"
 
 
 def test_markdown_of_the_table(runs: dict[str, Run], tmp_path: Path):
