@@ -17,7 +17,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ from skipdecode.data.tasks import load_task
 _HELD_OUT = 64
 _PIECES = 3
 _WORDS_A_TOKEN = 0.8
-_NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
-# Of made-up names.
-_SYLLABLES = "al an bel bo cas cor da dor el fen gar hol is ka lan lo mar mer nor o pel qui ra ros sa ston tam ul ver"
-_BEFORE = "Amber Broad Crown Dusty Elm Fallen Grand Hidden Ivory King's Little Market North Orange Quiet Red Silver"
-_AFTER = "Arch Barn Corner Dove Fountain Garden Horse Inn Ladder Moon Oak Parrot Room Ship Tower Vine Wagon Yard"
+NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
+# Made-up names: syllables, first words, last words.
+WORDS = (
+    "al an bel bo cas cor da dor el fen gar hol is ka lan lo mar mer nor o pel qui ra ros sa ston tam ul ver",
+    "Amber Broad Crown Dusty Elm Fallen Grand Hidden Ivory King's Little Market North Orange Quiet Red Silver",
+    "Arch Barn Corner Dove Fountain Garden Horse Inn Ladder Moon Oak Parrot Room Ship Tower Vine Wagon Yard",
+)
 
 
 def prompts(rows: Iterable[dict[str, Any]], template: Template) -> list[dict[str, str]]:
@@ -66,21 +68,29 @@ def named(rows: Iterable[dict[str, str]], response: str) -> Iterator[dict[str, s
     """Rows with other names, the same in prompt and answer; none of those whose answer has not got them all."""
     draw = random.Random(0)
     for row in rows:
-        text = row[response]
-        found = {name for field, value in row.items() if field != response for name in _NAME.findall(value)}
-        if not found or any(name not in text for name in found):
-            continue
-        new = dict(row)
-        for name in sorted(found, key=lambda name: (-len(name), name)):
-            other = ("The " if name.startswith("The ") else "") + _invented(draw)
-            new = {field: value.replace(name, other) for field, value in new.items()}
-        yield new
+        found = NAME.findall(" ".join(value for field, value in row.items() if field != response))
+        if found and all(name in row[response] for name in found):
+            names = made_up(found, draw)
+            yield {field: renamed(value, names) for field, value in row.items()}
 
 
-def _invented(draw: random.Random) -> str:
+def made_up(names: Iterable[str], draw: random.Random, words: tuple[str, str, str] = WORDS) -> dict[str, str]:
+    """Another name for each, the longest first."""
+    ordered = sorted(set(names), key=lambda name: (-len(name), name))
+    return {name: ("The " if name.startswith("The ") else "") + _invented(draw, *words) for name in ordered}
+
+
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text under other names."""
+    for name, other in names.items():
+        text = text.replace(name, other)
+    return text
+
+
+def _invented(draw: random.Random, syllables: str, before: str, after: str) -> str:
     """A name of one or two words."""
-    made = "".join(draw.choices(_SYLLABLES.split(), k=draw.randint(2, 3))).capitalize()
-    first, last = draw.choice([*_BEFORE.split(), made]), draw.choice([*_AFTER.split(), made])
+    made = "".join(draw.choices(syllables.split(), k=draw.randint(2, 3))).capitalize()
+    first, last = draw.choice([*before.split(), made]), draw.choice([*after.split(), made])
     return draw.choice([made, last, f"{first} {last}", f"{first} {last}"])
 
 

@@ -1,0 +1,78 @@
+"""How many names that no training record has come through: test prompts with made-up ones.
+
+    python benchmarks/unseen_names.py runs/e2e-full-b runs/e2e-any e2e-smollm2-135m --data e2e/test.jsonl \\
+      --out results/unseen-names-e2e-smollm2-135m.json
+
+E2E's 18 test names are all among the 34 of its training records, so its scores do not tell. Greedy, bf16; a name counts
+where it stands in the answer letter for letter. None of the words are those of `quality_answers.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from quality_answers import NAME, made_up, renamed
+from tqdm import tqdm
+
+from skipdecode import LLM, Schedule
+from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.data.tasks import load_task
+from skipdecode.models.loading.hub import load_recipe
+
+ADAPTER = "e2e-smollm2-135m"  # whose schedules are run
+WORDS = (
+    "bar cu den fil go har im jo kel len mo ner or pin ran ser tor un vi wen yar zel",
+    "Ancient Bright Copper Distant Early Frozen Gentle Humble Iron Jolly Lonely Merry Noble Patient Rustic Violet",
+    "Anvil Bridge Candle Drum Falcon Gate Heron Island Kettle Lantern Meadow Needle Orchard Pebble Quill Saddle",
+)
+
+
+def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:
+    """The first different prompts under made-up names, and those names."""
+    template, draw = load_task("e2e").template(), random.Random(7)
+    with data.open(encoding="utf-8") as file:
+        texts = dict.fromkeys(template.render(template.values(json.loads(line))) for line in file)
+    renamings = [(text, made_up(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
+    return [(renamed(text, names), list(names.values())) for text, names in renamings]
+
+
+def share(model: LLM, asked: Sequence[tuple[str, list[str]]], schedule: Schedule) -> float:
+    """Names of the prompts that stand in the answers, as a share of all."""
+    answers = model.generate([text for text, _ in asked], 56, schedule=schedule, template=False)
+    found = [name in answer.text for (_, names), answer in zip(asked, answers, strict=True) for name in names]
+    return sum(found) / len(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoints", nargs="+", help="directories, or names of models")
+    parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
+    parser.add_argument("--records", type=int, default=96)
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    asked, rows = questions(options.data, options.records), []
+    schedules = sorted(load_recipe(ADAPTER).tuned_under, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
+    for name in tqdm(options.checkpoints, unit="checkpoint"):
+        model = LLM(name, dtype="bfloat16")
+        for schedule in schedules:
+            rows.append(
+                {
+                    "checkpoint": Path(name).name,
+                    "prompt_layers": len(schedule.prompt_layers()),
+                    "nominal_speedup": schedule.nominal_speedup,
+                    "share": share(model, asked, schedule),
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    counts = {"prompts": len(asked), "names": sum(len(names) for _, names in asked)}
+    document = {**heading("unseen-names"), "environment": environment(), **counts, "rows": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
