@@ -20,8 +20,8 @@ class Checkpoint:
 
     Words that end in .json are schedules by name, such as even-3x.json. `averaged`: another checkpoint, and its share
     of the weights that tuning starts from. `answers`: the checkpoint whose answers it is tuned on, in place of the
-    references. `preset`: a file of presets/, in place of base and options. `train`: the
-    file of records, beside dev.jsonl.
+    references. `preset`: a file of presets/, in place of base and options. `train`: the file of records, beside
+    dev.jsonl. `carries`: what an adapter carries in place of its target.
     """
 
     base: str
@@ -31,6 +31,7 @@ class Checkpoint:
     answers: str = ""
     preset: str = ""
     train: str = "train.jsonl"
+    carries: str = ""
 
 
 @dataclass(frozen=True)
@@ -323,6 +324,7 @@ PLANS = {
                 answers="full-b",
                 preset="e2e-smollm2-135m.json",
                 train="named.jsonl",
+                carries="e2e-p30-3x",
             ),
         },
         yardstick="full-b",
@@ -365,7 +367,7 @@ PLANS = {
             "any": Checkpoint(
                 "full-a",
                 [
-                    *("--schedule", "even-3x.json", "--steps", "200", "--eval-every", "100", "--seed", "2"),
+                    *("--schedule", "even-3x.json", "--steps", "150", "--eval-every", "100", "--seed", "2"),
                     *("--curriculum", "sampled", "--sampled-speedups", *"123", "--sampled-prompts", "6"),
                 ],
                 ["full", *files("even", 2, 3), *files("even6", 2, 3)],
@@ -375,6 +377,7 @@ PLANS = {
         yardstick="full-a",
         common=("--batch-size", "16", "--learning-rate", "3e-4", "--dev-records", "64", "--compare-batches", "0"),
         calibration=(),
+        timing=("--limit", "64"),
         request=True,
     ),
 }

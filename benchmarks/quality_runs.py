@@ -23,11 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from peft import PeftConfig
 from quality_plans import CALIBRATED, PLANS, Checkpoint, Plan
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipdecode import Schedule
+from skipdecode.models.carried import SCHEDULE_FILE
+from skipdecode.models.loading.hub import load_recipe
 
 HERE = Path(__file__).parent
 
@@ -36,6 +39,15 @@ def finished(run: Path) -> bool:
     """Whether `skipdecode tune` came to its end there."""
     recipe = run / "recipe.json"
     return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None
+
+
+def carry(adapter: Path, name: str) -> None:
+    """Have an adapter carry one of the schedules that it was tuned under."""
+    (schedule,) = (s for s in load_recipe(str(adapter)).tuned_under if s.name == name)
+    schedule.save(adapter / SCHEDULE_FILE)
+    config = PeftConfig.from_pretrained(adapter)
+    config.auto_mapping = {"skipdecode": schedule.to_dict()}
+    config.save_pretrained(adapter)
 
 
 class Steps:
@@ -81,6 +93,8 @@ class Steps:
         files = ["--train", data / made.train, "--dev", data / "dev.jsonl", "--out", out, "--resume"]
         if made.preset:
             self.call("skipdecode", "tune", "--recipe", HERE.parent / "presets" / made.preset, *files)
+            if not self.dry_run:
+                carry(out, made.carries)
             return
         base = self.checkpoint(made.base) if made.base else self.base()
         if made.averaged:

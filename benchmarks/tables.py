@@ -253,6 +253,21 @@ def chat(document: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def names(document: dict[str, Any]) -> list[list[str]]:
+    """Names from outside the training records that come through, by checkpoint and prompts' layers."""
+    speedups = sorted({round(row["nominal_speedup"]) for row in document["rows"]})
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for row in document["rows"]:
+        found.setdefault((row["checkpoint"], row["prompt_layers"]), {})[round(row["nominal_speedup"])] = row["share"]
+    return [
+        ["checkpoint", "prompt layers", *(f"{speedup}x" for speedup in speedups)],
+        *(
+            [name, str(layers), *(f"{shares[s]:.0%}" if s in shares else "-" for s in speedups)]
+            for (name, layers), shares in found.items()
+        ),
+    ]
+
+
 def products(document: dict[str, Any]) -> list[list[str]]:
     """Forwards of one prompt, and steps of a batch, against the machine's bf16 product and against bf16."""
     head = ["what", "weights", "ms", "GFLOP/s", "of the bf16 product", "x bf16"]
@@ -325,6 +340,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "decode": ("decode-speed", decode),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
+    "names": ("unseen-names", names),
     "predictions": ("prediction", predictions),
     "products": ("product-speed", products),
     "quality": ("quality-table", quality),

@@ -274,9 +274,10 @@ def test_server_without_room_and_server_that_goes(browser: Browser, model: list[
 
 @pytest.mark.model
 def test_real_model_and_the_pictures_of_the_docs(browser: Browser, tmp_path: Path):
-    """The bundled adapter: good text at 2x, and faster than full depth. SKIPDECODE_PICTURES names a folder to keep."""
+    """The bundled adapter: good text at 3x, and faster than full depth. SKIPDECODE_PICTURES names a folder to keep."""
     pictures = Path(os.environ.get("SKIPDECODE_PICTURES", tmp_path))
     arguments = ["--name", "smollm2-135m-e2e", "--threads", "2"]
+    order = Schedule.load(ADAPTER / "skipdecode.json").drop_order
     with serving(str(ADAPTER), *arguments) as (address, _):
         for size, scheme in ((DESKTOP, "light"), (DESKTOP, "dark"), (PHONE, "light"), (PHONE, "dark")):
             phone = size == PHONE
@@ -284,7 +285,7 @@ def test_real_model_and_the_pictures_of_the_docs(browser: Browser, tmp_path: Pat
                 run_to_the_end(page, 120, again=True)
                 found = answers(page)
                 check_column(page, "full", found["full"], 30, [])
-                check_column(page, "reduced", found["skipdecode-2x"], 30, list(range(1, 29)))
+                check_column(page, "reduced", found["e2e-p30-3x"], 30, order)
                 for column in ("full", "reduced"):
                     assert "Blue Heron" in page.locator(f"#{column} .tokens").inner_text()
                 page.locator("#reduced .token").nth(5 if phone else 9).hover()

@@ -48,7 +48,8 @@ _UNTUNED = (
 )
 _BUNDLED = (
     "The bundled adapter was tuned for full depth and these schedules, on the answers of a tuned model at full depth "
-    "to such records, so its text holds when layers are left out. How well it holds is in docs/quality.md."
+    "to such records, so its text holds when new tokens leave layers out (p30: prompts run all 30). Where prompts "
+    "leave layers out too, a name that it never met may be lost (docs/quality.md counts them)."
 )
 _READY = (
     '"Tuned" is the bundled adapter, made ready for these schedules; "as published" is the same model untouched, '
@@ -176,14 +177,12 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[Enco
 
 
 def _tuned_runs(loaded: LoadedModel) -> list[_Run]:
-    """Full depth and the schedules that a checkpoint was tuned under, mildest first; those that split, if any does."""
+    """Full depth and the schedules that a checkpoint was tuned under, mildest first; texts at the carried depth."""
     under = () if loaded.recipe is None else loaded.recipe.tuned_under
-    schedules = sorted((s for s in under if not s.is_full), key=lambda schedule: schedule.nominal_speedup)
-    schedules = [s for s in schedules if s.prompt != "full"] or schedules
-    return [
-        _Run("full depth", loaded, Schedule.full(loaded.num_layers)),
-        *(_Run(schedule.name.replace("skipdecode-", "SkipDecode "), loaded, schedule) for schedule in schedules),
-    ]
+    schedules = sorted((s for s in under if not s.is_full), key=lambda s: (s.nominal_speedup, -len(s.prompt_layers())))
+    names = [schedule.name.replace("skipdecode-", "SkipDecode ") for schedule in schedules]
+    runs = [_Run(name, loaded, s, s.budgets == under[0].budgets) for name, s in zip(names, schedules, strict=True)]
+    return [_Run("full depth", loaded, Schedule.full(loaded.num_layers)), *runs]
 
 
 def _any_runs(loaded: LoadedModel, tokens: int) -> list[_Run]:

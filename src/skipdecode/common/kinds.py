@@ -35,6 +35,7 @@ FORMATS: Mapping[str, int] = {
     "simulation": 1,
     "tuning": 1,
     "tuning-speed": 1,
+    "unseen-names": 1,
     "vllm-exact": 1,
     "vllm-speed": 1,
     "vllm-versions": 1,
