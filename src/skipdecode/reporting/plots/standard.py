@@ -198,12 +198,12 @@ def loss_chart(rows: _Rows) -> Chart:
     runs = grouped(
         train, lambda r: "schedules of few steps" if str(r.get("schedule")) in few else r.get("schedule", "train")
     )
-    series = []
+    series, drawn = [], 2 * _DRAWN // (1 + len(runs))
     for name, mine in runs.items():
         losses = [(r["step"], r["cross_entropy"]) for r in mine]
-        single = losses[:: max(1, len(losses) // _DRAWN)]
+        single = losses[:: -(-len(losses) // drawn)]
         series.append(Series("", _points(single), "-", markers=False, like=name, faint=True))
-        series.append(Series(name, _points(_smooth(losses)), "-", markers=False))
+        series.append(Series(name, _points(_smooth(losses, drawn)), "-", markers=False))
     for name in [n for n in runs if any(n in r for r in dev)] or ["cross_entropy"]:
         losses = [(r["step"], r[name]) for r in dev if name in r]
         if losses:
@@ -215,8 +215,8 @@ def _points(pairs: Iterable[tuple[float, float]]) -> list[Point]:
     return [Point(x, y) for x, y in pairs]
 
 
-def _smooth(pairs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A running mean over the last `_WINDOW` values, at most some `_DRAWN` of them: more are not seen."""
-    ends = range(len(pairs), 0, -max(1, len(pairs) // _DRAWN))
+def _smooth(pairs: Sequence[tuple[float, float]], drawn: int) -> list[tuple[float, float]]:
+    """A running mean over the last `_WINDOW` values, at most `drawn` of them: more are not seen."""
+    ends = range(len(pairs), 0, -(-(-len(pairs) // drawn)))
     windows = [pairs[max(0, end - _WINDOW) : end] for end in reversed(ends)]
     return [(window[-1][0], statistics.fmean(y for _, y in window)) for window in windows]
