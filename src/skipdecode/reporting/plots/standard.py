@@ -5,6 +5,7 @@ All raise MissingExtraError where matplotlib is not installed.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,7 +202,7 @@ def loss_chart(rows: _Rows) -> Chart:
     series, drawn = [], 2 * _DRAWN // (1 + len(runs))
     for name, mine in runs.items():
         losses = [(r["step"], r["cross_entropy"]) for r in mine]
-        single = losses[:: -(-len(losses) // drawn)]
+        single = losses[:: math.ceil(len(losses) / drawn)]
         series.append(Series("", _points(single), "-", markers=False, like=name, faint=True))
         series.append(Series(name, _points(_smooth(losses, drawn)), "-", markers=False))
     for name in [n for n in runs if any(n in r for r in dev)] or ["cross_entropy"]:
@@ -217,6 +218,6 @@ def _points(pairs: Iterable[tuple[float, float]]) -> list[Point]:
 
 def _smooth(pairs: Sequence[tuple[float, float]], drawn: int) -> list[tuple[float, float]]:
     """A running mean over the last `_WINDOW` values, at most `drawn` of them: more are not seen."""
-    ends = range(len(pairs), 0, -(-(-len(pairs) // drawn)))
+    ends = range(len(pairs), 0, -math.ceil(len(pairs) / drawn))
     windows = [pairs[max(0, end - _WINDOW) : end] for end in reversed(ends)]
     return [(window[-1][0], statistics.fmean(y for _, y in window)) for window in windows]
