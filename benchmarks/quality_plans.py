@@ -320,7 +320,9 @@ PLANS = {
             ),
             # The demo's.
             "adapter": Checkpoint(
-                *("", (), ["full", *files("lower10", 2, 3, 5)]),
+                "",
+                (),
+                ["full", *files("lower10", 2, 3, 5)],
                 answers="full-b",
                 preset="e2e-smollm2-135m.json",
                 train="named.jsonl",

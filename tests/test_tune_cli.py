@@ -267,6 +267,7 @@ def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
         made = json.loads((adapters / path.stem / "recipe.json").read_text())
         preset = json.loads(path.read_text())
         assert preset["options"] == {name: made["options"][name] for name in preset["options"]}
+        assert made["result"]["precision"] == "bf16"
         assert preset["schedule"] == made["schedule"]
 
 

@@ -180,8 +180,9 @@ def _tuned_runs(loaded: LoadedModel) -> list[_Run]:
     """Full depth and the schedules that a checkpoint was tuned under, mildest first; texts at the carried depth."""
     under = () if loaded.recipe is None else loaded.recipe.tuned_under
     schedules = sorted((s for s in under if not s.is_full), key=lambda s: (s.nominal_speedup, -len(s.prompt_layers())))
-    names = [schedule.name.replace("skipdecode-", "SkipDecode ") for schedule in schedules]
-    runs = [_Run(name, loaded, s, s.budgets == under[0].budgets) for name, s in zip(names, schedules, strict=True)]
+    runs = [
+        _Run(s.name.replace("skipdecode-", "SkipDecode "), loaded, s, s.budgets == under[0].budgets) for s in schedules
+    ]
     return [_Run("full depth", loaded, Schedule.full(loaded.num_layers)), *runs]
 
 

@@ -199,7 +199,7 @@ def loss_chart(rows: _Rows) -> Chart:
     runs = grouped(
         train, lambda r: "schedules of few steps" if str(r.get("schedule")) in few else r.get("schedule", "train")
     )
-    series, drawn = [], 2 * _DRAWN // (1 + len(runs))
+    series, drawn = [], math.ceil(2 * _DRAWN / (1 + len(runs)))
     for name, mine in runs.items():
         losses = [(r["step"], r["cross_entropy"]) for r in mine]
         single = losses[:: math.ceil(len(losses) / drawn)]
