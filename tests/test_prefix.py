@@ -72,7 +72,8 @@ def rows_of(engine: FastEngine, requests: list[Request]) -> list[list[tuple[int,
 def all_pages_are_free(kv: PrefixKV) -> bool:
     """Of an engine without rows: once nothing is kept, every page is free, once."""
     assert kv.bytes_held == 0 == kv.overlap
-    kv.forget()
+    while kv._idle:
+        kv._evict()
     assert kv.cached_bytes == 0
     return sorted(kv._free) == list(range(len(kv.pages)))
 

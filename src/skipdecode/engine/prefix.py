@@ -120,11 +120,6 @@ class PrefixKV(PagedKV):
             block.rows -= 1
             self.overlap -= block.rows > 0
 
-    def forget(self) -> None:
-        """Keep nothing of prompts that no row uses."""
-        while self._idle:
-            self._evict()
-
     def _take(self) -> int:
         if not self._free:
             self._evict()
