@@ -118,7 +118,8 @@ def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, 
     tokenizer: Any = loaded.tokenizer
     with texts.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for _, line in zip(range(TIMED), lines, strict=False)]
-    prompts = [tokenizer(row["prompt"]).input_ids for row in rows]
+    turns = ([{"role": "user", "content": row["prompt"]}] for row in rows)
+    prompts = [tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=True).input_ids for t in turns]
     lengths = [max(2, len(tokenizer(row["texts"]["untouched"]).input_ids)) for row in rows]
     source = open_engines(loaded.model, "fast", note)
     methods = [Full(source), *(Scheduled(Schedule.load(str(file)), source) for file in schedules)]

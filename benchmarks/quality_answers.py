@@ -106,22 +106,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     template = task.template()
     with (options.data / "train.jsonl").open(encoding="utf-8") as file:
         asked = prompts(map(json.loads, file), template)
-    write_whole(out / "prompts.jsonl", b"".join(map(json_line, asked)))
+    questions, text = out / "prompts.jsonl", b"".join(map(json_line, asked))
+    if not questions.exists() or questions.read_bytes() != text:  # answers go on only with the very file
+        write_whole(questions, text)
     command = ["skipdecode", "generate", options.checkpoint, "--task", options.task, "--dtype", "bfloat16"]
-    files = ["--input", str(out / "prompts.jsonl"), "--output", str(out / "answers.jsonl"), "--overwrite"]
+    files = ["--input", str(questions), "--output", str(out / "answers.jsonl"), "--overwrite"]
     ends = ["--stop", *(text.replace("\n", "\\n") for text in task.stop)] if task.stop else []
     limits = ["--batch-size", "64", "--max-new-tokens", str(task.max_new_tokens)]
     code = subprocess.run([*command, *limits, *files, *ends]).returncode
     if code:
         return code
-    with (out / "answers.jsonl").open(encoding="utf-8") as file:
-        answers = [json.loads(line) for line in file]
+    with (out / "answers.jsonl").open(encoding="utf-8") as lines:
+        answers = [json.loads(line) for line in lines]
     ended = [(row, a["text"].strip()) for row, a in zip(asked, answers, strict=True) if a["finish_reason"] != "length"]
     rows = [{**row, template.responses[0]: text} for row, text in ended if text]
     print(f"{len(rows)} of {len(asked)} answers came to an end")
     dev, train = rows[:_HELD_OUT], rows[_HELD_OUT:]
     more = list(named(train, template.responses[0]))
-    for name, part in (("dev", dev), ("train", train), *([("named", train + more)] if more else [])):
+    # train.jsonl last: it says that all is there.
+    for name, part in (("dev", dev), *([("named", train + more)] if more else []), ("train", train)):
         write_whole(out / f"{name}.jsonl", b"".join(map(json_line, part)))
     return 0
 

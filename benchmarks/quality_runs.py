@@ -88,6 +88,8 @@ class Steps:
         """A checkpoint, all weights."""
         out = self.checkpoint(name)
         if finished(out):
+            if made.carries:
+                carry(out, made.carries)
             return
         data = self.answers(made.answers) if made.answers else self.data
         files = ["--train", data / made.train, "--dev", data / "dev.jsonl", "--out", out, "--resume"]
@@ -106,9 +108,13 @@ class Steps:
 
     def make(self, name: str) -> None:
         """One checkpoint, and first those that it stands on."""
+        if name not in self.plan.checkpoints:  # another table's, made before
+            return
         made = self.plan.checkpoints[name]
         for other in dict.fromkeys(filter(None, (made.base, *(made.averaged or ())[:1], made.answers))):
             self.make(other)
+        if self.plan.calibration and any(option.startswith(CALIBRATED) for option in made.options):
+            self.calibrate()
         self.tune(name, made)
 
     def answers(self, name: str) -> Path:
@@ -146,9 +152,9 @@ class Steps:
         """Drop order and a curve for each speed-up, all from one measurement on the start's weights in bf16."""
         start = self.checkpoint(self.plan.start)
         rounded = start.with_name(f"{start.name}-bf16")
-        if not self.dry_run and not rounded.exists():
-            AutoTokenizer.from_pretrained(start).save_pretrained(rounded)
+        if not self.dry_run and not (rounded / "tokenizer.json").exists():
             AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16).save_pretrained(rounded)
+            AutoTokenizer.from_pretrained(start).save_pretrained(rounded)
         head = ["skipdecode", "calibrate", rounded, "--task", self.plan.task, "--data", self.data / "train.jsonl"]
         out = self.checkpoint("calibration")
         shape = [*self.plan.calibration, "--seq-len", self.plan.seq_len, "--resume", "--out", out]

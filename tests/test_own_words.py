@@ -169,6 +169,8 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
         (["--prompts", "FILE", "--task", "e2e", "--chat"], "a\n", "--task"),
         (["--self-records", "0"], None, "--self-records"),
         (["--no-self", "--prompts", "FILE"], "a\n", "--self"),
+        (["--prompts", "FILE", "--sampled-speedups", "1", "40"], "a\nb\nc\n", "budget 1 at position 0"),
+        (["--prompts", "FILE", "--sampled-prompts", "99"], "a\nb\nc\n", "prompt layers"),
     ],
 )
 def test_what_cannot_be_tuned_on_is_refused_in_one_line(
@@ -217,6 +219,9 @@ def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
     assert main([*call, "--overwrite", "--json"]) == 0
     again = json.loads(capsys.readouterr().out.partition("\n")[2])
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
+    # Other words in the same place.
+    assert main([*call, "--self-records", "6", "--self-tokens", "8", "--overwrite"]) == 0
+    assert json.loads((out / "run.json").read_text())["config"]["own_words"]["self_tokens"] == 8
 
 
 def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_path: Path) -> None:

@@ -167,6 +167,17 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, 
     assert {words[2] for words in commands if words[:2] == ["skipdecode", "eval"]} <= tuned
 
 
+def test_one_checkpoint_of_a_table_is_made_with_what_it_stands_on(tmp_path: Path):
+    def verbs(table: str, checkpoint: str) -> list[str]:
+        where = ["--data", "data", "--runs", str(tmp_path), "--dry-run"]
+        command = [sys.executable, ROOT / "benchmarks" / "quality_runs.py", table, "--checkpoint", checkpoint, *where]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [line.split()[2] for line in done.stdout.splitlines()]
+
+    assert verbs("tldr", "cal-b") == ["tune", "calibrate", "calibrate", "tune"]
+    assert verbs("own", "even-2x") == ["tune"]  # its start is another table's
+
+
 def test_a_text_that_is_cut_gives_prompts_for_what_is_cut_off_too():
     prompts = script("quality_answers").prompts
     whole = Template("{mr}\n", "ref")

@@ -47,9 +47,6 @@ def test_other_methods_are_points_of_the_same_space():
     assert Schedule.top_down(6, (5, 3)).layers(1) == (0, 1, 2)
     assert Schedule.constant(6, 3).layers(0) == (0, 4, 5)
     assert Schedule.constant(6, 4, drop_order=(3, 1, 2)).layers(7) == (0, 2, 4, 5)
-    top = Schedule.top_down(8, (6, 3))
-    assert Schedule.from_layer_sets(8, [top.layers(0), top.layers(1)]).layers(1) == top.layers(1)
-    assert Schedule.from_layer_sets(6, [(0, 1, 4, 5), (0, 5), (0, 5)]).layers(1) == (0, 5)
 
 
 def test_a_split_schedule_gives_each_token_its_half():
@@ -146,8 +143,6 @@ def test_degenerate_schedules():
         (lambda: Schedule.from_speedup(6, 0.5, 10), "nominal_speedup=0.5"),
         (lambda: Schedule.from_speedup(6, float("nan"), 10), "nominal_speedup=nan"),
         (lambda: Schedule.power_law(6, 1.5, 10), "alpha=1.5"),
-        (lambda: Schedule.from_layer_sets(6, [(0, 5), (0, 3, 5)]), "layer 3 runs at position 1 but was skipped"),
-        (lambda: Schedule.from_layer_sets(6, []), "layer_sets is empty"),
         (lambda: Schedule.from_json("{"), "must be JSON"),
         (lambda: Schedule.from_json("[1]"), "JSON object, not list"),
         (lambda: Schedule.from_json('{"num_layers": 6, "drop_order": []}'), "'budgets' is missing"),

@@ -61,8 +61,16 @@ def test_the_embedded_model_runs_in_bf16_where_the_processor_multiplies_it(
     for name in (smollm2.NAME, str(tmp_path / "adapter")):
         assert load_model(name, device="cpu").model.dtype == dtype
         assert load_model(name, dtype="float32", device="cpu").model.dtype == torch.float32
-    geometry, planned = find_geometry(smollm2.NAME, "auto", torch.device("cpu"))
-    assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
+    # Whole weights that were tuned in bf16 are stored in fp32, and no forward pass saw more of them than bf16.
+    for precision in ("bf16", "fp32"):
+        save_checkpoint(tmp_path / precision)
+        recipe = {"options": {}, "result": {"precision": precision}}
+        (tmp_path / precision / "recipe.json").write_text(json.dumps(recipe))
+    assert load_model(str(tmp_path / "fp32"), device="cpu").model.dtype == torch.float32
+    assert load_model(str(tmp_path / "bf16"), device="cpu").model.dtype == dtype
+    for name in (smollm2.NAME, str(tmp_path / "bf16")):
+        geometry, planned = find_geometry(name, "auto", torch.device("cpu"))
+        assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
 
 
 def only_wheels_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

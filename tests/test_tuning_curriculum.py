@@ -12,7 +12,7 @@ from skipdecode import Schedule
 from skipdecode.errors import OptionError, ScheduleError, UsageError
 from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.curriculum import Lower, make_curriculum
+from skipdecode.tuning.curriculum import Lower, Sampled, make_curriculum
 
 TARGET = Schedule.from_speedup(12, 3, 20)
 
@@ -64,6 +64,19 @@ def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too
     assert deep_split > 1.5 * shallow_split > 40
     with pytest.raises(ScheduleError, match="prompt layers"):
         make_curriculum(TARGET, replace(config, sampled_prompts=("13",)))
+
+
+def test_schedules_that_differ_have_names_that_differ() -> None:
+    # A solved curve, as `skipdecode calibrate` names it: at its own speed-up the straight fall is another schedule.
+    curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (6, 6, 6, 6), name="calibrated-2x")
+    config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
+    curriculum = make_curriculum(curve, config)
+    assert curriculum.target == curriculum.goals[0] == curve
+    names = [goal.name for goal in curriculum.goals]
+    assert names[:4] == ["calibrated-2x", "full", "calibrated-2x-sampled", "calibrated-3x"]
+    assert len(set(names)) == len(names) == 7
+    assert isinstance(curriculum, Sampled)
+    assert [schedule.name for schedule in curriculum.others].count("calibrated-2x-sampled") == 2  # named twice
 
 
 def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:

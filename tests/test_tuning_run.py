@@ -179,6 +179,18 @@ def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path) -> Non
         assert not torch.allclose(merged.model(ids).logits, load_model(str(base)).model(ids).logits, atol=1e-2)
 
 
+def test_the_checkpoints_stay_until_the_result_is_recorded(tmp_path: Path) -> None:
+    def killed(result: Any) -> None:
+        raise KeyboardInterrupt
+
+    tuner = Tuner(tuning_model(), TOKENIZER, TRAIN, DEV, TARGET, TuneConfig(**BASICS, full=True), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        tuner.run(record=killed)
+    seen = losses(tmp_path)
+    result = tune(tmp_path, resume=True, changes={"full": True})
+    assert (result.steps, losses(tmp_path)) == (8, seen)
+
+
 def test_nan_stops_the_run_before_the_update_and_names_the_records(tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=r"at step \d+: stopped before the update"):
         tune(tmp_path, changes={"full": True, "learning_rate": 1e30, "clip": 0, "warmup_fraction": 0})

@@ -20,7 +20,7 @@ from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
-from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWords, OwnWordsOptions, own_template
+from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWords, OwnWordsOptions, forget_prompts, own_template
 from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
 from skipdecode.data.source import Records
@@ -84,6 +84,7 @@ def evaluate_own_words(config: Config) -> int:
         raise type(e)(f"the untouched model: {e} (--base names another)") from None
     document, rows = _measured(config, loaded, base, *_methods(config, loaded))
     save_run(out, document, rows)
+    forget_prompts(out)
     print(json.dumps(document, indent=1) if config.json else "\n".join(_lines(document, out)))
     return 0
 
@@ -125,6 +126,9 @@ def _measured(
         "template": template.to_dict(),
         "settings": asdict(settings),
         "methods": [method.settings() for method in methods],
+        "engine": full.engine,
+        "device": str(loaded.model.device),
+        "recipe": stored_recipe(loaded.path),
     }
     beside = [] if base is loaded else [full]
     speakers = [untouched, *(Speaker(method.name, loaded.model, method) for method in (*beside, *methods))]
@@ -162,7 +166,8 @@ def _prompts(
         if (loaded.path / file).is_file()
         for _, row in read_objects(loaded.path / file)
     )
-    found = words.prompts(template.render(row) for row in known if isinstance(row, dict))
+    rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
+    found = words.prompts(map(template.render, rows))
     room = prompt_room(context_length(base.model.config), config.self_tokens)
     fitting, ids = encode_prompts(template, Records(tuple(found)), base.tokenizer, room=room, skip_bad=True)
     note_left_out(fitting.skipped)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleOptions, check_out, check_schedule_options, choose_schedule
+from skipdecode.cli.options import ScheduleChoice, ScheduleOptions, check_out, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -32,13 +32,14 @@ from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.models.loading.recipe import read_recipe, stored_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
+from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 
 if TYPE_CHECKING:
     from skipdecode.data.prompts import Example
     from skipdecode.data.records import Template
     from skipdecode.models.loading.hub import LoadedModel
-    from skipdecode.tuning.trainer import TuneResult
+    from skipdecode.tuning.trainer import Tuner, TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
 
@@ -106,7 +107,9 @@ def run(config: Config) -> int:
     limits = {"train": config.train_records, "dev": config.dev_records}
     read = partial(read_examples, config, template)
     examples = {n: read(n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
-    schedule = _schedule(config, loaded, examples["train"][0])
+    schedule, origin = _schedule(config, loaded, [len(example.response) for example in examples["train"][0]])
+    note(f"schedule {schedule.name}: {origin}")
+    make_curriculum(schedule, config)  # what it cannot have is told before anything is written
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | words
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
     recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
@@ -118,10 +121,15 @@ def run(config: Config) -> int:
     if state.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, out)
-    result = _tune(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
+
+    def record(result: TuneResult) -> None:
+        write_recipe(recipe | {"result": result.to_dict()}, out)
+
+    result = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out).run(
+        resume=config.resume, record=record
+    )
     if state.is_main_process:
         _draw_curve(out)
-        write_recipe(recipe | {"result": result.to_dict()}, out)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
     return 0
 
@@ -174,6 +182,7 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
         loaded = load_model(config.model)
+        make_curriculum(_schedule(config, loaded, [config.self_tokens]).schedule, config)  # before it speaks
         template = own_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
         about = (template, config.part(OwnWordsOptions), out, config.seed, config.bad_records == "skip")
@@ -184,14 +193,13 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[
     return config, template, {"self": made}
 
 
-def _tune(
+def _tuner(
     config: Config, loaded: LoadedModel, train: list[Example], dev: list[Example], schedule: Schedule, out: Path
-) -> TuneResult:
+) -> Tuner:
     from skipdecode.tuning.trainer import Tuner
 
     base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
-    tuner = Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
-    return tuner.run(resume=config.resume)
+    return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
 
 
 def _draw_curve(out: Path) -> None:
@@ -217,11 +225,10 @@ def _load(config: Config) -> LoadedModel:
     return replace(loaded, model=loaded.model.merge_and_unload())
 
 
-def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> Schedule:
-    """The schedule asked for, or the recipe's; positions are by default the responses' 95th percentile of lengths."""
-    lengths = sorted(len(example.response) for example in train)
+def _schedule(config: Config, loaded: LoadedModel, lengths: Sequence[int]) -> ScheduleChoice:
+    """The schedule asked for, or the recipe's; positions are by default the 95th percentile of responses' `lengths`."""
     layers = loaded.num_layers
-    longest = lengths[round(0.95 * (len(lengths) - 1))]
+    longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
     carried, own = loaded.schedule, ""
     if stored is not None:
@@ -229,9 +236,7 @@ def _schedule(config: Config, loaded: LoadedModel, train: Sequence[Example]) -> 
     elif config.self and not (config.schedule or config.nominal_speedup or (carried and not carried.is_full)):
         carried = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
         own = "evenly spaced layers left out, as none is named"
-    choice = choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
-    note(f"schedule {choice.schedule.name}: {choice.origin}")
-    return choice.schedule
+    return choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
 
 
 def _summary(result: TuneResult, schedule: Schedule, out: Path) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["DEV_FILE", "TRAIN_FILE", "OwnWords", "OwnWordsOptions", "check_prompts", "own_template"]
+__all__ = ["DEV_FILE", "TRAIN_FILE", "OwnWords", "OwnWordsOptions", "check_prompts", "forget_prompts", "own_template"]
 
 TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
 _ABOUT, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
@@ -87,6 +87,12 @@ def check_prompts(options: OwnWordsOptions) -> None:
         with closing(PromptSource.open(options.prompts)) as source:
             if next(source.records(), None) is None:
                 raise DataError(f"no prompts in {source.name}: it has no line that is not blank")
+
+
+def forget_prompts(directory: Path) -> None:
+    """Take away what drawn prompts left in a directory whose work is done."""
+    for file in (_ABOUT, _PROMPTS):
+        (directory / file).unlink(missing_ok=True)
 
 
 def own_template(tokenizer: Any, template: Template | None = None) -> Template:

@@ -16,7 +16,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, weights_dtype
+from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, load_recipe, weights_dtype
 from skipdecode.models.loading.locate import adapter_dir, base_name, locate
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model
@@ -153,8 +153,9 @@ def _kept(path: Path, key: list[Any], name: str, device: torch.device) -> CostSo
 
 def find_geometry(name: str, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
     """The sizes of a model by name, and the dtype of its weights there, from its config alone; see `find_cost`."""
-    config = _config_of_file(Path(name)) if Path(name).is_file() else load_config(name)
-    kind = _dtype(config, weights_dtype(name, dtype, device))
+    alone = Path(name).is_file()
+    config, recipe = (_config_of_file(Path(name)), None) if alone else (load_config(name), load_recipe(name))
+    kind = _dtype(config, weights_dtype(name, dtype, device, recipe))
     return ModelGeometry.from_config(config, kind.itemsize), kind
 
 

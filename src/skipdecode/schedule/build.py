@@ -18,7 +18,7 @@ static_pruning    by influence   constant (ShortGPT, arXiv 2403.03853)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -284,20 +284,6 @@ class Schedule(NestedLayers):
             raise ScheduleError(f"prompt_layers={prompt_layers} is not accepted: give 1 to {num_layers}")
         order = layer_order.bottom_up(num_layers, warmup_layers)
         return cls(num_layers, order, one_or_more(budgets), warmup_layers, tuple(range(prompt_layers)), name)
-
-    @classmethod
-    def from_layer_sets(
-        cls,
-        num_layers: int,
-        layer_sets: Sequence[Iterable[int]],
-        *,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        name: str = "custom",
-    ) -> Self:
-        """A schedule from explicit layer sets of position 0, 1, …; refuses sets that are not nested."""
-        order, budgets = layer_order.from_sets(num_layers, layer_sets)
-        return cls(num_layers, order, budgets, warmup_layers, prompt, name)
 
 
 def _power_law(num_layers: int, alpha: float, seq_len: int, floor: int) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ __all__ = [
     "check_layers",
     "check_order",
     "evenly_spaced",
-    "from_sets",
     "int_tuple",
     "least_budget",
     "linear",
@@ -115,26 +114,6 @@ def _spread(items: list[int]) -> list[int]:
     bits = max(len(items) - 1, 0).bit_length()
     ranks = (int(format(i, f"0{bits}b")[::-1], 2) if bits else 0 for i in range(2**bits))
     return [items[r] for r in ranks if r < len(items)]
-
-
-def from_sets(num_layers: int, layer_sets: Sequence[Iterable[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Drop order and budgets of the layer sets of position 0, 1, …; raises ScheduleError if they are not nested."""
-    sets = [frozenset(int_tuple("layer_sets", layers)) for layers in layer_sets]
-    if not sets:
-        raise ScheduleError("layer_sets is empty: give the layers of at least one position")
-    if outside := sorted(sets[0] - set(range(num_layers))):
-        raise ScheduleError(f"layer_sets names layer {outside[0]}: accepted are 0 to {num_layers - 1}")
-    # Those that go at one position go in any order: downwards where early termination is meant.
-    downwards = num_layers - 1 not in sets[-1]
-    gone = sorted(set(range(num_layers)) - sets[0], reverse=downwards)
-    for position in range(1, len(sets)):
-        if back := sorted(sets[position] - sets[position - 1]):
-            raise ScheduleError(
-                f"layer_sets is not nested: layer {back[0]} runs at position {position} but was skipped at position "
-                f"{position - 1}, so its keys and values are missing; each set must be part of the one before"
-            )
-        gone += sorted(sets[position - 1] - sets[position], reverse=downwards)
-    return tuple(gone), tuple(map(len, sets))
 
 
 def check_order(drop_order: tuple[int, ...], num_layers: int, warmup_layers: int) -> None:

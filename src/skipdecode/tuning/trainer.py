@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -100,13 +100,15 @@ class Tuner:
             for indices in GroupedBatches(dev, config.batch_size, seed=0).epoch(0)
         ]
 
-    def run(self, *, resume: bool = False) -> TuneResult:
+    def run(self, *, resume: bool = False, record: Callable[[TuneResult], None] = lambda _: None) -> TuneResult:
         """Train, keep the best weights on the dev records, and save them to `out`.
 
         Parameters
         ----------
         resume : bool
             Go on from the newest checkpoint in `out`, if there is one.
+        record : callable
+            Is handed the result, in the main process, once the model lies in `out` and before the checkpoints go.
 
         Raises
         ------
@@ -123,7 +125,7 @@ class Tuner:
             result = self._result()
         finally:
             self._attachment.detach()
-        self._finish()
+        self._finish(result, record)
         return result
 
     # ------------------------------------------------------------------ set-up
@@ -272,8 +274,8 @@ class Tuner:
             adapter_dtype=self._config.adapter_dtype,
         )
 
-    def _finish(self) -> None:
-        """Put the best model into `out`; the checkpoints go last, so a kill in here loses nothing."""
+    def _finish(self, result: TuneResult, record: Callable[[TuneResult], None]) -> None:
+        """Put the best model into `out` and record it; the checkpoints go last, so a kill in here loses nothing."""
         if self._accelerator.is_main_process:
             best = self._checkpoint_dir / "best"
             if self._config.merge:
@@ -281,6 +283,7 @@ class Tuner:
                 best = self._checkpoint_dir / "merged"
                 save_tuned(merged, self._tokenizer, self._schedule, best)
             copy_files(best, self._out)
+            record(result)
         self._accelerator.wait_for_everyone()
         self._checkpoints.remove()
 

@@ -72,8 +72,8 @@ class ModelOptions(Options):
     """How a model is loaded."""
 
     dtype: str = option(
-        "of the weights; auto is the checkpoint's own, for smollm2-135m bfloat16 where the device multiplies that and "
-        "else float32",
+        "of the weights; auto is the checkpoint's own, but bfloat16 for smollm2-135m and what tune made in bf16, where "
+        "the device multiplies that",
         default="auto",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipdecode.common.environment import multiplies_bf16
 from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import carry, keep_tuned, of_adapter, of_config
@@ -112,7 +113,7 @@ def load_model(
     config = _config(place)
     schedule, recipe = _carried(adapter, place, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
-    kind = weights_dtype(name, dtype, target)
+    kind = weights_dtype(name, dtype, target, recipe)
     with _told(place.where, "its weights do not load"), without_foreign_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(
             place.where, config=config, dtype=kind, output_loading_info=True, **place.options
@@ -131,11 +132,19 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule, recipe)
 
 
-def weights_dtype(name: str, dtype: str, device: Any) -> str:
-    """`dtype`, or what "auto" means where the checkpoint does not say it: for ``smollm2-135m``, and adapters on it."""
+def weights_dtype(name: str, dtype: str, device: Any, recipe: Recipe | None) -> str:
+    """`dtype`, or what "auto" means where it is not the checkpoint's own: bf16 where the device multiplies that.
+
+    So it is for ``smollm2-135m`` and adapters on it, and for whole weights that `skipdecode tune` ran in bf16: it
+    writes the fp32 ones that the optimizer moved, of which no forward pass ever saw more.
+    """
     adapter = adapter_dir(name)
-    embedded = (name if adapter is None else base_name(adapter)) == smollm2.NAME
-    return smollm2.running_dtype(device.type) if embedded and dtype == "auto" else dtype
+    if dtype != "auto":
+        return dtype
+    if (name if adapter is None else base_name(adapter)) == smollm2.NAME:
+        return smollm2.running_dtype(device.type)
+    ran_in_bf16 = adapter is None and recipe is not None and recipe.precision == "bf16"
+    return "bfloat16" if ran_in_bf16 and multiplies_bf16(device.type) else dtype
 
 
 def load_config(name: str) -> Any:

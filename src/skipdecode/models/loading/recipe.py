@@ -6,7 +6,7 @@ The one place that reads recipes; `skipdecode tune` writes them (`skipdecode.tun
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class Recipe:
         The schedules that the weights were tuned under, the target first.
     base : dict, optional
         The weights that the run started from; see `skipdecode.models.loading.base_weights`.
+    precision : {"bf16", "fp32"}, optional
+        Of the run's forward passes.
     """
 
     prompt_template: str | None = None
@@ -63,6 +65,7 @@ class Recipe:
     task: str | None = None
     tuned_under: tuple[Schedule, ...] = ()
     base: Mapping[str, Any] | None = None
+    precision: str | None = None
 
 
 def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL") -> str | None:
@@ -116,7 +119,9 @@ def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> 
     document = read_recipe(path)
     try:
         tuned_under = _tuned_under(document, carried, num_layers)
-        return Recipe(**_prompt(document), tuned_under=tuned_under, base=_of(document, "base", dict))
+        base, result = (_of(document, name, dict) for name in ("base", "result"))
+        precision = _of(result or {}, "precision", str)
+        return Recipe(**_prompt(document), tuned_under=tuned_under, base=base, precision=precision)
     except (DataError, ScheduleError) as e:
         raise DataError(f"recipe {path}: {e}; mend it, or take the file away to do without") from None
 
@@ -162,8 +167,8 @@ def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_laye
 def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequence[str]) -> tuple[Schedule, ...]:
     """What a run samples next to `target`: its order at each speed-up, with its own prompts and with each of `prompts`.
 
-    One that is named twice is there twice, but the first that is the target itself is left out. Raises ScheduleError
-    for speed-ups and prompt layers that the target's order cannot have.
+    One that is named twice is there twice, but the first that is the target itself is left out. Two that differ have
+    names of their own. Raises ScheduleError for speed-ups and prompt layers that the target's order cannot have.
     """
     asked = [target.with_speedup(speedup) for speedup in speedups]
     asked = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in asked]
@@ -171,7 +176,12 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
         asked.remove(target)
     sets = [own for text in prompts if (own := prompt_set(text, target.num_layers)) != target.prompt]
     split = (one.with_prompt(own) for own in sets for one in (target, *asked) if not one.is_full)
-    return (*asked, *split)
+    named, found = {target.name: target}, []
+    for one in (*asked, *split):
+        while named.setdefault(one.name, one) != one:  # such as a solved curve's name and the straight line's
+            one = replace(one, name=f"{one.name}-sampled")
+        found.append(one)
+    return tuple(found)
 
 
 def _of(values: Mapping[str, Any], name: str, kind: type) -> Any:
