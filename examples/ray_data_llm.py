@@ -1,6 +1,6 @@
 """Generate for a large set of prompts on a Ray cluster: one vLLM engine a worker, prompts sorted by expected length.
 
-    pip install 'skipdecode[vllm]' 'ray[llm]'
+    pip install '.[vllm]' 'ray[llm]'
     python examples/ray_data_llm.py path/to/tuned-checkpoint prompts.jsonl texts --workers 8
 
 Lines of the input have `prompt`, and may have `expected`, the output's length as far as it is known (any unit); else

@@ -1,6 +1,6 @@
 """An OpenAI server on a Ray cluster, one vLLM engine a replica, as many replicas as the load needs.
 
-    pip install 'skipdecode[vllm]' 'ray[llm]'
+    pip install '.[vllm]' 'ray[llm]'
     python examples/ray_serve_llm.py path/to/tuned-checkpoint --replicas 2 8
 
 Run it on the head of a cluster, or alone: then Ray starts on this machine. It stays until it is interrupted; the

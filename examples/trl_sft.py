@@ -1,10 +1,11 @@
-"""Train a LoRA adapter under a schedule with TRL's SFTTrainer: attach, then train as ever.
+r"""Train a LoRA adapter under a schedule with TRL's SFTTrainer: attach, then train as ever.
 
-    pip install trl datasets
+    pip install '.[tune]' trl datasets
     python examples/trl_sft.py smollm2-135m train.jsonl tuned --prompt-field mr --response-field ref --speedup 2
 
 Prompt and completion columns with `completion_only_loss` give labels of -100 on the prompt, from which the attached
 model knows the position of each response token. Packing puts several texts in one row and is refused while attached.
+No recipe.json is written, so `skipdecode generate` is to be told the prompt, here `--prompt-template '{mr}\n'`.
 """
 
 from __future__ import annotations
