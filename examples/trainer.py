@@ -4,8 +4,8 @@ r"""Train under a schedule with transformers' own Trainer: attach, then train as
     python examples/trainer.py smollm2-135m train.jsonl tuned --prompt-template '{mr}' --response-field ref --speedup 2
 
 Labels of -100 mark the prompt, as in any completion-only training; from them the attached model knows the position of
-each response token. No recipe.json is written, so `skipdecode generate` is to be told the prompt, here
-`--prompt-template '{mr}\n'`. `skipdecode tune` does the same with aligned batches, which skip more, and with distillation.
+each response token. No recipe.json is written, so `skipdecode generate` is to be told the prompt, here by
+`--prompt-template '{mr}\n'`. `skipdecode tune` does the same with aligned batches, which skip more, and with a teacher.
 """
 
 from __future__ import annotations
