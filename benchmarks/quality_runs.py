@@ -88,7 +88,7 @@ class Steps:
         """A checkpoint, all weights."""
         out = self.checkpoint(name)
         if finished(out):
-            if made.carries:
+            if made.carries and not self.dry_run:
                 carry(out, made.carries)
             return
         data = self.answers(made.answers) if made.answers else self.data

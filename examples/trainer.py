@@ -1,6 +1,6 @@
 r"""Train under a schedule with transformers' own Trainer: attach, then train as ever.
 
-    pip install '.[tune]'
+    pip install '.[tune,gguf]'
     python examples/trainer.py smollm2-135m train.jsonl tuned --prompt-template '{mr}' --response-field ref --speedup 2
 
 Labels of -100 mark the prompt, as in any completion-only training; from them the attached model knows the position of

@@ -1,6 +1,6 @@
 r"""Train a LoRA adapter under a schedule with TRL's SFTTrainer: attach, then train as ever.
 
-    pip install '.[tune]' trl datasets
+    pip install '.[tune,gguf]' trl datasets
     python examples/trl_sft.py smollm2-135m train.jsonl tuned --prompt-field mr --response-field ref --speedup 2
 
 Prompt and completion columns with `completion_only_loss` give labels of -100 on the prompt, from which the attached

@@ -61,13 +61,21 @@ def test_the_embedded_model_runs_in_bf16_where_the_processor_multiplies_it(
     for name in (smollm2.NAME, str(tmp_path / "adapter")):
         assert load_model(name, device="cpu").model.dtype == dtype
         assert load_model(name, dtype="float32", device="cpu").model.dtype == torch.float32
-    # Whole weights that were tuned in bf16 are stored in fp32, and no forward pass saw more of them than bf16.
-    for precision in ("bf16", "fp32"):
-        save_checkpoint(tmp_path / precision)
-        recipe = {"options": {}, "result": {"precision": precision}}
-        (tmp_path / precision / "recipe.json").write_text(json.dumps(recipe))
-    assert load_model(str(tmp_path / "fp32"), device="cpu").model.dtype == torch.float32
-    assert load_model(str(tmp_path / "bf16"), device="cpu").model.dtype == dtype
+    # So do whole weights that were tuned in bf16, which are stored in fp32, and adapters on them; merged ones do not.
+    results = {
+        "bf16": {"precision": "bf16"},
+        "fp32": {"precision": "fp32"},
+        "unfinished": None,
+        "merged": {"precision": "bf16"},
+    }
+    for folder, result in results.items():
+        save_checkpoint(tmp_path / folder)
+        recipe = {"options": {"full": folder != "merged"}, "result": result}
+        (tmp_path / folder / "recipe.json").write_text(json.dumps(recipe))
+        loads_as = dtype if folder == "bf16" else torch.float32
+        assert load_model(str(tmp_path / folder), device="cpu").model.dtype == loads_as
+    save_adapter(tmp_path / "on-tuned", str(tmp_path / "bf16"))
+    assert load_model(str(tmp_path / "on-tuned"), device="cpu").model.dtype == dtype
     for name in (smollm2.NAME, str(tmp_path / "bf16")):
         geometry, planned = find_geometry(name, "auto", torch.device("cpu"))
         assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)

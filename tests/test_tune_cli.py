@@ -58,8 +58,7 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert told["data"]["train"]["records"] == 24
     assert told["options"]["prompt_template"] == "{colour} {thing}\n"
     loaded = load_model(str(out))
-    known = {"tuned_under": (loaded.schedule,), "base": told["base"], "precision": told["result"]["precision"]}
-    assert loaded.recipe == Recipe("{colour} {thing}\n", ("ref",), **known)
+    assert loaded.recipe == Recipe("{colour} {thing}\n", ("ref",), tuned_under=(loaded.schedule,), base=told["base"])
     # Positions: the 95th percentile of the responses' lengths, end token included.
     lengths = sorted(len(r["ref"]) + 1 for r in records(24))
     assert loaded.schedule == Schedule.from_speedup(LAYERS, 2, lengths[22])

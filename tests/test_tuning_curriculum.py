@@ -73,10 +73,10 @@ def test_schedules_that_differ_have_names_that_differ() -> None:
     curriculum = make_curriculum(curve, config)
     assert curriculum.target == curriculum.goals[0] == curve
     names = [goal.name for goal in curriculum.goals]
-    assert names[:4] == ["calibrated-2x", "full", "calibrated-2x-sampled", "calibrated-3x"]
+    assert names[:4] == ["calibrated-2x", "full", "calibrated-sampled-2x", "calibrated-3x"]
     assert len(set(names)) == len(names) == 7
     assert isinstance(curriculum, Sampled)
-    assert [schedule.name for schedule in curriculum.others].count("calibrated-2x-sampled") == 2  # named twice
+    assert [schedule.name for schedule in curriculum.others].count("calibrated-sampled-2x") == 2  # named twice
 
 
 def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other() -> None:

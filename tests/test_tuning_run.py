@@ -181,6 +181,8 @@ def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path) -> Non
 
 def test_the_checkpoints_stay_until_the_result_is_recorded(tmp_path: Path) -> None:
     def killed(result: Any) -> None:
+        assert (tmp_path / "config.json").exists()
+        assert list((tmp_path / "checkpoints").glob("step-*"))
         raise KeyboardInterrupt
 
     tuner = Tuner(tuning_model(), TOKENIZER, TRAIN, DEV, TARGET, TuneConfig(**BASICS, full=True), tmp_path)

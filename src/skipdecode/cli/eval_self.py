@@ -120,7 +120,8 @@ def _measured(
     untouched = Speaker("untouched", base.model, yardstick)
     template, records, prompts = _prompts(config, loaded, base, partial(yardstick.make_engine, base.model))
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
-    about = {name: getattr(config, name) for name in ("name", "model", "weights", "dtype")} | {
+    about = {name: getattr(config, name) for name in ("name", "model", "weights")} | {
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "untouched": base.name,
         "own_words": asdict(config.part(OwnWordsOptions)),
         "template": template.to_dict(),
@@ -128,7 +129,7 @@ def _measured(
         "methods": [method.settings() for method in methods],
         "engine": full.engine,
         "device": str(loaded.model.device),
-        "recipe": stored_recipe(loaded.path),
+        "tuned": (stored_recipe(loaded.path) or {}).get("result"),
     }
     beside = [] if base is loaded else [full]
     speakers = [untouched, *(Speaker(method.name, loaded.model, method) for method in (*beside, *methods))]

@@ -121,13 +121,8 @@ def run(config: Config) -> int:
     if state.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, out)
-
-    def record(result: TuneResult) -> None:
-        write_recipe(recipe | {"result": result.to_dict()}, out)
-
-    result = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out).run(
-        resume=config.resume, record=record
-    )
+    tuner = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
+    result = tuner.run(resume=config.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out))
     if state.is_main_process:
         _draw_curve(out)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))

@@ -16,7 +16,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, load_recipe, weights_dtype
+from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, weights_dtype
 from skipdecode.models.loading.locate import adapter_dir, base_name, locate
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model
@@ -99,8 +99,9 @@ def find_cost(
         flag = "--measure" if measure else "--remeasure"
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
-        asked = (dtype, engine, weights, batch, prompt_len)
-        return _measured_or_kept(name, choose_device(device), asked, remeasure=remeasure)
+        target = choose_device(device)
+        asked = (weights_dtype(name, dtype, target), engine, weights, batch, prompt_len)
+        return _measured_or_kept(name, target, asked, remeasure=remeasure)
     if weights != "model":
         raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
@@ -153,9 +154,8 @@ def _kept(path: Path, key: list[Any], name: str, device: torch.device) -> CostSo
 
 def find_geometry(name: str, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
     """The sizes of a model by name, and the dtype of its weights there, from its config alone; see `find_cost`."""
-    alone = Path(name).is_file()
-    config, recipe = (_config_of_file(Path(name)), None) if alone else (load_config(name), load_recipe(name))
-    kind = _dtype(config, weights_dtype(name, dtype, device, recipe))
+    config = _config_of_file(Path(name)) if Path(name).is_file() else load_config(name)
+    kind = _dtype(config, weights_dtype(name, dtype, device))
     return ModelGeometry.from_config(config, kind.itemsize), kind
 
 

@@ -20,7 +20,7 @@ from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
-from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe
+from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, ran_in_bf16
 from skipdecode.schedule import Schedule
 
 __all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "load_recipe", "weights_dtype"]
@@ -113,7 +113,7 @@ def load_model(
     config = _config(place)
     schedule, recipe = _carried(adapter, place, config)
     tokenizer = _tokenizer(name, adapter, place, require_tokenizer)
-    kind = weights_dtype(name, dtype, target, recipe)
+    kind = weights_dtype(name, dtype, target)
     with _told(place.where, "its weights do not load"), without_foreign_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(
             place.where, config=config, dtype=kind, output_loading_info=True, **place.options
@@ -132,19 +132,17 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, name, place.folder(), schedule, recipe)
 
 
-def weights_dtype(name: str, dtype: str, device: Any, recipe: Recipe | None) -> str:
-    """`dtype`, or what "auto" means where it is not the checkpoint's own: bf16 where the device multiplies that.
+def weights_dtype(name: str, dtype: str, device: Any) -> str:
+    """`dtype`, or what "auto" means where it is not the checkpoint's own type: bf16 where the device multiplies that.
 
-    So it is for ``smollm2-135m`` and adapters on it, and for whole weights that `skipdecode tune` ran in bf16: it
-    writes the fp32 ones that the optimizer moved, of which no forward pass ever saw more.
+    So it is for ``smollm2-135m``, for directories that `skipdecode tune --full` wrote after a run in bf16, whose fp32
+    weights are the optimizer's, and for adapters on either.
     """
     adapter = adapter_dir(name)
-    if dtype != "auto":
+    base = name if adapter is None else base_name(adapter)
+    if dtype != "auto" or not (base == smollm2.NAME or ran_in_bf16(Path(base).expanduser())):
         return dtype
-    if (name if adapter is None else base_name(adapter)) == smollm2.NAME:
-        return smollm2.running_dtype(device.type)
-    ran_in_bf16 = adapter is None and recipe is not None and recipe.precision == "bf16"
-    return "bfloat16" if ran_in_bf16 and multiplies_bf16(device.type) else dtype
+    return smollm2.running_dtype(device.type) if base == smollm2.NAME or multiplies_bf16(device.type) else dtype
 
 
 def load_config(name: str) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "RECIPE_KIND",
     "Recipe",
     "checkpoint_recipe",
+    "ran_in_bf16",
     "read_recipe",
     "sampled_schedules",
     "stored_recipe",
@@ -53,8 +54,6 @@ class Recipe:
         The schedules that the weights were tuned under, the target first.
     base : dict, optional
         The weights that the run started from; see `skipdecode.models.loading.base_weights`.
-    precision : {"bf16", "fp32"}, optional
-        Of the run's forward passes.
     """
 
     prompt_template: str | None = None
@@ -65,7 +64,6 @@ class Recipe:
     task: str | None = None
     tuned_under: tuple[Schedule, ...] = ()
     base: Mapping[str, Any] | None = None
-    precision: str | None = None
 
 
 def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL") -> str | None:
@@ -102,6 +100,16 @@ def stored_recipe(folder: Path) -> dict[str, Any] | None:
     return read_recipe(path) if path.is_file() else None
 
 
+def ran_in_bf16(folder: Path) -> bool:
+    """Whether the weights in a directory are of `skipdecode tune --full`, computing in bf16."""
+    try:
+        recipe = stored_recipe(folder) or {"options": {}}
+    except DataError:  # another tool's, or broken: told by those who need it
+        return False
+    full, result = recipe["options"].get("full"), recipe.get("result")
+    return bool(full) and isinstance(result, dict) and result.get("precision") == "bf16"
+
+
 def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> Recipe | None:
     """The recipe of a checkpoint, from the file beside its weights.
 
@@ -119,9 +127,7 @@ def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> 
     document = read_recipe(path)
     try:
         tuned_under = _tuned_under(document, carried, num_layers)
-        base, result = (_of(document, name, dict) for name in ("base", "result"))
-        precision = _of(result or {}, "precision", str)
-        return Recipe(**_prompt(document), tuned_under=tuned_under, base=base, precision=precision)
+        return Recipe(**_prompt(document), tuned_under=tuned_under, base=_of(document, "base", dict))
     except (DataError, ScheduleError) as e:
         raise DataError(f"recipe {path}: {e}; mend it, or take the file away to do without") from None
 
@@ -179,7 +185,8 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     named, found = {target.name: target}, []
     for one in (*asked, *split):
         while named.setdefault(one.name, one) != one:  # such as a solved curve's name and the straight line's
-            one = replace(one, name=f"{one.name}-sampled")
+            curve, _, speedup = one.name.rpartition("-")
+            one = replace(one, name=f"{curve}-sampled-{speedup}")
         found.append(one)
     return tuple(found)
 
