@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints import byte_tokenizer
+from checkpoints import byte_tokenizer, save_checkpoint
 from oracle import active_tokens, oracle_logits
 from routers import ORDER, router_for
 from serve_tools import running, tiny_served_model
@@ -31,11 +31,14 @@ from skipdecode.calibration.adaptive import (
     static_shares,
 )
 from skipdecode.cli import main
+from skipdecode.cli.adaptive import _depths
+from skipdecode.cli.calibrate import Config
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.adaptive import Adaptive, Router
 from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.carried import keep_tuned
+from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.simulate.traces import read_recorded
 from skipdecode.serving.service import open_service
@@ -245,6 +248,22 @@ def test_depths_that_rows_cannot_go_through_are_refused() -> None:
     ):
         with pytest.raises(ScheduleError):
             router_for(model, depths=(deep, wrong, *rest[1:]))
+
+
+@pytest.mark.parametrize(("carried", "found"), [("full", [8, 4, 3]), ((0, 1, 2, 3), [8, 4, 3])])
+def test_depths_of_a_checkpoint_are_those_of_the_prompts_that_it_carries(
+    tmp_path: Path, carried: Any, found: list[int]
+) -> None:
+    target = replace(Schedule(LAYERS, (6, 5, 4, 3, 2), (3,), name="deep-3x"), prompt=carried)
+    save_checkpoint(tmp_path, target.to_dict())
+    sampled = {"curriculum": "sampled", "sampled_speedups": [1, 2], "sampled_prompts": ["4", "full"]}
+    (tmp_path / "recipe.json").write_text(json.dumps({"options": sampled, "schedule": target.to_dict()}))
+    loaded = load_model(str(tmp_path))
+    assert loaded.recipe is not None
+    assert len(loaded.recipe.tuned_under) == 5
+    depths = _depths(Config(model="m", data="d", out="o", target_speedup=1.2), loaded)
+    assert [each.budget(0) for each in depths] == found
+    assert {each.prompt_layers() for each in depths} == {target.prompt_layers()}
 
 
 # ---------------------------------------------------------------------- what is learned
@@ -488,6 +507,7 @@ def test_calibrate_says_what_it_cannot_do(made: dict[str, str], tmp_path: Path, 
         (["--depths", "8", "--target-speedup", "1.2"], "--depths"),
         (["--target-speedup", "1.2"], "--depths"),
         (["--target-speedup", "1.2", "--mixture", "e2e"], "--mixture"),
+        (["--depths", "8", "5", "--target-speedup", "1.2", "--batch", "2"], "batches of 4"),
     )
     for more, said in wrong:
         assert main([*common, *out, *more, "--resume"]) == 2

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine import Engine, GatedEngine
@@ -307,6 +308,19 @@ def test_engines_that_cannot_run_say_why(engine: str, message: str):
 def test_a_model_that_transformers_cannot_leave_early_is_refused():
     with pytest.raises(UsageError, match="does not leave a model of type 'opt' early"):
         make_peer("early-exit", tiny_model("opt"), text=[5, 6, 7])
+
+
+def test_an_adapter_is_measured_as_it_decodes(tmp_path: Path):
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "out.json"
+    save_adapter(tmp_path / "adapter", model)
+    assert bench(str(tmp_path / "adapter"), "--nominal", "2", "--rounds", "1", "--out", str(out)) == 0
+    assert {row["engine"] for row in json.loads(out.read_text())["rows"]} >= {"fast", "transformers"}
+
+
+def test_nothing_to_measure_is_one_line(tmp_path: Path, capsys: Any):
+    model = save_tiny_model(tmp_path)
+    assert bench(model, "--engines", "prompt-lookup", "--batches", "4", "--nominal", "2") == 2
+    assert "not measured at batch 4" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_engine_that_does_not_cover_the_model_is_refused(tmp_path: Path, capsys: Any):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skipdecode.common.files import copy_files
 from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.common.registry import Registry
 from skipdecode.errors import OutputError, UsageError
@@ -108,3 +109,16 @@ def test_large_blocks_of_freed_memory_are_not_faulted_in_again():
     # 64 MiB are 16,384 pages; returned to the kernel in between, five uses would fault them all five times.
     assert done == "True"
     assert int(faults) < 2000
+
+
+def test_what_is_copied_may_have_directories_in_it(tmp_path: Path):
+    """As a tokenizer with several chat templates writes them."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    for name in ("tokenizer.json", "additional_chat_templates/rag.jinja"):
+        (source / name).write_text(name)
+    target.mkdir()
+    for _ in range(2):
+        copy_files(source, target)
+    assert (target / "additional_chat_templates" / "rag.jinja").read_text() == "additional_chat_templates/rag.jinja"
+    assert sorted(path.name for path in target.iterdir()) == ["additional_chat_templates", "tokenizer.json"]

@@ -72,6 +72,10 @@ def test_full_depth_that_is_there_is_not_run_again(place: Path, tmp_path: Path, 
     assert [row["full_tokens"] for row in even.outputs] == [row["tokens"] for row in full.outputs]
     assert set(even.data["kept"]) == {"bleu", "rougeL"}
     assert even.measured_speedup > 0
+    # It may have more scores than are asked for.
+    assert main(arguments(place, *more, "unified:1.5", "--metrics", "bleu")) == 0
+    assert "full depth is taken from" in capsys.readouterr().err
+    assert set(load_run(tmp_path / "unified-1.5x").data["kept"]) == {"bleu"}
     # Of other settings it is no yardstick, and it is not replaced unasked.
     other = arguments(place, "--max-new-tokens", "5", *more, "d3:2")
     assert main(other) == 2

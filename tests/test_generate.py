@@ -110,6 +110,14 @@ def test_bad_rows_are_reported_written_and_make_the_exit_code_one(capsys: Any, t
     assert found[3]["new_tokens"] == 8
 
 
+def test_an_id_that_is_no_text_is_a_bad_row(tmp_path: Path, model_dir: str):
+    data = tmp_path / "in.jsonl"
+    data.write_text('{"id": "caf\\ud83d", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n')
+    assert generate(model_dir, "--input", str(data), "--output", str(tmp_path / "out.jsonl")) == 1
+    bad, good = read_rows(tmp_path / "out.jsonl")
+    assert (bad["line"], "surrogate" in bad["error"], good["id"]) == (1, True, "b")
+
+
 @pytest.mark.parametrize(
     ("bad", "error"), [("", "line 2: field 'prompt' is empty"), ("y" * CONTEXT, "line 2: the prompt has")]
 )
@@ -120,6 +128,9 @@ def test_on_error_stop_refuses_before_anything_is_generated(
     assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 2
     assert f"skipdecode: {error}" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+    # Mended, the same command has nothing in its way.
+    write_rows(Path(data), [{"prompt": "x"}, {"prompt": "mended"}])
+    assert generate(model_dir, "--input", data, "--output", str(tmp_path / "out.jsonl"), "--on-error", "stop") == 0
 
 
 def test_rows_at_the_end_of_the_context_get_the_tokens_there_is_room_for(tmp_path: Path, model_dir: str):

@@ -149,6 +149,16 @@ def test_streams_may_take_turns_and_be_left(llm: LLM):
     assert texts(llm.generate(["hello", "you"], 8)) == alone
 
 
+def test_streams_through_transformers_take_turns_too(model_dir: str, llm: LLM):
+    other = LLM(model_dir, device="cpu", engine="transformers")
+    alone = texts(llm.generate(["hello", "you"], 8, schedule="2x"))
+    streams = [other.stream(text, 8, schedule="2x") for text in ("hello", "you")]
+    pieces = zip_longest(*streams, fillvalue="")
+    started = next(pieces)
+    assert texts(other.generate(["hello", "you"], 8, schedule="2x")) == alone  # beside streams that were left half way
+    assert ["".join(p) for p in zip(started, *pieces, strict=True)] == alone
+
+
 def test_an_interrupted_call_leaves_no_rows_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     before = texts(llm.generate(TEXTS, 6))
     step, calls = FastEngine.step, []

@@ -120,7 +120,7 @@ def test_other_settings_are_refused_by_name_and_restart_drops_the_rows(tmp_path:
 
 def test_refusal_stays_short_however_much_differs(tmp_path: Path):
     out = tmp_path / "out.jsonl"
-    write_some(out, [], settings={f"s{i}": [0] * 1000 for i in range(10)})
+    write_some(out, [0], settings={f"s{i}": [0] * 1000 for i in range(10)})
     with pytest.raises(OutputError, match="and 7 more") as refused:
         writer_for(out, {f"s{i}": [1] * 1000 for i in range(10)})
     assert len(str(refused.value)) < 700

@@ -14,6 +14,7 @@ import pytest
 
 from skipdecode.cli import main
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
+from tiny import tiny_model
 
 MANY = [{"id": i, "prompt": "row " * random.Random(i).randint(1, 8) + str(i)} for i in range(1280)]
 
@@ -77,6 +78,14 @@ def test_ctrl_c_keeps_the_rows_and_says_how_to_go_on(
     assert "Traceback" not in told
     assert main([*long_run(model_dir, data, out), "--seed", "6"]) == 2
     assert "seed: 5 then, 6 now" in capsys.readouterr().err.splitlines()[-1]
+    # Nor are rows of other weights gone on with, under the same name.
+    weights = Path(model_dir) / "model.safetensors"
+    before = weights.read_bytes()
+    tiny_model("llama", seed=1, vocab_size=259).save_pretrained(tmp_path / "other")
+    weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+    assert main(long_run(model_dir, data, out)) == 2
+    assert "model_weights" in capsys.readouterr().err.splitlines()[-1]
+    weights.write_bytes(before)
     assert main(long_run(model_dir, data, out)) == 0
     assert [r["id"] for r in read_rows(out)] == list(range(len(MANY)))
 

@@ -43,7 +43,6 @@ def test_even_leaves_evenly_spaced_layers():
 
 
 def test_other_methods_are_points_of_the_same_space():
-    assert Schedule.power_law(30, 0.5, 4, min_exit_layer=5).budgets == (30, 15, 8, 5)
     assert Schedule.top_down(6, (5, 3)).layers(1) == (0, 1, 2)
     assert Schedule.constant(6, 3).layers(0) == (0, 4, 5)
     assert Schedule.constant(6, 4, drop_order=(3, 1, 2)).layers(7) == (0, 2, 4, 5)
@@ -142,7 +141,6 @@ def test_degenerate_schedules():
         (lambda: Schedule.from_speedup(6, 4, 10), "at most 3.00 is possible"),
         (lambda: Schedule.from_speedup(6, 0.5, 10), "nominal_speedup=0.5"),
         (lambda: Schedule.from_speedup(6, float("nan"), 10), "nominal_speedup=nan"),
-        (lambda: Schedule.power_law(6, 1.5, 10), "alpha=1.5"),
         (lambda: Schedule.from_json("{"), "must be JSON"),
         (lambda: Schedule.from_json("[1]"), "JSON object, not list"),
         (lambda: Schedule.from_json('{"num_layers": 6, "drop_order": []}'), "'budgets' is missing"),
@@ -150,7 +148,6 @@ def test_degenerate_schedules():
         (lambda: Schedule.full(6).layers(-1), "position=-1"),
         (lambda: Schedule.full(6).layers(1.5), "position=1.5"),
         (lambda: Schedule.from_speedup(6, 2, 4, warmup_layers="1"), "warmup_layers='1'"),
-        (lambda: Schedule.power_law(6, 0.9, 4, min_exit_layer="x"), "min_exit_layer='x'"),
         (lambda: Schedule.top_down("6", 3), "num_layers='6'"),
         (lambda: Schedule.full(6).check_fits(7), "6 layers, but the model has 7"),
     ],

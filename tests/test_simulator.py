@@ -395,6 +395,11 @@ def test_command_predicts_from_a_config(tmp_path, capsys):
     assert full["rate"] is None
 
 
+def test_answers_of_one_token_have_no_steps_to_compare(cost_files, capsys):
+    assert main(["simulate", "--cost", cost_files[2], "--nominal-speedup", "2", "--new-tokens", "1"]) == 0
+    assert "(nominal 2.00x)" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

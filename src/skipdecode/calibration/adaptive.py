@@ -65,6 +65,9 @@ class DepthTable:
         self.sums: Numbers = self.losses.sum(-1)
         every = [*depths, Schedule.full(cost.num_layers)]
         sizes = [(record["prompt"], max(2, length)) for (_, record), length in zip(found, lengths, strict=True)]
+        self.prompts = np.array([prompt for prompt, _ in sizes])
+        cached = range(max(map(sum, sizes)) + 1)  # tokens that a layer reads
+        self.layer_seconds = np.array([cost.step_seconds(1, n) - cost.step_seconds(0, n) for n in cached])
         taken = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes]) / cost.batch
         self.seconds, self.full = taken[:, :-1], taken[:, -1]
         self.costs: Numbers = self.seconds.sum(0) / self.full.sum()
@@ -200,13 +203,12 @@ def follow(table: DepthTable, thresholds: Sequence[float], begun: Choice) -> tup
         losses += table.losses[rows, depth, position + 1]
         live, run = table.counts > position + 1, budgets[depth, position]
         layers += run * live
-        layer_seconds = table.cost.step_seconds(1, position) - table.cost.step_seconds(0, position)
         for start in set(begun[live]):
             together = live & (begun == start)
             # The most of a batch's budgets, drawn from these rows', on average.
             shares = (np.arange(together.sum() + 1) / together.sum()) ** batch
             saved = budgets[start, position] - np.sort(run[together]) @ np.diff(shares)
-            seconds[together] -= saved * layer_seconds / batch
+            seconds[together] -= saved * table.layer_seconds[table.prompts[together] + position + 1] / batch
     return losses, seconds, layers / np.maximum(1, table.counts - 1)
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.calibrate import draw, load, measuring
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import read_cost
 from skipdecode.cli.options.records import check_records
 from skipdecode.common.progress import note
 from skipdecode.engine.depth import WAYS
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from skipdecode.cli.calibrate import Config
     from skipdecode.engine.adaptive import Router
     from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.performance.cost import CostModel
 
 __all__ = ["run"]
 
@@ -43,7 +43,7 @@ _COLUMNS = {
 }
 
 
-def run(config: Config) -> int:
+def run(config: Config, cost: CostModel | None) -> int:
     """Measure, print the oracle, and where it gains, make and print what gets a part of it."""
     from skipdecode.calibration.adaptive import oracle
     from skipdecode.engine.adaptive import ROUTER_FILE, identity
@@ -56,7 +56,7 @@ def run(config: Config) -> int:
     parts = _parts(config)
     loaded = load(config)
     depths, model = _depths(config, loaded), identity(loaded.model)
-    table = _table(config, loaded, depths, parts)
+    table = _table(config, cost, loaded, depths, parts)
     possible = oracle(table, speedup)
     gained = possible[0]["gain"] >= _LEAST_GAIN and possible[0]["low"] > 0
     runs, router = _learned(table, speedup, model) if gained else ([], None)
@@ -84,23 +84,29 @@ def _parts(config: Config) -> dict[str, Config]:
 
 def _depths(config: Config, loaded: LoadedModel) -> list[Schedule]:
     """The deepest first: flat ones of --depths, or those that the weights were tuned under."""
+    from skipdecode.engine.adaptive import check_depths
+
     layers, tuned = loaded.num_layers, () if loaded.recipe is None else loaded.recipe.tuned_under
     base = next((each for each in (loaded.schedule, *tuned) if each is not None and each.drop_order), None)
     base = base or Schedule(layers, tuple(range(1, layers - 1)), (layers,))
     flat = [replace(base, budgets=(n,), name=f"flat-{n}") for n in config.depths]
-    found = flat or [replace(base, budgets=(layers,), name="full") if each.is_full else each for each in tuned]
+    alike = (each for each in tuned if each.is_full or each.prompt_layers() == base.prompt_layers())
+    found = flat or [replace(base, budgets=(layers,), name="full") if each.is_full else each for each in alike]
     if len(found) < 2:
         raise UsageError("depths to choose from are needed, which this checkpoint does not say: --depths 30 20 15, say")
-    return sorted(found, key=lambda each: -each.mean_budget())
+    found.sort(key=lambda each: -each.mean_budget())
+    check_depths(found)
+    return found
 
 
-def _table(config: Config, loaded: LoadedModel, depths: Sequence[Schedule], parts: dict[str, Config]) -> DepthTable:
+def _table(
+    config: Config, cost: CostModel | None, loaded: LoadedModel, depths: Sequence[Schedule], parts: dict[str, Config]
+) -> DepthTable:
     from skipdecode.calibration.adaptive import DepthTable
     from skipdecode.performance.cost_source import find_cost
 
     examples = {task: draw(part, loaded)[0] for task, part in parts.items()}
     prompt_len = round(median(len(e.prompt) for rows in examples.values() for e in rows))
-    cost = None if config.cost is None else read_cost(config.cost)
     cost = cost or find_cost(config.model, batch=config.batch, prompt_len=prompt_len).cost
     with measuring(config, loaded, examples) as (_, meters, bar):
         bar.reset(total=sum(meter.batches for meter in meters.values()))

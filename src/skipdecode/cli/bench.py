@@ -121,7 +121,6 @@ def _peers(config: Config) -> tuple[Any, list[Peer]]:
     """The model, and the engines that are to run it."""
     import torch
 
-    from skipdecode.models.families import unwrap
     from skipdecode.models.loading.hub import choose_device, load_model
     from skipdecode.performance.bench.peers import make_peer
 
@@ -131,7 +130,8 @@ def _peers(config: Config) -> tuple[Any, list[Peer]]:
         _check_fits(config, model.config)
     else:
         loaded = load_model(str(config.model), dtype=config.dtype, device=config.device, require_tokenizer=False)
-        model, tokenizer = unwrap(loaded.model), loaded.tokenizer
+        tokenizer, merge = loaded.tokenizer, getattr(loaded.model, "merge_and_unload", lambda: loaded.model)
+        model = merge()
     names = dict.fromkeys(config.engines)
     text = _text(tokenizer) if tokenizer is not None and names.keys() & DRAFTING else None
     return model, [make_peer(name, model, text=text, exit_layer=config.exit_layer) for name in names]

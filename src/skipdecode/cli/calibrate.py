@@ -85,23 +85,25 @@ def run(config: Config) -> int:
     if config.cost is not None and config.target_speedup is None:
         raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
     check_out(out, "what was measured", resume=config.resume)
+    cost = None if config.cost is None else read_cost(config.cost)
+    layers = layers_of(config.model)
+    if cost is not None and cost.num_layers != layers:
+        raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
+    if cost is not None and config.batch not in (1, cost.batch):
+        raise UsageError(f"--cost {config.cost} is for batches of {cost.batch}: leave out --batch {config.batch}")
     if config.adaptive:
         from skipdecode.cli.adaptive import run as run_adaptive
 
-        return run_adaptive(config)
+        return run_adaptive(config, cost)
     if config.depths or config.mixture:
         raise UsageError("--depths and --mixture belong to --adaptive")
     from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
 
-    cost = None if config.cost is None else read_cost(config.cost)
     check_records(config, "data")
-    layers = layers_of(config.model)
     check_layers(config, layers)
     prompt_sets(config, layers)
     if config.nominal_speedup is not None:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
-    if cost is not None and cost.num_layers != layers:
-        raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     loaded = load(config)
     learn, check = draw(config, loaded)
     # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.

@@ -169,6 +169,8 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[Enco
     context = context_length(loaded.model.config)
     prompts = PromptEncoder(loaded.tokenizer, context, template=form.template, chat=chat).encode(records)
     for prompt in prompts:
+        if prompt.error is not None and form.template is not None:
+            raise UsageError(f"{config.model} is for records, and the demo has texts: {prompt.error}")
         if prompt.error is not None or (prompt.room is not None and prompt.room < config.max_new_tokens):
             raise UsageError(
                 f"--max-new-tokens {config.max_new_tokens} is too many: {config.model} has a context of {context}"

@@ -115,6 +115,7 @@ def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     from skipdecode.common.jsonl import json_line
     from skipdecode.data.output import check_output, named_text, open_writer, plain_text
+    from skipdecode.models.loading.base_weights import base_sample
 
     sampling = _checked_sampling(config)
     check_output(config.output, overwrite=config.overwrite)
@@ -126,6 +127,7 @@ def run(config: Config) -> int:
     if form.remark is not None:
         note(form.remark)
     auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
+    auto["model_weights"] = base_sample(loaded.model)
     fingerprint = _fingerprint(config, source, form, choice.schedule) | auto
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)

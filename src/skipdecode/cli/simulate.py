@@ -139,7 +139,8 @@ def run(config: Config) -> int:
     policies = [SchedulePolicy(Schedule.full(cost.num_layers))]
     policies += [] if chosen.is_full else [SchedulePolicy(chosen)]
     if rows := config.recorded:
-        policies.append(traces.RecordedDepths(replace(chosen, name=_RECORDED), rows))
+        deepest = max((max(layers) for _, layers in rows if layers), default=cost.num_layers)
+        policies.append(traces.RecordedDepths(replace(chosen, budgets=(deepest,), name=_RECORDED), rows))
     full = _simulated(config, cost, policies[0], None)
     runs = [full, *(_simulated(config, cost, policy, full.capacity) for policy in policies[1:])]
     took = time.perf_counter() - started
@@ -285,8 +286,9 @@ def _table(runs: list[_Run]) -> list[str]:
 
 def _gain(full: _Run, other: _Run) -> str:
     """What a schedule buys: in a stream that both can serve the rates are the same, so there capacity counts."""
-    name, of_layers = other.schedule.name, other.schedule.num_layers / other.result.layers_per_token
-    nominal = f"(nominal {of_layers if name == _RECORDED else other.schedule.nominal_speedup:.2f}x)"
+    name, layers = other.schedule.name, other.result.layers_per_token
+    recorded = name == _RECORDED and layers  # no layers: no token was fed back
+    nominal = f"(nominal {other.schedule.num_layers / layers if recorded else other.schedule.nominal_speedup:.2f}x)"
     if full.capacity is None or other.capacity is None:
         gain = other.result.requests_per_second / full.result.requests_per_second
         before, after = full.result.decode_seconds, other.result.decode_seconds

@@ -109,7 +109,6 @@ def run(config: Config) -> int:
     examples = {n: read(n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
     schedule, origin = _schedule(config, loaded, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
-    make_curriculum(schedule, config)  # what it cannot have is told before anything is written
     data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | words
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
     recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
@@ -117,11 +116,11 @@ def run(config: Config) -> int:
         check_same_run(stored, recipe)
         if stored["result"] is not None:
             raise UsageError(f"{out} holds a finished run: there is nothing to resume")
+    tuner = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     state.wait_for_everyone()
     if state.is_main_process:
         out.mkdir(parents=True, exist_ok=True)
         write_recipe(recipe, out)
-    tuner = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     result = tuner.run(resume=config.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out))
     if state.is_main_process:
         _draw_curve(out)

@@ -27,6 +27,10 @@ def cache_dir() -> Path:
 def copy_files(source: Path, target: Path) -> None:
     """Copy the files of one directory into another; each is there whole or not at all."""
     for file in sorted(source.iterdir()):
+        if file.is_dir():  # such as a tokenizer's further chat templates
+            (target / file.name).mkdir(exist_ok=True)
+            copy_files(file, target / file.name)
+            continue
         partial = target / f".{file.name}.partial"
         shutil.copy(file, partial)
         os.replace(partial, target / file.name)

@@ -128,6 +128,8 @@ class Journal(Generic[Piece]):
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
             self._file.close()
+            if not self.count:  # nothing to go on with, and nothing that a corrected call would have to fit
+                self.path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """The run is saved: nothing needs to be kept. Raises OSError."""

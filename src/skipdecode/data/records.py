@@ -97,7 +97,7 @@ def _id(row: Mapping[str, Any], line: int) -> str | int:
         return line
     if isinstance(found, bool) or not isinstance(found, str | int):
         raise DataError(f"field 'id' is {kind_of(found)}: give text or a whole number")
-    return found
+    return checked_text("field 'id'", found) if isinstance(found, str) else found
 
 
 # ---------------------------------------------------------------------- records that cannot be used

@@ -73,6 +73,15 @@ def identity(model: Any, folder: Path | None = None) -> dict[str, Any]:
     return {"layers": len(decoder_layers(plain)), "vocabulary": vocabulary, "weights": base_sample(plain, folder)}
 
 
+def check_depths(depths: Sequence[Schedule]) -> None:
+    """Raise ScheduleError for depths, the deepest first, that rows cannot go through."""
+    for deep, shallow in pairwise(depths):
+        same = deep.drop_order == shallow.drop_order and deep.prompt_layers() == shallow.prompt_layers()
+        if not same or not deep.contains(shallow):
+            accepted = "schedules of one drop order and prompt set, none above the one before"
+            raise ScheduleError(f"rows cannot choose between {deep.name!r} and {shallow.name!r}: give {accepted}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Router:
     """What chooses a request's depth, and when a row goes on to the next.
@@ -89,11 +98,7 @@ class Router:
     model: Mapping[str, Any] = field(hash=False)  # see `identity`
 
     def __post_init__(self) -> None:
-        for deep, shallow in pairwise(self.depths):
-            same = deep.drop_order == shallow.drop_order and deep.prompt_layers() == shallow.prompt_layers()
-            if not same or not deep.contains(shallow):
-                accepted = "schedules of one drop order and prompt set, none above the one before"
-                raise ScheduleError(f"rows cannot choose between {deep.name!r} and {shallow.name!r}: give {accepted}")
+        check_depths(self.depths)
         count = len(self.depths)
         sizes = {len(self.costs), len(self.weights) + 1, len(self.thresholds) + 1, count}
         if count < 2 or sizes != {count} or {*map(len, self.weights)} != {_KNOWN + 1} or not self.penalties:

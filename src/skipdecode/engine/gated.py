@@ -32,7 +32,7 @@ __all__ = ["GatedEngine", "left_pad"]
 class _Wave:
     """Rows that started together."""
 
-    attachment: Attachment
+    schedule: Schedule
     cache: SkipCache
     rows: list[Row]
     ids: Tensor
@@ -107,8 +107,7 @@ class GatedEngine(Engine):
             self._keep([row.number != number for row in self._wave.rows])
 
     def close(self) -> None:
-        self._queues, self._requests = {}, {}
-        self._end_wave()
+        self._queues, self._requests, self._wave = {}, {}, None
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -138,8 +137,7 @@ class GatedEngine(Engine):
             for number in numbers
         ]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        attachment = Attachment(self._model, policy.depths[0])
-        return _Wave(attachment, attachment.new_cache(ids.shape[1]), rows, ids, mask)
+        return _Wave(policy.depths[0], SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
         if wave.position:
@@ -147,9 +145,7 @@ class GatedEngine(Engine):
             for row in wave.rows:
                 row.budget = layers
             depths = wave.rows[0].policy.depths
-            depth = next(each for each in depths if each.budget(wave.position - 1) == layers)
-            if depth != wave.attachment.schedule:
-                wave.attachment.schedule = depth
+            wave.schedule = next(each for each in depths if each.budget(wave.position - 1) == layers)
         logits = self._logits(wave)
         self._count(wave, time.perf_counter() - start)
         outputs = put_out(self, wave.rows, logits, start)
@@ -163,9 +159,9 @@ class GatedEngine(Engine):
         options: dict[str, Any] = dict(self._options)
         if self._takes_positions:
             options["position_ids"] = (wave.mask.cumsum(1) - 1).clamp(min=0)[:, -wave.ids.shape[1] :]
-        output = self._model(
-            input_ids=wave.ids, attention_mask=wave.mask, past_key_values=wave.cache, use_cache=True, **options
-        )
+        given = {"input_ids": wave.ids, "attention_mask": wave.mask, "past_key_values": wave.cache, "use_cache": True}
+        with Attachment(self._model, wave.schedule):  # for this forward: other engines of the model have theirs
+            output = self._model(**given, **options)
         if wave.ids.is_cuda:
             torch.cuda.synchronize(wave.ids.device)
         logits: Tensor = output.logits[:, -1].float()
@@ -190,18 +186,13 @@ class GatedEngine(Engine):
             return
         wave.rows = [row for row, stay in zip(wave.rows, stays, strict=True) if stay]
         if not wave.rows:
-            self._end_wave()
+            self._wave = None
             return
         chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=wave.ids.device)
         wave.ids, wave.mask = wave.ids[chosen], wave.mask[chosen]
         for layer, held in enumerate(wave.cache.layers):
             if wave.cache.tokens_held(layer):
                 held.keys, held.values = held.keys[chosen], held.values[chosen]
-
-    def _end_wave(self) -> None:
-        if self._wave is not None:
-            self._wave.attachment.detach()
-            self._wave = None
 
 
 def left_pad(prompts: Iterable[tuple[int, ...]], pad: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,8 @@ def run_document(
     lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
     count = min(len(rows), settings.samples)
     draws = {"resamples": settings.resamples, "seed": settings.seed}
-    yardstick = {} if full is None else {name: full.table(name) for name in full.data["metrics"] if name in METRICS}
+    both = [] if full is None else [n for n in full.data["metrics"] if n in METRICS and n in scored.tables]
+    yardstick = {name: full.table(name) for name in both}
     nominal = None if method.schedule is None else method.schedule.nominal_speedup
     return {
         **heading("evaluation"),

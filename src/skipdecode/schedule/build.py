@@ -147,32 +147,6 @@ class Schedule(NestedLayers):
         return cls(num_layers, order, values, warmup_layers, prompt, name)
 
     @classmethod
-    def power_law(
-        cls,
-        num_layers: int,
-        alpha: float,
-        seq_len: int,
-        *,
-        min_exit_layer: int | None = None,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        drop_order: Sequence[int] | None = None,
-        name: str = "power-law",
-    ) -> Self:
-        """`num_layers`·`alpha`ⁱ layers at position i (D3), never below `min_exit_layer`, bottom up.
-
-        `seq_len` positions are listed; the last budget holds from there on.
-        """
-        if not isinstance(alpha, int | float) or not 0 < alpha <= 1:
-            raise ScheduleError(f"alpha={alpha!r} is not accepted: give a number in (0, 1]")
-        require_positive("seq_len", seq_len)
-        floor = least_budget(num_layers, warmup_layers) if min_exit_layer is None else min_exit_layer
-        require_int("min_exit_layer", floor)
-        budgets = _power_law(num_layers, alpha, seq_len, floor)
-        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
-        return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
-
-    @classmethod
     def published(
         cls,
         method: str,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipdecode.common.progress import progress_bar
+from skipdecode.errors import UsageError
 from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.machine import measure_bandwidth, measure_products
@@ -80,6 +81,8 @@ def measure(
                     before = after
                     bar.update()
             found += [_row(rows, times, run) for run in runs]
+    if not found:
+        raise UsageError("; ".join(_notes(peers, workload)))
     bandwidth = statistics.median(b for row in found for b in row["bandwidth_gb_s"])
     kinds = {peer.name: peer.arithmetic for peer in peers}
     products = {
