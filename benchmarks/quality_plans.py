@@ -356,7 +356,7 @@ PLANS = {
     "cnn_dm": _CNN_DM,
     "tldr": _TLDR,
     "request-cnn_dm": _summary_requests(_CNN_DM, ["lower12-2x", "static-2.3x"], 300),
-    "request-tldr": _summary_requests(_TLDR, ["lower12-2x"], 400, settled=120, orders=("paper", "even")),
+    "request-tldr": _summary_requests(_TLDR, [], 400, settled=120, orders=("paper", "even")),
     "gemma3": Plan(
         "gemma3",
         "e2e-gemma3-270m.json",
