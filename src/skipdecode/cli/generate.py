@@ -127,8 +127,8 @@ def run(config: Config) -> int:
     if form.remark is not None:
         note(form.remark)
     auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
-    auto["model_weights"] = base_sample(loaded.model)
     fingerprint = _fingerprint(config, source, form, choice.schedule) | auto
+    fingerprint["model_weights"] = base_sample(loaded.model)
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:

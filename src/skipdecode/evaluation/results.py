@@ -219,8 +219,8 @@ def run_document(
     lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
     count = min(len(rows), settings.samples)
     draws = {"resamples": settings.resamples, "seed": settings.seed}
-    both = [] if full is None else [n for n in full.data["metrics"] if n in METRICS and n in scored.tables]
-    yardstick = {name: full.table(name) for name in both}
+    there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
+    yardstick = {name: table(name) for name, table in there.items() if name in scored.tables}
     nominal = None if method.schedule is None else method.schedule.nominal_speedup
     return {
         **heading("evaluation"),
