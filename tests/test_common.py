@@ -51,8 +51,11 @@ def test_values_of_another_run_are_refused_by_what_differs_or_dropped(tmp_path: 
         opened(path, other)
     dropped = opened(path, other, restart=True)
     assert dropped.get("a") is None
+    dropped.put("b", 2)
     dropped.close()
     assert is_begun(path, other)
+    opened(path, SETTINGS, restart=True).close()  # without a value there is nothing to go on with
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("content", ["hello\n", '{"format": 1, "model": "m"}\n', "[1]\n"])

@@ -107,7 +107,9 @@ def test_a_run_is_resumed_with_its_template_only(capsys: Any, tmp_path: Path, mo
     command = ["generate", model, "--input", rows, "--output", str(out), "--max-new-tokens", "2"]
     assert main([*command, "--summary", str(tmp_path / "summary.json")]) == 0
     settings = json.loads((tmp_path / "summary.json").read_text())["settings"]
-    open_writer(str(out), settings).close()  # what an interrupted run leaves
+    writer = open_writer(str(out), settings)
+    writer.put(0, {"id": 1, "text": "", "new_tokens": 0, "finish_reason": "eos"})
+    writer.close()  # what an interrupted run leaves
     assert main([*command, "--overwrite", "--no-template"]) != 0
     assert "template" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
