@@ -123,6 +123,7 @@ _SAID = (
     r"; stroke-linecap: square|; stroke-linejoin: miter|; stroke-dashoffset: 0",
     r'<defs><style type="text/css">[^<]*</style></defs>',
     r'<path d="[^"]*" style="fill: none"/>',  # Draws nothing.
+    r'<path(?: d="M [-\d.]+ [-\d.]+")?(?: clip-path="[^"]*")? style="[^"]*"/>',  # Nor does one point, or none.
 )
 
 
