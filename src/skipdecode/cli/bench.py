@@ -130,8 +130,9 @@ def _peers(config: Config) -> tuple[Any, list[Peer]]:
         _check_fits(config, model.config)
     else:
         loaded = load_model(str(config.model), dtype=config.dtype, device=config.device, require_tokenizer=False)
-        tokenizer, merge = loaded.tokenizer, getattr(loaded.model, "merge_and_unload", lambda: loaded.model)
-        model = merge()
+        model, tokenizer = loaded.model, loaded.tokenizer
+        if hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()
     names = dict.fromkeys(config.engines)
     text = _text(tokenizer) if tokenizer is not None and names.keys() & DRAFTING else None
     return model, [make_peer(name, model, text=text, exit_layer=config.exit_layer) for name in names]

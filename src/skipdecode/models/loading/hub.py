@@ -140,9 +140,10 @@ def weights_dtype(name: str, dtype: str, device: Any) -> str:
     """
     adapter = adapter_dir(name)
     base = name if adapter is None else base_name(adapter)
-    if dtype != "auto" or not (base == smollm2.NAME or ran_in_bf16(Path(base).expanduser())):
-        return dtype
-    return smollm2.running_dtype(device.type) if base == smollm2.NAME or multiplies_bf16(device.type) else dtype
+    if dtype == "auto" and base == smollm2.NAME:
+        return smollm2.running_dtype(device.type)
+    rounded = dtype == "auto" and ran_in_bf16(Path(base).expanduser()) and multiplies_bf16(device.type)
+    return "bfloat16" if rounded else dtype
 
 
 def load_config(name: str) -> Any:
