@@ -1,4 +1,4 @@
-"""The runs behind the chat table: a model made ready for skipping on its own words, and what each depth leaves of it.
+"""The runs behind the chat table: a model tuned for skipping on self-generated data, and its quality at each depth.
 
     python benchmarks/chat_runs.py --runs runs
     python benchmarks/chat_runs.py --runs runs --checkpoint chat-smollm2-135m --schedules a.json b.json
@@ -109,18 +109,18 @@ def evaluated(checkpoint: str, schedules: Sequence[Path], out: Path, *more: str 
     if not (out / "run.json").exists():
         asked = ["--self", "--self-tokens", "128", *more, "--out", out, "--methods", *schedules]
         call("skipdecode", "eval", checkpoint, *asked)
-    return read_result(out / "run.json", "own-words")
+    return read_result(out / "run.json", "self-generated")
 
 
 def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, dict[str, Any]]:
-    """Speed-ups of requests one at a time, by the schedule's name, for lengths of the untouched model's texts."""
+    """Speed-ups of requests one at a time, by the schedule's name, for lengths of the base model's texts."""
     loaded = load_model(checkpoint)
     tokenizer: Any = loaded.tokenizer
     with texts.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for _, line in zip(range(TIMED), lines, strict=False)]
     turns = ([{"role": "user", "content": row["prompt"]}] for row in rows)
     prompts = [tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=True).input_ids for t in turns]
-    lengths = [max(2, len(tokenizer(row["texts"]["untouched"]).input_ids)) for row in rows]
+    lengths = [max(2, len(tokenizer(row["texts"]["base"]).input_ids)) for row in rows]
     source = open_engines(loaded.model, "fast", note)
     methods = [Full(source), *(Scheduled(Schedule.load(str(file)), source) for file in schedules)]
     full, *others = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=1)

@@ -231,10 +231,10 @@ def kept(share: dict[str, float] | None) -> str:
 
 
 def chat(document: dict[str, Any]) -> list[list[str]]:
-    """What each depth leaves of an untouched chat model, on prompts drawn from it and on others."""
+    """What each depth leaves of a base chat model, on prompts drawn from it and on others."""
     layers = {schedule["name"]: schedule["budgets"][0] for schedule in document["schedules"]}
-    head = ["layers", "request", "request, batch 1", "decode", "KL", "same token", "perplexity of untouched"]
-    rows = [[*head, "instructions followed", "other prompts: KL", "perplexity of untouched"]]
+    head = ["layers", "request", "request, batch 1", "decode", "KL", "same token", "perplexity of base model"]
+    rows = [[*head, "instructions followed", "other prompts: KL", "perplexity of base model"]]
     for row, other in zip(document["rows"], document["other_prompts"]["rows"], strict=True):
         rows.append(
             [
@@ -244,10 +244,10 @@ def chat(document: dict[str, Any]) -> list[list[str]]:
                 times(row.get("measured_speedup")),
                 f"{row['kl']['estimate']:.3f}" if "kl" in row else "-",
                 f"{row['top1_agreement']['estimate']:.1f}%" if "kl" in row else "-",
-                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**row["of_untouched"]),
+                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**row["of_base"]),
                 f"{row['instructions']['followed']:.1%}",
                 f"{other['kl']['estimate']:.3f}" if "kl" in other else "-",
-                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**other["of_untouched"]),
+                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**other["of_base"]),
             ]
         )
     return rows
@@ -336,7 +336,7 @@ def vllm_versions(document: dict[str, Any]) -> list[list[str]]:
 # By name, with the kind of result that each is made from.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
-    "chat": ("own-words", chat),
+    "chat": ("self-generated", chat),
     "decode": ("decode-speed", decode),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),

@@ -164,7 +164,7 @@ def verdicts(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     model = plant_useless_layer(tuning_model())
-    rows = own_words(model)  # any layer that does something is missed
+    rows = greedy_texts(model)  # any layer that does something is missed
     settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
@@ -181,7 +181,7 @@ def request_cost(layers: int = LAYERS) -> CostModel:
     return replace(CostModel.of_step(layers, 1, 0.0, 1.0), prompts=prompts)
 
 
-def own_words(model: Any) -> list[Example]:
+def greedy_texts(model: Any) -> list[Example]:
     """Records whose responses full depth would write itself, so that it loses least."""
     rows = []
     for example in examples():
@@ -194,7 +194,7 @@ def own_words(model: Any) -> list[Example]:
 @pytest.mark.parametrize(("target", "depths"), [(1.0, {8}), (2.2, {3})])
 def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: set[int], tmp_path: Path) -> None:
     model = tuning_model()
-    rows, measured = own_words(model), []
+    rows, measured = greedy_texts(model), []
     settings = CalibrationSettings(target_speedup=target, candidates=2)
     goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:

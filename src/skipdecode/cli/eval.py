@@ -13,7 +13,7 @@ The second does so for several methods, which share full depth; each gets a dire
 Full depth and schedules run on the fast engine where it covers the model (--engine); calm, self_speculation and
 prompt_lookup run through transformers, and are timed next to full depth there.
 The third form reads such runs and compares all of them to the first.
-The fourth needs no records: KL to the untouched model, its perplexity of the schedules' texts, instructions followed.
+The fourth needs no records: KL to the base model, its perplexity of the schedules' texts, instructions followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_fil
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
-from skipdecode.data.own_words import OwnWordsOptions, check_prompts
+from skipdecode.data.self_generated import SelfGeneratedOptions, check_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 
@@ -49,7 +49,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EvaluationSettings, OwnWordsOptions, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
+class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
     """Options of `skipdecode eval`."""
 
     model: str = option(MODEL, default="", positional=True)
@@ -88,7 +88,7 @@ class Config(EvaluationSettings, OwnWordsOptions, MethodOptions, ModelOptions, E
         "file for an HTML report (default: report.html in --out; with --compare, none)", default=None
     )
     json: bool = option("print one JSON document instead of tables", default=False)
-    base: str | None = option("with --self: the untouched model (default: what it was tuned from)", default=None)
+    base: str | None = option("with --self: the base model (default: what it was tuned from)", default=None)
     self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
 
 
@@ -96,9 +96,9 @@ def run(config: Config) -> int:
     """Evaluate or compare."""
     check_prompts(config)
     if config.self:
-        from skipdecode.cli.eval_self import evaluate_own_words
+        from skipdecode.cli.eval_self import evaluate_self
 
-        return evaluate_own_words(config)
+        return evaluate_self(config)
     if config.compare:
         if config.model or config.task or config.out or config.methods:
             raise UsageError("--compare reads finished runs: leave out MODEL, --task, --methods and --out")

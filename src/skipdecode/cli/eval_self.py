@@ -1,4 +1,4 @@
-"""`skipdecode eval MODEL --self`: what schedules leave of the untouched model, on its own texts."""
+"""`skipdecode eval MODEL --self`: what schedules leave of the base model, on its own texts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
-from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWords, OwnWordsOptions, forget_prompts, own_template
 from skipdecode.data.prompts import context_length, encode_prompts, prompt_room
 from skipdecode.data.records import Record, Template
+from skipdecode.data.self_generated import (
+    DEV_FILE,
+    TRAIN_FILE,
+    SelfGeneratedData,
+    SelfGeneratedOptions,
+    default_template,
+    forget_prompts,
+)
 from skipdecode.data.source import Records
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, open_engines
@@ -31,9 +38,9 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.methods.scheduled import Full, on_engine
-from skipdecode.evaluation.own_words import Judge, Speaker
 from skipdecode.evaluation.results import OUTPUTS_FILE, check_directory, is_unfinished, keep_unfinished, save_run
 from skipdecode.evaluation.run import note_left_out
+from skipdecode.evaluation.self_generated import SelfEvaluation, Variant
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.hub import LoadedModel, load_model
@@ -43,11 +50,11 @@ from skipdecode.models.loading.recipe import stored_recipe
 if TYPE_CHECKING:
     from skipdecode.cli.eval import Config
 
-__all__ = ["evaluate_own_words"]
+__all__ = ["evaluate_self"]
 
 _HELD_OUT = 3  # prompts of other draws than those of `skipdecode tune --self`
 _TITLE = (
-    "{n} prompts; KL, same token: along the untouched model's texts; perplexity: what that model finds in each\n"
+    "{n} prompts; KL, same token: along the base model's texts; perplexity: what that model finds in each\n"
     "schedule's texts, and its ratio [95% interval]; request, decode: times as fast as full depth, same engine\n"
 )
 _COLUMNS = {
@@ -58,12 +65,12 @@ _COLUMNS = {
     "KL": "{kl[estimate]:.3f}",
     "same token": "{top1_agreement[estimate]:.1f}%",
     "perplexity": "{perplexity:.2f}",
-    "of untouched": "{of_untouched[estimate]:.3f} [{of_untouched[low]:.3f}, {of_untouched[high]:.3f}]",
+    "of base model": "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]",
     "instructions": "{instructions[followed]:.1%}",
 }
 
 
-def evaluate_own_words(config: Config) -> int:
+def evaluate_self(config: Config) -> int:
     """Measure, save and show; returns 0."""
     for name in ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"):
         if getattr(config, name):
@@ -81,7 +88,7 @@ def evaluate_own_words(config: Config) -> int:
     try:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     except ModelLoadError as e:
-        raise type(e)(f"the untouched model: {e} (--base names another)") from None
+        raise type(e)(f"the base model: {e} (--base names another)") from None
     document, rows = _measured(config, loaded, base, *_methods(config, loaded))
     save_run(out, document, rows)
     forget_prompts(out)
@@ -115,15 +122,15 @@ def _measured(
     config: Config, loaded: LoadedModel, base: LoadedModel, methods: list[Method], full: Method
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document, and the texts as rows."""
-    note(f"untouched model: {base.name}; engine: {full.engine}")
+    note(f"base model: {base.name}; engine: {full.engine}")
     yardstick = full if base is loaded else Full(open_engines(base.model, config.engine, note, config.weights))
-    untouched = Speaker("untouched", base.model, yardstick)
+    reference = Variant("base", base.model, yardstick)
     template, records, prompts = _prompts(config, loaded, base, partial(yardstick.make_engine, base.model))
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
     about = {name: getattr(config, name) for name in ("name", "model", "weights")} | {
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "untouched": base.name,
-        "own_words": asdict(config.part(OwnWordsOptions)),
+        "base": base.name,
+        "self_generated": asdict(config.part(SelfGeneratedOptions)),
         "template": template.to_dict(),
         "settings": asdict(settings),
         "methods": [method.settings() for method in methods],
@@ -132,20 +139,20 @@ def _measured(
         "tuned": (stored_recipe(loaded.path) or {}).get("result"),
     }
     beside = [] if base is loaded else [full]
-    speakers = [untouched, *(Speaker(method.name, loaded.model, method) for method in (*beside, *methods))]
+    variants = [reference, *(Variant(method.name, loaded.model, method) for method in (*beside, *methods))]
     tokenizer: Any = base.tokenizer
     ends = end_tokens(base.model, tokenizer)
     with closing(keep_unfinished(Path(config.out or ""), about | {"prompts": prompts})) as kept:
-        judge = Judge(untouched, tokenizer, prompts, config.answers(config.seed), ends, settings, kept)
-        texts = {speaker: judge.texts(speaker) for speaker in speakers}
-        rows = judge.rows(texts, chat=template.chat)
-        lengths = [len(text) for text in texts[untouched]]
+        comparison = SelfEvaluation(reference, tokenizer, prompts, config.answers(config.seed), ends, settings, kept)
+        texts = {variant: comparison.texts(variant) for variant in variants}
+        rows = comparison.rows(texts, chat=template.chat)
+        lengths = [len(text) for text in texts[reference]]
         speeds = measured_speeds(loaded.model, [full, *methods], prompts, lengths, settings, kept, True)
         kept.remove()
-    for speaker, row in zip(speakers, rows, strict=True):
-        row |= speeds.get(speaker.method, {})
-    said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in speakers}
-    document = heading("own-words") | {"n": len(prompts), "engine": full.engine, "rows": rows}
+    for variant, row in zip(variants, rows, strict=True):
+        row |= speeds.get(variant.method, {})
+    said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in variants}
+    document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
     document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}
     return document, [
         {"id": record.id, "prompt": record.prompt, "texts": {name: each[i] for name, each in said.items()}}
@@ -158,9 +165,9 @@ def _prompts(
 ) -> tuple[Template, list[Record], list[list[int]]]:
     """The template, prompts that the checkpoint was not tuned on, and their tokens."""
     asked = Template("{prompt}", chat=True) if config.chat else recipe_template(loaded.recipe)
-    template, options = own_template(base.tokenizer, asked), config.part(OwnWordsOptions)
+    template, options = default_template(base.tokenizer, asked), config.part(SelfGeneratedOptions)
     seed, skip_bad = row_seed(config.seed, _HELD_OUT), config.bad_records == "skip"
-    words = OwnWords(base, make_engine, template, options, Path(config.out or ""), seed, skip_bad)
+    data = SelfGeneratedData(base, make_engine, template, options, Path(config.out or ""), seed, skip_bad)
     known = (
         row
         for file in (TRAIN_FILE, DEV_FILE)
@@ -168,7 +175,7 @@ def _prompts(
         for _, row in read_objects(loaded.path / file)
     )
     rows = (row for row in known if isinstance(row, dict) and row.keys() >= set(template.fields))
-    found = words.prompts(map(template.render, rows))
+    found = data.prompts(map(template.render, rows))
     room = prompt_room(context_length(base.model.config), config.self_tokens)
     fitting, ids = encode_prompts(template, Records(tuple(found)), base.tokenizer, room=room, skip_bad=True)
     note_left_out(fitting.skipped)

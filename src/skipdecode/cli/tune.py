@@ -25,7 +25,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
-from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, OwnWordsOptions, check_prompts
+from skipdecode.data.self_generated import DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, check_prompts
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.locate import adapter_dir
@@ -46,13 +46,13 @@ __all__ = ["Config", "prepare_parser", "run"]
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
-# On its own words a model has no mistakes to learn from, only full depth; milder schedules cost it next to nothing.
+# Self-generated data teaches only what full depth does; milder schedules lose next to nothing there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
 _SELF_SPEEDUP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TuneConfig, OwnWordsOptions, RecordOptions, ScheduleOptions):
+class Config(TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
@@ -102,14 +102,14 @@ def run(config: Config) -> int:
 
     out, state = Path(config.out), process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
-    config, template, words = _with_own_words(config, state) if config.self else (config, make_template(config), {})
+    config, template, made = _with_self_generated(config, state) if config.self else (config, make_template(config), {})
     loaded = _load(config)
     limits = {"train": config.train_records, "dev": config.dev_records}
     read = partial(read_examples, config, template)
     examples = {n: read(n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
     schedule, origin = _schedule(config, loaded, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
-    data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | words
+    data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | made
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
     recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
     if config.resume and (stored := stored_recipe(out)) is not None:
@@ -165,10 +165,10 @@ def _prompt_template(config: Config) -> Template | None:
     return make_template(replace(config, prompt_field=prompt, response_field=response))
 
 
-def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[str, Any]]:
-    """The config with the model's own words as its records, made first if need be, and what a recipe says of them."""
+def _with_self_generated(config: Config, state: Any) -> tuple[Config, Template, dict[str, Any]]:
+    """The config with self-generated data as its records, made first if need be, and what a recipe says of them."""
     from skipdecode.data.forms import recipe_template
-    from skipdecode.data.own_words import OwnWords, own_template
+    from skipdecode.data.self_generated import SelfGeneratedData, default_template
     from skipdecode.engine.opening import open_engines
     from skipdecode.models.loading.hub import load_model
 
@@ -176,12 +176,12 @@ def _with_own_words(config: Config, state: Any) -> tuple[Config, Template, dict[
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
         loaded = load_model(config.model)
-        make_curriculum(_schedule(config, loaded, [config.self_tokens]).schedule, config)  # before it speaks
-        template = own_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
+        make_curriculum(_schedule(config, loaded, [config.self_tokens]).schedule, config)  # before the texts are made
+        template = default_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
-        about = (template, config.part(OwnWordsOptions), out, config.seed, config.bad_records == "skip")
-        words = OwnWords(loaded, lambda rows: engines.engine(max_rows=rows), *about)
-        made = words.write_records(config.dev_records or 0)
+        about = (template, config.part(SelfGeneratedOptions), out, config.seed, config.bad_records == "skip")
+        data = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
+        made = data.write_records(config.dev_records or 0)
     # Skipped: read again, an answer may be a token longer, and at the context's end too long.
     config = replace(config, train=str(out / TRAIN_FILE), dev=str(out / DEV_FILE), bad_records="skip")
     return config, template, {"self": made}

@@ -24,7 +24,7 @@ FORMATS: Mapping[str, int] = {
     "evaluation": 1,
     "head": 1,
     "kernel-speed": 1,
-    "own-words": 1,
+    "self-generated": 1,
     "prediction": 1,
     "product-speed": 1,
     "quality-table": 1,

@@ -46,7 +46,7 @@ class EncodedPrompt:
 
 
 def asked(prompt: EncodedPrompt) -> str:
-    """The user's own words: the text, or the last message of a chat."""
+    """The user's text, or the last message of a chat."""
     words = prompt.record.prompt
     return words if isinstance(words, str) else words[-1]["content"]
 

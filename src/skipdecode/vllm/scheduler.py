@@ -112,7 +112,7 @@ def _cache_prompts_only(manager: Any, settings: PluginSettings) -> None:
         return find(block_hashes, min([max_cache_hit_length, *longest]), *args, **kwargs)
 
     def look_up_prompt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        # A text preempted in its answer may meet its own words as part of another's prompt, at another depth.
+        # A text preempted in its answer may meet its own tokens as part of another's prompt, at another depth.
         longest.append(shared(request))
         try:
             return look_up(request, *args, **kwargs)

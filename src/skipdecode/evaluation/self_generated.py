@@ -1,7 +1,7 @@
-"""What is left of an untouched model at each depth, without references.
+"""What is left of a base model at each depth, without references.
 
 Along the texts that it gives at full depth: KL divergence and agreement of the next token. Of the texts that each
-schedule gives to the same prompts: the perplexity that the untouched model finds in them, next to that of its own. And
+schedule gives to the same prompts: the perplexity that the base model finds in them, next to that of its own. And
 the share of a fixed set of instructions that is followed, as far as code can decide.
 """
 
@@ -32,7 +32,7 @@ from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["Judge", "Speaker", "followed", "instructions"]
+__all__ = ["SelfEvaluation", "Variant", "followed", "instructions"]
 
 _BATCHES = 4  # go to an engine together, and are kept together
 _FIRST_BUCKET = 16
@@ -75,7 +75,7 @@ def followed(answer: str, checks: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Speaker:
+class Variant:
     """A model under a method, by a name for tables."""
 
     name: str
@@ -89,14 +89,14 @@ class Speaker:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What speakers are measured on: texts to the same prompts (token ids), with the same random numbers.
+class SelfEvaluation:
+    """What variants are measured on: texts to the same prompts (token ids), with the same random numbers.
 
-    `untouched` is the yardstick, the model before tuning at full depth. `settings` have `max_new_tokens`; `kept` has
+    `base` is the yardstick, the base model at full depth. `settings` have `max_new_tokens`; `kept` has
     texts that an earlier, interrupted run made.
     """
 
-    untouched: Speaker
+    base: Variant
     tokenizer: Any
     prompts: list[list[int]]
     sampling: Sampling
@@ -104,77 +104,75 @@ class Judge:
     settings: EvaluationSettings
     kept: KeptValues
 
-    def texts(self, speaker: Speaker) -> list[list[int]]:
-        """New tokens of a speaker's texts, the end token included."""
-        return self._decoded("texts", speaker, self.prompts, self.sampling)
+    def texts(self, variant: Variant) -> list[list[int]]:
+        """New tokens of a variant's texts, the end token included."""
+        return self._decoded("texts", variant, self.prompts, self.sampling)
 
-    def obeyed(self, speaker: Speaker) -> Table:
+    def obeyed(self, variant: Variant) -> Table:
         """Whether a chat model follows each of `instructions`, (instructions, 2); it says the likeliest tokens."""
         wanted = instructions()
         records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
         prompts = [p.token_ids for p in PromptEncoder(self.tokenizer, None, chat=True).encode(records)]
-        answers = self._decoded("instructions", speaker, prompts, Sampling())
+        answers = self._decoded("instructions", variant, prompts, Sampling())
         texts = (self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
         return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
 
-    def rows(self, texts: Mapping[Speaker, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
-        """What a result says of each speaker, from all their texts; `chat`: also of instructions. JSON-ready."""
+    def rows(self, texts: Mapping[Variant, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
+        """What a result says of each variant, from all their texts; `chat`: also of instructions. JSON-ready."""
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
-        losses = {
-            one: self._along(f"perplexity, {one.name}", token_losses, self.untouched, texts[one]) for one in texts
-        }
+        losses = {one: self._along(f"perplexity, {one.name}", token_losses, self.base, texts[one]) for one in texts}
         obeyed = {one: self.obeyed(one) for one in texts} if chat else {}
         found = []
         for one, given in texts.items():
-            seen = compare(_sums(losses[self.untouched]), _sums(losses[one]), _perplexity, **draws)
+            seen = compare(_sums(losses[self.base]), _sums(losses[one]), _perplexity, **draws)
             row: dict[str, Any] = {
                 "name": one.name,
                 "nominal_speedup": one.schedule.nominal_speedup,
                 "mean_tokens": sum(map(len, given)) / len(given),
                 "perplexity": seen.b,
-                "of_untouched": seen.ratio and asdict(seen.ratio),
+                "of_base": seen.ratio and asdict(seen.ratio),
                 "by_position": {"perplexity": _by_position(losses[one], _perplexity)},
             }
-            if one is not self.untouched:
-                measure = partial(token_fidelity, teacher=self.untouched.model)
-                tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.untouched])
+            if one is not self.base:
+                measure = partial(token_fidelity, teacher=self.base.model)
+                tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.base])
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
                     row[name] = asdict(interval(_sums(values), score, **draws))
                     row["by_position"][name] = _by_position(values, score)
             if obeyed:
-                pair = compare(obeyed[self.untouched], obeyed[one], ratio_of_sums, **draws)
+                pair = compare(obeyed[self.base], obeyed[one], ratio_of_sums, **draws)
                 row["instructions"] = {"followed": pair.b, "difference": asdict(pair.difference)}
             found.append(row)
         return found
 
-    def _decoded(self, what: str, speaker: Speaker, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    def _decoded(self, what: str, variant: Variant, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         most, size = self.settings.max_new_tokens or 1, self.settings.batch_size
         rows: list[list[int]] = []
-        with progress_bar(len(prompts), "text", name=f"{what}, {speaker.name}") as bar:
+        with progress_bar(len(prompts), "text", name=f"{what}, {variant.name}") as bar:
             for start in range(0, len(prompts), _BATCHES * size):
-                key, part = f"{what} {speaker.name} {start}", prompts[start : start + _BATCHES * size]
+                key, part = f"{what} {variant.name} {start}", prompts[start : start + _BATCHES * size]
                 given = self.kept.get(key)
                 if given is None:
                     requests = [
                         Request(tuple(ids), most, sampling.for_row(i), self.ends) for i, ids in enumerate(part, start)
                     ]
-                    given = [row.tokens for row in speaker.method.make_engine(speaker.model, size).decode(requests)]
+                    given = [row.tokens for row in variant.method.make_engine(variant.model, size).decode(requests)]
                     self.kept.put(key, given)
                 rows += given
                 bar.update(len(given))
         return rows
 
     def _along(
-        self, name: str, measure: Callable[..., list[Any]], speaker: Speaker, texts: list[list[int]]
+        self, name: str, measure: Callable[..., list[Any]], variant: Variant, texts: list[list[int]]
     ) -> list[Any]:
-        """What a measure of a speaker gives along each of some texts."""
+        """What a measure of a variant gives along each of some texts."""
         found: dict[int, Any] = {}
         lengths = [len(ids) + len(text) for ids, text in zip(self.prompts, texts, strict=True)]
         with progress_bar(len(texts), "text", name=name) as bar:
             for indices in batches(lengths, self.settings.batch_size):
                 rows = [[given[i] for i in indices] for given in (self.prompts, texts)]
-                found |= zip(indices, measure(speaker.model, speaker.schedule, *rows), strict=True)
+                found |= zip(indices, measure(variant.model, variant.schedule, *rows), strict=True)
                 bar.update(len(indices))
         return [found[i] for i in range(len(texts))]
 

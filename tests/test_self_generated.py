@@ -1,4 +1,4 @@
-"""A model tuned on its own words: from prompts, drawn or of a file, to a checkpoint and its evaluation."""
+"""A model tuned on self-generated data: from prompts, drawn or of a file, to a checkpoint and its evaluation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from skipdecode.cli import main
-from skipdecode.data.own_words import DEV_FILE, TRAIN_FILE, _cut
-from skipdecode.evaluation.own_words import followed, instructions
+from skipdecode.data.self_generated import DEV_FILE, TRAIN_FILE, _cut
+from skipdecode.evaluation.self_generated import followed, instructions
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_tuned_on_is_refused_in_one_line(
         assert not (tmp_path / "out").exists()
 
 
-def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
+def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "eval"
@@ -198,14 +198,14 @@ def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
     printed = capsys.readouterr().out.splitlines()
     document = json.loads((out / "run.json").read_text())
     rows = {row["name"]: row for row in document["rows"]}
-    assert list(rows) == ["untouched", "full", "unified-1.5x", "unified-1.25x"]
+    assert list(rows) == ["base", "full", "unified-1.5x", "unified-1.25x"]
     assert [line.split()[0] for line in printed[4:8]] == list(rows)
-    untouched, full, deep, shallow = rows.values()
-    assert untouched["of_untouched"]["estimate"] == 1.0
+    base, full, deep, shallow = rows.values()
+    assert base["of_base"]["estimate"] == 1.0
     # Two steps move little at full depth, and skipping much.
     assert full["kl"]["estimate"] < 0.01 < shallow["kl"]["estimate"] < deep["kl"]["estimate"]
     assert full["top1_agreement"]["estimate"] > 90
-    assert deep["perplexity"] > 1.2 * untouched["perplexity"]
+    assert deep["perplexity"] > 1.2 * base["perplexity"]
     assert deep["measured_speedup"] > 0
     for row in rows.values():
         buckets = row["by_position"]["perplexity"]
@@ -221,7 +221,7 @@ def test_eval_tells_what_each_depth_leaves_of_the_untouched_model(
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
     # Other words in the same place.
     assert main([*call, "--self-records", "6", "--self-tokens", "8", "--overwrite"]) == 0
-    assert json.loads((out / "run.json").read_text())["config"]["own_words"]["self_tokens"] == 8
+    assert json.loads((out / "run.json").read_text())["config"]["self_generated"]["self_tokens"] == 8
 
 
 def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_schedules_of_a_model_that_was_not_tuned_are_judged_too(model: str, tmp_
     assert main(call) == 0
     document = json.loads((tmp_path / "eval" / "run.json").read_text())
     assert document["n"] == 2
-    assert [row["name"] for row in document["rows"]] == ["untouched", "unified-1.5x"]
+    assert [row["name"] for row in document["rows"]] == ["base", "unified-1.5x"]
     assert document["rows"][0]["measured_speedup"] == 1.0
     named = [*call[: call.index("--methods")], "--method", "unified", "--nominal-speedup", "1.5", "--overwrite"]
     assert main(named) == 0
@@ -256,7 +256,9 @@ def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])
-def test_eval_refuses_what_is_not_of_own_words(tuned: Path, tmp_path: Path, capsys: Any, more: list[str]) -> None:
+def test_eval_refuses_options_that_self_does_not_take(
+    tuned: Path, tmp_path: Path, capsys: Any, more: list[str]
+) -> None:
     assert main(["eval", str(tuned), "--self", "--out", str(tmp_path / "eval"), *more]) == 2
     assert more[-2].removesuffix("s") in told(capsys) or "schedule" in told(capsys)
 

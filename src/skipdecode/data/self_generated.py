@@ -1,4 +1,4 @@
-"""A model's own words: prompts from a file or drawn from the model, and its answers at full depth.
+"""Self-generated data: prompts from a file or drawn from the model, and its answers at full depth.
 
 A prompt is drawn by giving the model what its chat template puts in front of a user's words, and nothing else: it
 writes the user's turn (Magpie, arXiv 2406.08464). Every row is sampled from a seed of its own and kept when it is
@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from skipdecode.engine.base import Engine
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["DEV_FILE", "TRAIN_FILE", "OwnWords", "OwnWordsOptions", "check_prompts", "forget_prompts", "own_template"]
+__all__ = [
+    "DEV_FILE",
+    "TRAIN_FILE",
+    "SelfGeneratedData",
+    "SelfGeneratedOptions",
+    "check_prompts",
+    "default_template",
+    "forget_prompts",
+]
 
 TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
 _ABOUT, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
@@ -49,10 +57,10 @@ _USER = "@@what the user says@@"
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnWordsOptions(Options):
-    """What a model's own words are made from; each field's help text is its documentation."""
+class SelfGeneratedOptions(Options):
+    """How self-generated data is made; each field's help text is its documentation."""
 
-    self: bool = option("work on the model's own words, texts that it gives at full depth", default=False)
+    self: bool = option("work on self-generated data: texts that the model gives at full depth", default=False)
     prompts: str | None = option(
         "with --self: file of prompts, read as generate reads its input (default: the model draws them, by its chat "
         "template)",
@@ -77,9 +85,9 @@ class OwnWordsOptions(Options):
         return Sampling(temperature=self.self_temperature, top_p=top_p, seed=seed)
 
 
-def check_prompts(options: OwnWordsOptions) -> None:
+def check_prompts(options: SelfGeneratedOptions) -> None:
     """Refuse, before a model is loaded, options without --self, and a file that has no prompt."""
-    names = [field.name for field in fields(OwnWordsOptions)]
+    names = [field.name for field in fields(SelfGeneratedOptions)]
     given = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if not options.self and given:
         raise UsageError(f"--{given[0].replace('_', '-')} goes with --self: give both, or neither")
@@ -95,13 +103,13 @@ def forget_prompts(directory: Path) -> None:
         (directory / file).unlink(missing_ok=True)
 
 
-def own_template(tokenizer: Any, template: Template | None = None) -> Template:
+def default_template(tokenizer: Any, template: Template | None = None) -> Template:
     """`template`, such as that of a tuned checkpoint, or plain prompts: as chats where the model has a template."""
     return template or Template("{prompt}", "response", chat=tokenizer.chat_template is not None)
 
 
 @dataclass(frozen=True)
-class OwnWords:
+class SelfGeneratedData:
     """Prompts and answers of a model, kept in a directory.
 
     Parameters
@@ -109,7 +117,7 @@ class OwnWords:
     make_engine : callable
         From a number of rows to an engine of the model at full depth.
     template : Template
-        What prompts are put into; see `own_template`.
+        What prompts are put into; see `default_template`.
     seed : int
         Of all draws.
     skip_bad : bool
@@ -119,7 +127,7 @@ class OwnWords:
     loaded: LoadedModel
     make_engine: Callable[[int], Engine]
     template: Template
-    options: OwnWordsOptions
+    options: SelfGeneratedOptions
     directory: Path
     seed: int
     skip_bad: bool = False
@@ -169,7 +177,7 @@ class OwnWords:
     # ------------------------------------------------------------------ parts
 
     def _begun(self) -> dict[str, Any]:
-        """What the directory says of the words in it, at first what they depend on; refuses words made otherwise."""
+        """What the directory says of the data in it, at first what that depends on; refuses data made otherwise."""
         path, prompts = self.directory / _ABOUT, self.options.prompts
         depend_on = asdict(self.options) | {
             "prompts": prompts and hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
@@ -183,7 +191,7 @@ class OwnWords:
             return {"settings": settings, "before_user": "" if prompts else self._before_user()}
         about: dict[str, Any] = read_json(path)
         if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
-            raise UsageError(f"{path} is of words with another {other[0]}: repeat that, or give another --out")
+            raise UsageError(f"{path} is of data made with another {other[0]}: repeat that, or give another --out")
         return about
 
     def _before_user(self) -> str:
