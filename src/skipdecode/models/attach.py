@@ -21,7 +21,7 @@ from skipdecode.models.cache import SkipCache
 from skipdecode.models.carried import of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
-from skipdecode.models.gate import Conductor, gate_layer, is_gated, ungate_layer
+from skipdecode.models.gate import GateState, gate_layer, is_gated, ungate_layer
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
@@ -112,7 +112,7 @@ class Attachment:
             )
         self.last_run: GenerationStats | None = None
         self.schedule = of_model(model) if schedule is None else schedule
-        self._conductor = Conductor(family.returns_tuple, self.new_cache)
+        self._gate_state = GateState(family.returns_tuple, self.new_cache)
         self._arguments = CallArguments(self._model)
         self._uncached_prompt: int | None = None
         self._paused = False
@@ -177,7 +177,7 @@ class Attachment:
             if name in self._model.__dict__:
                 raise AttachError(f"this model's {name} was replaced by another tool: undo that before attaching")
         for index, layer in enumerate(self._layers):
-            gate_layer(layer, index, self._conductor)
+            gate_layer(layer, index, self._gate_state)
         self._model.__dict__[_MARK] = self
         self._forward = ForwardSlot(self._model, self._run_forward)
         # Instance attributes, so that the class and every other model of it stay as they are.
@@ -196,7 +196,7 @@ class Attachment:
             advance = self._plan(call, prompt_length)
             output = forward(**call)
         finally:
-            self._conductor.plan = None
+            self._gate_state.plan = None
         if advance is not None:
             cache, positions = advance
             cache.advance(positions)
@@ -230,7 +230,7 @@ class Attachment:
         else:
             batch, device = self._arguments.batch(call)
             positions = length_positions(prompt_length, batch, columns, device)
-        self._conductor.plan = StepPlan.of_rows(self._schedule, positions)
+        self._gate_state.plan = StepPlan.of_rows(self._schedule, positions)
 
     def _plan_uncached(self, columns: int) -> None:
         prompt = columns if self._uncached_prompt is None else self._uncached_prompt
@@ -265,7 +265,7 @@ class Attachment:
             plan = StepPlan.of_columns(self._schedule, positions)
             if key is not None:
                 self._step_plans[key] = plan
-        self._conductor.plan = plan
+        self._gate_state.plan = plan
         forwards, run, full = self._counts
         self._counts = (forwards + 1, run + plan.token_layers, full + plan.columns * len(plan.layers))
 

@@ -20,10 +20,10 @@ from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.plan import LayerPlan, StepPlan
 
-__all__ = ["Conductor", "gate_layer", "is_gated", "query_projection", "ungate_layer", "with_mixin"]
+__all__ = ["GateState", "gate_layer", "is_gated", "query_projection", "ungate_layer", "with_mixin"]
 
 
-class Conductor:
+class GateState:
     """Holds the plan of the forward under way (None: every layer runs on everything); all gates of a model share it.
 
     `scratch` makes the cache of a forward without one, for layers that project: within it, one layer's keys and values
@@ -37,48 +37,48 @@ class Conductor:
 
 
 class _Gated:
-    """Mixed into a decoder layer's class; the layer's number and conductor are attributes of the object."""
+    """Mixed into a decoder layer's class; the layer's number and state are attributes of the object."""
 
-    _skipdecode: tuple[int, Conductor]
+    _skipdecode: tuple[int, GateState]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        index, conductor = self._skipdecode
+        index, state = self._skipdecode
         run = super().__call__  # type: ignore[misc]
-        if conductor.plan is None:
+        if state.plan is None:
             return run(*args, **kwargs)
         hidden = args[0] if args else kwargs["hidden_states"]
-        plan = conductor.plan.layers[index]
+        plan = state.plan.layers[index]
         if plan.count == 0:
-            return (hidden,) if conductor.returns_tuple else hidden
+            return (hidden,) if state.returns_tuple else hidden
         columns = hidden.shape[1]
         if plan.start:
             kind: Any = type(self)
             named = dict(zip(_positional_names(kind), args, strict=False)) | kwargs
             named.pop("hidden_states", None)
-            merged = self._run_late(run, conductor, hidden, named)
-            return (merged,) if conductor.returns_tuple else merged
+            merged = self._run_late(run, state, hidden, named)
+            return (merged,) if state.returns_tuple else merged
         if plan.count < columns:
             args, kwargs = _leading(type(self), plan.count, columns, args, kwargs)
         out = run(*args, **kwargs)
         if plan.count == columns and plan.keep is None:
             return out
-        if not conductor.returns_tuple:
+        if not state.returns_tuple:
             return _merge(out, hidden, plan)
         return (_merge(out[0], hidden, plan), *out[1:])
 
-    def _run_late(self, run: Callable[..., Any], conductor: Conductor, hidden: Tensor, named: dict[str, Any]) -> Tensor:
+    def _run_late(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
         """Project the columns before the plan's first, then run the rest on top of their keys and values."""
         index, _ = self._skipdecode
-        plan, columns = conductor.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
+        plan, columns = state.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
         layer: Any = self
         kind: Any = type(self)
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
             # A checkpointed layer takes no cache: it runs on all columns, and what is only projected is dropped.
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
-            out = out[0] if conductor.returns_tuple else out
+            out = out[0] if state.returns_tuple else out
             return _merge(out[:, plan.start :], hidden, plan)
         name = next(name for name in _CACHE_NAMES if name in _positional_names(kind))
-        cache = named[name] = conductor.scratch() if named.get(name) is None else named[name]
+        cache = named[name] = state.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
         with _without_queries(layer):
             cache.project(lambda: run(hidden[:, : plan.start], **before), plan.start)
@@ -90,7 +90,7 @@ class _Gated:
             out = run(hidden[:, plan.start : plan.count], **now)
         finally:
             cache.end_layer()
-        return _merge(out[0] if conductor.returns_tuple else out, hidden, plan)
+        return _merge(out[0] if state.returns_tuple else out, hidden, plan)
 
 
 def ungate_layer(layer: nn.Module) -> None:
@@ -101,9 +101,9 @@ def ungate_layer(layer: nn.Module) -> None:
     del layer.__dict__["_skipdecode"]
 
 
-def gate_layer(layer: nn.Module, index: int, conductor: Conductor) -> None:
+def gate_layer(layer: nn.Module, index: int, state: GateState) -> None:
     """Gate a decoder layer, number `index` of its model."""
-    layer.__dict__["_skipdecode"] = (index, conductor)
+    layer.__dict__["_skipdecode"] = (index, state)
     base: Any = type(layer)
     layer.__class__ = with_mixin(_Gated, base)
 
