@@ -33,7 +33,7 @@ from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, GatedEngine, Request
-from skipdecode.engine.base import WEIGHTS
+from skipdecode.engine.base import QUANTIZATIONS
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
 from skipdecode.engine.opening import end_tokens
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load_model(options.model, dtype=options.dtype)
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else unwrap(loaded.model)
     precise = copy.deepcopy(model).float()
-    kind = None if options.weights == "model" else options.weights
+    kind = None if options.quantization == "none" else options.quantization
     task, fast = load_task("e2e"), open_model(model, quantization=kind)
     records = load_records(task, str(options.data)).limited(options.records)
     _, prompts = encode_prompts(task.template(), records, loaded.tokenizer)
@@ -154,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ADAPTER), help="a model that carries the schedule that it was tuned for")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="model", choices=WEIGHTS, help="as the engine reads them")
+    parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="as the engine reads them")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
     parser.add_argument("--records", type=int, default=192)
     parser.add_argument("--floor-records", type=int, default=32, help="records that are also decoded one by one")

@@ -94,15 +94,15 @@ def jobs(
             yield chosen[(number + turn) % len(chosen)], prompts[start : start + batch]
 
 
-def same(options: argparse.Namespace, name: str, weights: str, steps: int) -> dict[str, Any]:
+def same(options: argparse.Namespace, name: str, quantization: str, steps: int) -> dict[str, Any]:
     """`steps` generated tokens, each the full head's."""
     loaded = load_model(str(ADAPTERS / f"{name}-smollm2-135m"), dtype="bfloat16")
-    fast: Any = open_fast(loaded.model, "fast", print, weights)
+    fast: Any = open_fast(loaded.model, "fast", print, quantization)
     prompts = (e2e if name == "e2e" else chat)(options, loaded.tokenizer)
     chosen = list(loaded.recipe.tuned_under)
     ends = end_tokens(loaded.model, loaded.tokenizer)
     fast._head = compared = Compared(fast)
-    done, bar = 0, tqdm(total=steps, desc=f"{name}, {weights}", unit="step")
+    done, bar = 0, tqdm(total=steps, desc=f"{name}, {quantization}", unit="step")
     for schedule, texts in itertools.cycle(jobs(prompts, chosen, options.batch)):
         engine = FastEngine(fast, schedule, max_rows=options.batch)
         engine.decode([Request(text, options.new, stop_ids=ends) for text in texts])
@@ -114,7 +114,7 @@ def same(options: argparse.Namespace, name: str, weights: str, steps: int) -> di
     counts = compared.words
     return {
         "data": name,
-        "weights": weights,
+        "quantization": quantization,
         "steps": done,
         "rows_decided": len(counts),
         "different": compared.different,
@@ -172,11 +172,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     timed = speed(options)
-    runs = [(name, weights) for name in ("e2e", "chat") for weights in ("model", "int8")]
+    runs = [(name, kind) for name in ("e2e", "chat") for kind in ("none", "int8")]
     found = []
-    for name, weights in runs:
+    for name, kind in runs:
         # Without a copy there is little to compare.
-        found.append(same(options, name, weights, options.steps // 2 if weights == "model" else options.steps // 20))
+        found.append(same(options, name, kind, options.steps // 2 if kind == "none" else options.steps // 20))
         print(json.dumps(found[-1]), flush=True)
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data")}
     config["command"] = " ".join(["python", Path(sys.argv[0]).name])

@@ -149,7 +149,7 @@ def own_speed(run: Run) -> dict[str, Any]:
             "engine": run.data.get("engine", "transformers"),
             "batch_size": config["settings"]["batch_size"],
             "dtype": config["dtype"],
-            "weights": config.get("weights", "model"),
+            "quantization": config.get("quantization", "none"),
             "device": config["device"],
             "records": speed["records"] if speed else run.data["n"],
             "date": run.data["environment"]["date"],

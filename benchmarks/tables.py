@@ -107,7 +107,7 @@ def same_tokens(document: dict[str, Any]) -> list[list[str]]:
         *(
             [
                 row["data"],
-                {"model": "bfloat16"}.get(row["weights"], row["weights"]),
+                {"none": "bfloat16"}.get(row["quantization"], row["quantization"]),
                 f"{row['steps']:,}",
                 f"{row['rows_decided']:,}",
                 str(row["different"]),

@@ -86,8 +86,8 @@ class LLM:
         Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth.
     engine : {"auto", "fast", "transformers"}
         What runs the model; auto: the package's own engine where it covers the model.
-    weights : {"model", "int8", "int4", "w8a8"}
-        How the fast engine reads the weights: as they are, or quantised (CPUs only).
+    quantization : {"none", "int8", "int4", "w8a8"}
+        Of the weights, after loading, by the fast engine (CPUs only).
     dtype, device
         Of a model that is loaded by name: see `skipdecode.load`.
     max_rows : int
@@ -112,7 +112,7 @@ class LLM:
         schedule: Schedule | str | Path | None = None,
         *,
         engine: str = "auto",
-        weights: str = "model",
+        quantization: str = "none",
         dtype: str = "auto",
         device: str | None = None,
         max_rows: int = 8,
@@ -128,7 +128,7 @@ class LLM:
         self._max_rows = max_rows
         self._ways = carried_ways(loaded.path, loaded.model)
         self.schedule_of(schedule)
-        self._source = open_engines(self.loaded.model, engine, note, weights)
+        self._source = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
         self._engines: list[Engine] = []
         self._warned: set[Schedule] = set()

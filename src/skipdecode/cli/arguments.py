@@ -93,7 +93,8 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
         return
     if kind.many:
         keywords |= {"nargs": "+", "action": _Gather}
-    parser.add_argument(flag(field.name), required=required, **keywords)
+    names = [flag(name) for name in (field.name, meta["alias"]) if name]
+    parser.add_argument(*names, required=required, **keywords)
 
 
 class _Gather(argparse.Action):

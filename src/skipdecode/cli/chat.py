@@ -91,7 +91,7 @@ def _open(config: Config) -> LLM:
     recipe = loaded.recipe
     if recipe is not None and recipe.prompt_template is not None and not recipe.chat:
         note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: see skipdecode generate")
-    return LLM(loaded, choice.schedule, engine=config.engine, weights=config.weights, max_rows=1)
+    return LLM(loaded, choice.schedule, engine=config.engine, quantization=config.quantization, max_rows=1)
 
 
 def _lines() -> Iterator[str]:

@@ -218,7 +218,7 @@ def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     from skipdecode.engine.requests import Request
 
     models = {id(run.loaded): run.loaded for run in setting.runs}
-    sources = {key: open_engines(each.model, config.engine, _once, config.weights) for key, each in models.items()}
+    sources = {key: open_engines(each.model, config.engine, _once, config.quantization) for key, each in models.items()}
 
     def decode(run: _Run, rows: int, tokens: int) -> tuple[Engine, list[list[int]]]:
         engine = sources[id(run.loaded)].engine(run.schedule, max_rows=rows)

@@ -214,7 +214,7 @@ def _runs(
     chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
     _tell(chosen, loaded.recipe, config.model)
     given = [method for method, _ in chosen.values()]
-    bound, full = on_engine(given, loaded.model, config.engine, note, config.weights)
+    bound, full = on_engine(given, loaded.model, config.engine, note, config.quantization)
     note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
     methods = dict(zip(chosen, bound, strict=True))
     if config.full_depth and not any(method.full_depth for method in bound):
@@ -233,7 +233,7 @@ def _runs(
         "recipe": recipe,
         "data": None if config.data is None else Path(config.data).name,
         "limit": config.limit,
-        "weights": config.weights,
+        "quantization": config.quantization,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
         "model_weights": base_sample(loaded.model),

@@ -114,7 +114,7 @@ def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]
         raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")
     if len(found) > len({method.name for method in found}):
         raise UsageError("two of --methods have the same name: give the schedules other names")
-    bound, full = on_engine(found, loaded.model, config.engine, note, config.weights)
+    bound, full = on_engine(found, loaded.model, config.engine, note, config.quantization)
     return bound, next(method for method in full if method.engine == bound[0].engine)
 
 
@@ -123,11 +123,11 @@ def _measured(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document, and the texts as rows."""
     note(f"base model: {base.name}; engine: {full.engine}")
-    yardstick = full if base is loaded else Full(open_engines(base.model, config.engine, note, config.weights))
+    yardstick = full if base is loaded else Full(open_engines(base.model, config.engine, note, config.quantization))
     reference = Variant("base", base.model, yardstick)
     template, records, prompts = _prompts(config, loaded, base, partial(yardstick.make_engine, base.model))
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
-    about = {name: getattr(config, name) for name in ("name", "model", "weights")} | {
+    about = {name: getattr(config, name) for name in ("name", "model", "quantization")} | {
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "base": base.name,
         "self_generated": asdict(config.part(SelfGeneratedOptions)),

@@ -207,7 +207,7 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
     note(schedule_line(choice.schedule, choice.origin))
     if line := untuned_line([choice.schedule], loaded.recipe, config.model):
         note(line)
-    return loaded, choice, open_engines(loaded.model, config.engine, note, config.weights)
+    return loaded, choice, open_engines(loaded.model, config.engine, note, config.quantization)
 
 
 def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule) -> dict[str, Any]:

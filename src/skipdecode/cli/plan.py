@@ -107,7 +107,7 @@ def run(config: Config) -> int:
         device=config.device,
         measure=config.measure,
         engine=config.engine,
-        weights=config.weights,
+        quantization=config.quantization,
         remeasure=config.remeasure,
     )
     schedule = _schedule(config, source.cost.num_layers, source.cost)

@@ -140,7 +140,7 @@ def _service(config: Config) -> Service:
         recipe=loaded.recipe,
         use_template=config.template,
         engine=config.engine,
-        weights=config.weights,
+        quantization=config.quantization,
         limits=config,
         note=note,
     )
@@ -169,8 +169,8 @@ def _run_vllm(config: Config) -> int:
     from skipdecode.serving.vllm_server import vllm_command
     from skipdecode.vllm.projection import check_projects
 
-    if config.weights != "model":
-        raise UsageError("--weights is not for --engine vllm, which reads the checkpoint's own")
+    if config.quantization != "none":
+        raise UsageError("--quantization is not for --engine vllm, which reads the checkpoint's own")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
     if config.cors:

@@ -27,6 +27,7 @@ def option(
     default: Any = dataclasses.MISSING,
     choices: Sequence[str] | None = None,
     positional: bool = False,
+    alias: str | None = None,
     parse: Callable[[str], Any] | None = None,
     least: float | None = None,
     most: float | None = None,
@@ -45,14 +46,16 @@ def option(
         Accepted values; a ``Literal`` type says them by itself.
     positional : bool
         Given without a flag; with a tuple type, any number of values.
+    alias : str, optional
+        A second name of the flag.
     parse : callable, optional
         From text to the value; raises ValueError with a message for users. Default: the field's type.
     least, most, above, below : float, optional
         Bounds of the number, or of each number of a tuple; the last two are not themselves accepted.
     """
     bounds = {"least": least, "most": most, "above": above, "below": below}
-    metadata = {"help": help, "choices": choices, "positional": positional, "parse": parse, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+    named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
+    return dataclasses.field(default=default, metadata={**named, "bounds": bounds})
 
 
 class Options:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.schedule import Schedule
 
-__all__ = ["ENGINES", "WEIGHTS", "Decoded", "Engine", "EngineStats", "StopCheck"]
+__all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "StopCheck"]
 
 ENGINES = ("auto", "fast", "transformers")
 """What a user may ask for; see `skipdecode.engine.opening.open_fast`."""
-WEIGHTS = ("model", "int8", "int4", "w8a8")
+QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
 
 StopCheck = Callable[[Sequence[int]], bool]
 """Asked with a row's new tokens after each step; True ends the row with reason "stop"."""

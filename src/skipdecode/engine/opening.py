@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from skipdecode.engine.adaptive import Adaptive
-from skipdecode.engine.base import ENGINES, WEIGHTS, Engine
+from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.gated import GatedEngine
@@ -98,12 +98,12 @@ class EngineSource:
             return self.engine(stand_in, **options)
 
 
-def open_engines(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> EngineSource:
+def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> EngineSource:
     """A model's engines; see `open_fast`."""
-    return EngineSource(model, open_fast(model, engine, note, weights), note)
+    return EngineSource(model, open_fast(model, engine, note, quantization), note)
 
 
-def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str = "model") -> FastModel | None:
+def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> FastModel | None:
     """The fast path of a model; None where it is to run through transformers.
 
     Parameters
@@ -115,22 +115,22 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
         note why.
     note : callable
         Told one line where the choice needs a word.
-    weights : {"model", "int8", "int4", "w8a8"}
+    quantization : {"none", "int8", "int4", "w8a8"}
         What the fast engine reads: the model's own weights, or quantised copies (see `kernels.quantize`).
 
     Raises
     ------
     UsageError
-        `engine` or `weights` is unknown, or the model cannot run as they say.
+        `engine` or `quantization` is unknown, or the model cannot run as they say.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")
-    if weights not in WEIGHTS:
-        raise UsageError(f"weights {weights!r} are not known: accepted are {', '.join(WEIGHTS)}")
-    kind: Any = None if weights == "model" else weights
+    if quantization not in QUANTIZATIONS:
+        raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")
+    kind: Any = None if quantization == "none" else quantization
     if engine == "transformers":
         if kind:
-            raise UsageError(f"--weights {kind} needs the fast engine: leave out --engine transformers")
+            raise UsageError(f"--quantization {kind} needs the fast engine: leave out --engine transformers")
         return None
     try:
         fast = open_model(_merged_copy(model) if hasattr(model, "get_base_model") else unwrap(model), quantization=kind)
@@ -138,7 +138,9 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], weights: str
         if engine == "fast":
             raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None
         if kind:
-            raise UsageError(f"--weights {kind} needs the fast engine, which does not cover this model: {e}") from None
+            raise UsageError(
+                f"--quantization {kind} needs the fast engine, which does not cover this model: {e}"
+            ) from None
         note(f"decoding through transformers, several times slower than the fast engine: {e}")
         return None
     if fast.hint and engine == "auto":

@@ -57,7 +57,7 @@ def find_cost(
     device: str | None = None,
     measure: bool | None = None,
     engine: str = "auto",
-    weights: str = "model",
+    quantization: str = "none",
     remeasure: bool = False,
 ) -> CostSource:
     """The cost model of a model by name on the machine at hand; see `measure_cost` for what is measured.
@@ -75,7 +75,7 @@ def find_cost(
         download.
     engine : {"auto", "fast", "transformers"}
         Whose steps are timed; auto: the fast engine's where it covers the model.
-    weights : {"model", "int8", "int4", "w8a8"}
+    quantization : {"none", "int8", "int4", "w8a8"}
         See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
         Measure, whatever an earlier calibration found.
@@ -100,10 +100,10 @@ def find_cost(
         raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and weights_at_hand(name)):
         target = choose_device(device)
-        asked = (weights_dtype(name, dtype, target), engine, weights, batch, prompt_len)
+        asked = (weights_dtype(name, dtype, target), engine, quantization, batch, prompt_len)
         return _measured_or_kept(name, target, asked, remeasure=remeasure)
-    if weights != "model":
-        raise UsageError(f"the cost of --weights {weights} is measured, not predicted: add --measure")
+    if quantization != "none":
+        raise UsageError(f"the cost of --quantization {quantization} is measured, not predicted: add --measure")
     return _predicted(name, batch, dtype, device)
 
 
@@ -115,13 +115,13 @@ def _measured_or_kept(
     remeasure: bool,
 ) -> CostSource:
     """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
-    dtype, engine, weights, batch, prompt_len = asked
+    dtype, engine, quantization, batch, prompt_len = asked
     key = _key(name, asked, device)
     path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
     if not remeasure and (kept := _kept(path, key, name, device)) is not None:
         return kept
     model = load_model(name, dtype=dtype, device=str(device), require_tokenizer=False).model
-    fast = open_fast(model, engine, note, weights)
+    fast = open_fast(model, engine, note, quantization)
     cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
     found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
     about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}

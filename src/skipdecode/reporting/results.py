@@ -219,8 +219,8 @@ def _bounded(value: float | None, bounds: Any = None) -> Bounded | None:
 
 def _with(source: Mapping[str, Any]) -> str:
     """Engine, batch, numbers and threads of a measurement."""
-    patterns = ("{engine} engine", "batch {batch_size}", "{dtype}", "{weights} weights", "{threads}")
-    known = {name: value for name, value in source.items() if value not in (None, "model")}
+    patterns = ("{engine} engine", "batch {batch_size}", "{dtype}", "{quantization}", "{threads}")
+    known = {name: value for name, value in source.items() if value not in (None, "none")}
     if threads := known.get("threads"):
         known["threads"] = f"{threads} thread{'' if threads == 1 else 's'}"
     return ", ".join(p.format_map(known) for p in patterns if p[p.index("{") + 1 : p.index("}")] in known)
@@ -246,7 +246,7 @@ def _signatures(run: Run) -> tuple[tuple[str, str], ...]:
 
 def _of_run(run: Run) -> Result:
     data, config = run.data, run.data["config"]
-    used = {name: config.get(name) for name in ("dtype", "weights")}
+    used = {name: config.get(name) for name in ("dtype", "quantization")}
     used |= {"engine": data.get("engine"), "threads": data["environment"].get("threads")}
     used |= {"batch_size": config.get("settings", {}).get("batch_size")}
     with_prompt = data.get("measured_speedup_with_prompt")

@@ -49,7 +49,7 @@ def open_service(
     recipe: Recipe | None = None,
     use_template: bool = True,
     engine: str = "auto",
-    weights: str = "model",
+    quantization: str = "none",
     limits: ServerLimits | None = None,
     note: Callable[[str], None] = lambda line: None,
 ) -> Service:
@@ -65,7 +65,7 @@ def open_service(
         See `Catalog`.
     recipe : Recipe or None
         The checkpoint's; `use_template` puts completions into its template where a request does not say.
-    engine, weights : str
+    engine, quantization : str
         See `skipdecode.engine.opening.open_fast`.
     note : callable
         Told one line where the choice of the engine needs a word.
@@ -78,7 +78,7 @@ def open_service(
     num_layers = len(decoder_layers(plain))
     form = choose_form(recipe)
     catalog = Catalog(num_layers, carried, others, () if recipe is None else recipe.tuned_under)
-    source = open_engines(model, engine, note, weights)
+    source = open_engines(model, engine, note, quantization)
     schedules = [*catalog.loaded.values(), catalog.budget_schedule()]
     groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
     kv_size = _kv_size(source)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
-from skipdecode.engine.base import ENGINES, WEIGHTS
+from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
@@ -54,17 +54,20 @@ class EngineOptions(Options):
         default="auto",
         choices=ENGINES,
     )
-    weights: str = option(
-        "type of the weights as the fast engine reads them; int8, int4: quantised after loading, less exact, faster; "
-        "w8a8: activations in 8 bits too, for batches and long prompts (CPUs only; w8a8: those with AVX512_VNNI)",
-        default="model",
-        choices=WEIGHTS,
+    quantization: str = option(
+        "of the weights, after loading, by the fast engine (CPUs only): int8, int4: faster, less exact; w8a8: "
+        "activations in 8 bits too, for batches and long prompts (CPUs with AVX512_VNNI)",
+        default="none",
+        alias="weights",
+        choices=QUANTIZATIONS,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weights != "model" and self.engine == "transformers":
-            raise UsageError(f"--weights {self.weights} needs the fast engine: leave out --engine transformers")
+        if self.quantization != "none" and self.engine == "transformers":
+            raise UsageError(
+                f"--quantization {self.quantization} needs the fast engine: leave out --engine transformers"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

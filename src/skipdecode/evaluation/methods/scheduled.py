@@ -72,20 +72,20 @@ class Full(Scheduled):
 
 
 def on_engine(
-    methods: Sequence[Method], model: Any, engine: str, note: Callable[[str], None], weights: str = "model"
+    methods: Sequence[Method], model: Any, engine: str, note: Callable[[str], None], quantization: str = "none"
 ) -> tuple[list[Method], tuple[Method, ...]]:
     """Methods on the engine that is asked for, where it can run them, and full depth on each engine that is used.
 
     `methods` are as made, schedules through transformers; `note` is told one line where the choice needs a word;
-    `engine` and `weights` are as in `skipdecode.engine.opening.open_fast`. Raises a SkipDecodeError for a method that
-    does not fit the model, or if `engine` is "fast" and cannot run the model or a method.
+    `engine` and `quantization` are as in `skipdecode.engine.opening.open_fast`. Raises a SkipDecodeError for a method
+    that does not fit the model, or if `engine` is "fast" and cannot run the model or a method.
     """
     for method in methods:
         method.check(model)
     others = off_engine(methods, engine)
     if len(others) == len(methods):
         return list(methods), (Untouched(),)
-    source = open_engines(model, engine, note, weights)
+    source = open_engines(model, engine, note, quantization)
     if others:
         note(f"{', '.join(others)}: no schedule, so it runs through transformers, next to full depth there")
     bound = [m.on(source) if isinstance(m, Scheduled) else m for m in methods]
