@@ -29,9 +29,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: Any, model_dir: str) -> Any:
-    def session(lines: str, *options: str) -> tuple[list[str], str]:
+    def session(lines: str | bytes, *options: str) -> tuple[list[str], str]:
         """What is printed on standard output, by line of input, and on standard error."""
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        given = lines if isinstance(lines, bytes) else lines.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
         assert main(["chat", model_dir, "--max-new-tokens", "8", *options]) == 0
         return capsys.readouterr()
 
@@ -53,6 +54,12 @@ def answers(llm: LLM, *turns: str, system: str | None = None, **options: Any) ->
 @pytest.fixture(scope="module")
 def llm(model_dir: str) -> LLM:
     return LLM(model_dir, device="cpu")
+
+
+def test_a_line_that_is_no_utf8_is_left_out_and_the_chat_goes_on(talk: Any, llm: LLM):
+    out, told = talk(b"hello\n\xff\nand you\n")
+    assert out == answers(llm, "hello", "and you")
+    assert "line 2 is left out: not UTF-8: byte 1 of the line" in told
 
 
 def test_lines_are_turns_of_one_chat(talk: Any, llm: LLM):

@@ -21,8 +21,10 @@ T = TypeVar("T")
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     """Add an option for every field of `config` that was made with `option`: the class's own, then its bases'."""
     found = kinds(config)
+    # Next to positional arguments of any number, a flag that took several values would take those too.
+    one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
     for field in _own_first(config):
-        _add(parser, field, found[field.name])
+        _add(parser, field, found[field.name], None if one_each else "+")
 
 
 def config_from(config: type[T], args: argparse.Namespace) -> T:
@@ -37,7 +39,8 @@ def config_from(config: type[T], args: argparse.Namespace) -> T:
     try:
         return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     except OptionError as e:
-        raise UsageError(f"{flag(e.name)} {e.value!r} is not accepted: give {e.accepted}") from None
+        name = e.name.upper() if kinds(config)[e.name].metadata["positional"] else flag(e.name)
+        raise UsageError(f"{name} {e.value!r} is not accepted: give {e.accepted}") from None
 
 
 def command_line(verb: str, config: Any) -> str:
@@ -74,7 +77,7 @@ def _own_first(config: type) -> list[dataclasses.Field[Any]]:
     return sorted(listed, key=lambda f: next(rank for rank, names in enumerate(named) if f.name in names))
 
 
-def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Kind) -> None:
+def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Kind, several: str | None) -> None:
     meta = kind.metadata
     required = field.default is dataclasses.MISSING
     keywords: dict[str, Any] = {"help": meta["help"].replace("%", "%%")}
@@ -92,7 +95,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
         parser.add_argument(field.name, nargs=nargs, metavar=field.name.upper(), **keywords)
         return
     if kind.many:
-        keywords |= {"nargs": "+", "action": _Gather}
+        keywords |= {"nargs": several, "action": _Gather}
     names = [flag(name) for name in (field.name, meta["alias"]) if name]
     parser.add_argument(*names, required=required, **keywords)
 
@@ -101,8 +104,8 @@ class _Gather(argparse.Action):
     """Values of a flag that is given more than once, all together, in place of the default."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
+        before, given = getattr(namespace, self.dest), values if isinstance(values, list) else [values]
+        setattr(namespace, self.dest, given if before is self.default else [*before, *given])
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], Any]:

@@ -34,6 +34,7 @@ from skipdecode.cli.options import (
     choose_schedule,
     with_prompt_layers,
 )
+from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
@@ -97,7 +98,11 @@ def _open(config: Config) -> LLM:
 def _lines() -> Iterator[str]:
     """What the user types, or the lines of standard input."""
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        for number, raw in read_lines(sys.stdin.buffer):
+            try:
+                yield decoded(raw)
+            except DataError as e:
+                note(f"line {number} is left out: {e}")
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # editing and history of `input`
@@ -108,6 +113,8 @@ def _lines() -> Iterator[str]:
         except EOFError:
             print()
             return
+        except UnicodeDecodeError as e:
+            note(f"the line is left out: not {e.encoding}")
         except KeyboardInterrupt:
             print("\nskipdecode: Ctrl-D or /quit ends", file=sys.stderr)
 

@@ -102,7 +102,9 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Adapti
     max_new_tokens: int = option("most new tokens a row", default=128, least=1)
     batch_size: int = option("rows decoded together", default=8, least=1)
     stop: tuple[str, ...] = option(
-        r"texts that end a row, cut off; \n and \t are understood", default=(), parse=stop_text
+        r"text that ends a row, cut off; \n and \t are understood; for more texts repeat the flag",
+        default=(),
+        parse=stop_text,
     )
     compare: bool = option(
         "also run full depth on up to 8 batches afterwards, alternating, and print both speeds",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "run"]
 
+_MOST_PROMPT_TOKENS = 2**20  # of a batch: its forwards are added up one by one
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ModelOptions, EngineOptions):
@@ -60,6 +62,7 @@ class Config(ModelOptions, EngineOptions):
         "prompt; best near the real output length",
         default=64,
         least=1,
+        most=2**16,
     )
     prompt_layers: str | None = option(
         f"layers that prompt tokens run: {PROMPT_SETS} (default: full; for a request's target as many as the line "
@@ -74,8 +77,8 @@ class Config(ModelOptions, EngineOptions):
     use: Use = option(
         "lockstep: all rows of a batch start together; continuous: a stream of rows of mixed ages", default="lockstep"
     )
-    batch: int = option("rows decoded together", default=1, least=1)
-    prompt_len: int = option("prompt tokens of a row", default=64, least=1)
+    batch: int = option("rows decoded together", default=1, least=1, most=1024)
+    prompt_len: int = option("prompt tokens of a row", default=64, least=1, most=_MOST_PROMPT_TOKENS)
     measure: bool | None = option(
         "load the weights and time prompts and steps, or predict (default: measure if that fetches nothing)",
         default=None,
@@ -152,6 +155,11 @@ def _check(config: Config) -> None:
         raise UsageError(
             f"{'no' if not any(given) else 'more than one'} target was given: give one of --target-speedup, "
             "--nominal-speedup, or --min-exit-layer with --max-exit-layer"
+        )
+    if config.batch * config.prompt_len > _MOST_PROMPT_TOKENS:
+        raise UsageError(
+            f"--batch {config.batch} --prompt-len {config.prompt_len} are {config.batch * config.prompt_len} prompt "
+            f"tokens a batch: give {_MOST_PROMPT_TOKENS} at most"
         )
     check_files(config.out, picture=config.png)
 

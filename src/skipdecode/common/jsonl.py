@@ -12,7 +12,18 @@ from typing import IO, Any
 
 from skipdecode.errors import DataError
 
-__all__ = ["BOM", "MAX_LINE_BYTES", "Row", "decoded", "json_line", "kind_of", "object_of", "read_lines", "read_objects"]
+__all__ = [
+    "BOM",
+    "MAX_LINE_BYTES",
+    "Row",
+    "decoded",
+    "is_text",
+    "json_line",
+    "kind_of",
+    "object_of",
+    "read_lines",
+    "read_objects",
+]
 
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 * 2**20
@@ -83,6 +94,15 @@ def decoded(raw: bytes | None) -> str:
         raise DataError(f"not UTF-8: byte {e.start + 1} of the line") from None
 
 
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: half of a surrogate pair, which JSON and a shell can name, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def kind_of(value: Any) -> str:
     """What a JSON value is, in words for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
@@ -90,5 +110,5 @@ def kind_of(value: Any) -> str:
 
 
 def json_line(row: Any) -> bytes:
-    """One line of JSON, UTF-8 with its line end."""
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    """One line of JSON, UTF-8 with its line end; half of a surrogate pair becomes its JSON escape."""
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

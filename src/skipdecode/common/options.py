@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from skipdecode.common.jsonl import is_text
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError
 
@@ -101,7 +102,7 @@ class Kind(NamedTuple):
         if self.type is bool:
             return None if isinstance(value, bool) else "true or false"
         if self.type not in (int, float):
-            return None
+            return "text in UTF-8" if isinstance(value, str) and not is_text(value) else None
         bounds, accepted = self.metadata["bounds"], self._range()
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return ("a whole number" if self.type is int else "a number") + (accepted and f", {accepted}")

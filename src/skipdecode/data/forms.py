@@ -86,7 +86,7 @@ def _message(where: str, message: Any) -> Message:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(content, str):
         raise DataError(f"{where} is not an object with text in 'role' and 'content'")
-    return {"role": role, "content": checked_text(where, content)}
+    return {"role": checked_text(where, role), "content": checked_text(where, content)}
 
 
 class PromptForm(NamedTuple):

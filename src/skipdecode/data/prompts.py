@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.rows import read_rows
-from skipdecode.data.records import Message, Record, Reject, Template, read_records, reject_summary, usable
+from skipdecode.data.records import (
+    Message,
+    Record,
+    Reject,
+    Template,
+    checked_text,
+    read_records,
+    reject_summary,
+    usable,
+)
 from skipdecode.data.source import Records
 from skipdecode.errors import DataError, UsageError
 
@@ -107,7 +116,8 @@ class PromptEncoder:
 
     def _rendered(self, record: Record) -> EncodedPrompt:
         try:
-            text, error = "" if record.error else self._text(record.prompt), record.error
+            text = "" if record.error else checked_text("the rendered prompt", self._text(record.prompt))
+            error = record.error
         except DataError as e:
             text, error = "", str(e)
         return EncodedPrompt(record, text, [], None, error)

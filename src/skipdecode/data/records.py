@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from skipdecode.common.jsonl import Row, kind_of
+from skipdecode.common.jsonl import Row, is_text, kind_of
 from skipdecode.errors import DataError, UsageError
 
 __all__ = [
@@ -267,7 +267,7 @@ def _as_text(name: str, value: Any) -> str:
 
 def checked_text(where: str, text: str) -> str:
     """Text that can be written as UTF-8."""
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_text(text):
         raise DataError(f"{where} has half of a surrogate pair, which is no text")
     return text
 

@@ -34,6 +34,9 @@ __all__ = [
     "uniform",
 ]
 
+MOST_TOKENS = 1_000_000
+"""Longest prompt or output of a trace."""
+_MOST_SIGMA = 4
 Lengths = Callable[[random.Random], int]
 """Draws one length, 1 or more."""
 
@@ -55,30 +58,32 @@ class Arrival(NamedTuple):
 
 def constant(length: int) -> Lengths:
     """Always `length`."""
-    _check(length >= 1, f"length {length}", "1 or more")
+    _check(1 <= length <= MOST_TOKENS, f"length {length}", f"1 to {MOST_TOKENS}")
     return lambda _: length
 
 
 def uniform(least: int, most: int) -> Lengths:
     """Whole numbers from `least` to `most`, all equally often."""
-    _check(1 <= least <= most, f"uniform:{least}:{most}", "1 or more, the smaller first")
+    _check(1 <= least <= most <= MOST_TOKENS, f"uniform:{least}:{most}", f"1 to {MOST_TOKENS}, the smaller first")
     return lambda rng: rng.randint(least, most)
 
 
 def lognormal(median: float, sigma: float) -> Lengths:
-    """exp of a normal variable, rounded, at least 1; `sigma` is its standard deviation."""
+    """exp of a normal variable, rounded, from 1 to MOST_TOKENS; `sigma` is its standard deviation."""
     _check(
-        median >= 1 and 0 <= sigma < math.inf, f"lognormal:{median}:{sigma}", "a median of 1 or more, sigma 0 or more"
+        1 <= median <= MOST_TOKENS and 0 <= sigma <= _MOST_SIGMA,
+        f"lognormal:{median}:{sigma}",
+        f"a median of 1 to {MOST_TOKENS}, sigma from 0 to {_MOST_SIGMA}",
     )
     centre = math.log(median)
-    return lambda rng: max(1, round(math.exp(rng.gauss(centre, sigma))))
+    return lambda rng: min(MOST_TOKENS, max(1, round(math.exp(rng.gauss(centre, sigma)))))
 
 
 def empirical(lengths: Sequence[int]) -> Lengths:
     """Drawn from measured lengths, with replacement."""
     measured = tuple(lengths)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in measured)
-    _check(bool(measured) and whole, "this list of lengths", "whole numbers of 1 or more, at least one")
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= MOST_TOKENS for n in measured)
+    _check(bool(measured) and whole, "this list of lengths", f"whole numbers from 1 to {MOST_TOKENS}, at least one")
     return lambda rng: rng.choice(measured)
 
 
