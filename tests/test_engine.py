@@ -10,7 +10,7 @@ import torch
 from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
-from skipdecode.engine import FastEngine, Request, Sampling, SchedulePolicy
+from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.fast_model import NativeModel
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
@@ -219,28 +219,6 @@ def test_a_memory_limit_holds_and_all_requests_still_run():
     assert got == want
     with pytest.raises(UsageError, match="kv_bytes allows"):
         engine(model, schedule, kv_bytes=limit // 8).submit(requests)
-
-
-def test_a_policy_may_lower_budgets_and_not_raise_them():
-    model = tiny_model("llama")
-
-    class Confident(SchedulePolicy):
-        def next_budget(self, row):
-            return min(row.budget, 3 if row.position >= 4 else 6)
-
-    base = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12)
-    (row,) = decode(model, Confident(base), [Request(PROMPTS[0], 10)])
-    assert [o.layers for o in row] == [8, 6, 6, 6, 6, 3, 3, 3, 3, 3]
-    fixed = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12)
-    same = Schedule(LAYERS, fixed.drop_order, (6, 6, 6, 6, 3), 1)
-    assert tokens(decode(model, same, [Request(PROMPTS[0], 10)])) == tokens([row])
-
-    class Rising(SchedulePolicy):
-        def next_budget(self, row):
-            return 3 if row.position == 0 else 5
-
-    with pytest.raises(ScheduleError, match="may only fall"):
-        decode(model, Rising(base), [Request(PROMPTS[0], 10)])
 
 
 def test_the_model_stays_as_it_was_and_shares_its_weights():

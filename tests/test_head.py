@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
-from skipdecode.engine import FastEngine, Request, Sampling, SchedulePolicy
+from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import head
 from skipdecode.engine.kernels.head import MOST_ROWS, MOST_WORDS, NativeHead, ShortHead
@@ -218,20 +218,6 @@ def test_a_head_that_is_changed_in_place_is_the_changed_one(monkeypatch):
             with torch.no_grad():
                 model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     assert texts[0] != texts[1] == texts[2]
-
-
-def test_a_policy_may_ask_for_log_probabilities(monkeypatch):
-    class Asking(SchedulePolicy):
-        reads_logprob = True
-
-        def next_budget(self, row):
-            assert row.logprob < 0
-            return super().next_budget(row)
-
-    monkeypatch.setattr(NativeHead, "short_from", 0)
-    engine = FastEngine(open_model(tiny_model("llama", vocab_size=3001)), Asking(Schedule.full(LAYERS)))
-    engine.decode([Request(PROMPTS[0], 5)])
-    assert engine.stats.short_heads == 0
 
 
 def test_candidates_are_drawn_from_as_all_words_are():

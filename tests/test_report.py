@@ -55,26 +55,6 @@ LOAD: dict[str, Any] = {
 }
 
 
-ADAPTIVE: dict[str, Any] = {
-    **heading("adaptive"),
-    "runs": [
-        {"task": "mixture", "method": "static", "n": 8, "request_speedup": 1.5, "mean_layers": 15.0, "loss": 2.5},
-        {
-            "task": "mixture",
-            "method": "router",
-            "n": 8,
-            "request_speedup": 1.53125,
-            "mean_layers": 14.75,
-            "loss": 2.4375,
-            "rougeL": 31.25,
-            "depths": {"10": 6, "30": 2},
-            "against_static": {"loss": [-0.0625, -0.125, 0.0], "rougeL": [0.5, -0.25, 1.5]},
-        },
-    ],
-    "examples": [{"prompt": "a hard <i>", "texts": {"reference": "the reference", "e2e, 30 layers": "what came"}}],
-}
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of each kind, and names that would break a page that does not escape."""
@@ -90,7 +70,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = heading("vllm-speed") | {"ratios": {"overhead": 0.015625}, "rows": [{"x": 3}]}
     (path / "results" / "other.json").write_text(json.dumps(other))
     (path / "results" / "serve.json").write_text(json.dumps(LOAD))
-    (path / "results" / "depths.json").write_text(json.dumps(ADAPTIVE))
     hostile = Schedule(8, (3, 2, 1), (7, 6, 5), name='</script><b>"x" & y')
     (path / "hostile.json").write_text(hostile.to_json())
     return path
@@ -124,9 +103,6 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "Calibration:",
         "Loss while tuning",
         "By reference length",
-        "Depth by difficulty: depths",
-        "a hard <i>",
-        "-0.0625 (-0.1250 to +0.0000)",
         "Other results: other",
         "Environment",
     ):
@@ -145,7 +121,6 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     assert html.count("<svg ") == html.count('role="img" aria-label="') + html.count('aria-hidden="true"')
     assert "var(--c0)" in html
     assert any("skipdecode" not in label and "Best on dev: 0.1672 at step 500" in label for label in page.labels)
-    assert any("Share of requests at 10, 30 layers. router 1.53x: 75%, 25%" in label for label in page.labels)
     assert report(tmp_path / "again.html", *files) == html
 
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode.cli import main
-from skipdecode.engine.depth import SchedulePolicy
 from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost
 from skipdecode.performance.simulate.simulator import POLICIES, capacity, simulate
@@ -171,24 +170,6 @@ def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
     wait = sum(result.whole) / len(result.whole) - service
     assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.05)
     assert result.busy == pytest.approx(load, rel=0.02)
-
-
-def test_a_policy_is_asked_and_gives_what_its_schedule_gives():
-    trace = list(make_trace(40, bursts(20, 1, 2), uniform(1, 30), uniform(1, 30)))
-    asked = simulate(trace, COST, SchedulePolicy(PAPER), max_rows=4)
-    known = simulate(trace, COST, PAPER, max_rows=4)
-    assert asked.seconds == pytest.approx(known.seconds)
-    assert asked.token_layers == known.token_layers
-    assert asked.layer_reads == known.layer_reads
-
-
-def test_a_policy_may_not_raise_a_budget():
-    class Rising(SchedulePolicy):
-        def next_budget(self, row):
-            return 5 + row.position
-
-    with pytest.raises(ScheduleError, match="from 5 to 6 layers at position 1"):
-        simulate(requests((0, 1, 5)), COST, Rising(PAPER), max_rows=1)
 
 
 def test_least_loaded_routing_shares_the_work():

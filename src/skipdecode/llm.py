@@ -21,7 +21,6 @@ from skipdecode.data.records import Message
 from skipdecode.data.run import Decoding
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary
-from skipdecode.engine.adaptive import carried_ways
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.requests import FinishReason, Sampling
@@ -126,7 +125,6 @@ class LLM:
         self.stats: RunSummary | None = None
         self._schedule = schedule
         self._max_rows = max_rows
-        self._ways = carried_ways(loaded.path, loaded.model)
         self.schedule_of(schedule)
         self._source = open_engines(self.loaded.model, engine, note, quantization)
         self._ends = end_tokens(self.loaded.model, self.tokenizer)
@@ -135,13 +133,10 @@ class LLM:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """Schedules that have a name here: full depth, those that the weights were tuned under, and, with a router in
-        the checkpoint, those that choose a depth for each prompt.
-        """
+        """Schedules that have a name here: full depth, and those that the weights were tuned under."""
         recipe, carried = self.loaded.recipe, self.loaded.schedule
         own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
-        own += (self._schedule,) if isinstance(self._schedule, Schedule) and self._schedule.chooses else ()
-        return {"full": Schedule.full(self.num_layers)} | self._ways | {schedule.name: schedule for schedule in own}
+        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
 
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule that a call with this argument runs under.

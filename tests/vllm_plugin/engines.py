@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from routers import router_for
 from skipdecode import Schedule, attach
-from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.adaptive import ROUTER_FILE, Adaptive, Router
 from tiny import LAYERS, VOCAB, tiny_model
 
 # vLLM's attention on a CPU takes heads of 32 and more.
@@ -32,25 +29,6 @@ def save_tiny(folder: Path, schedule: Schedule | None, model_type: str = "llama"
         model.config.skipdecode = schedule.to_dict()
     model.save_pretrained(folder)
     return model
-
-
-def save_router(folder: Path, prompt: Any, schedule: bool = True, **changes: Any) -> tuple[Any, Router]:
-    """A tiny checkpoint on disk with a router beside it; it carries the second depth."""
-    router = router_for(tiny_model("llama", **(SIZES | changes)), prompt)
-    router.save(folder / ROUTER_FILE)
-    return save_tiny(folder, router.depths[1] if schedule else None, **changes), router
-
-
-def own_engine(
-    model: Any, adaptive: Adaptive, texts: list[list[int]], new_tokens: Sequence[int]
-) -> list[tuple[list[int], str]]:
-    """Greedy continuations by our own engine, each text alone, and the names of the depths that it chose."""
-    engine = FastEngine(model, adaptive, max_rows=1)
-    rows: list[Any] = [[] for _ in texts]
-    for out in engine.run([Request(tuple(text), n) for text, n in zip(texts, new_tokens, strict=True)]):
-        rows[out.request].append(out)
-    depths = {depth.budget(0): depth.name for depth in adaptive.router.depths}
-    return [([out.token for out in row], depths[row[1].layers]) for row in rows]
 
 
 def prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:

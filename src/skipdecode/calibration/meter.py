@@ -21,7 +21,6 @@ from torch.nn import functional
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
-from skipdecode.engine.adaptive import features
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
@@ -89,24 +88,6 @@ class LossMeter:
         """Cross-entropy per response token of each schedule."""
         return [sum(sums) / sum(self.counts) for sums in self.sums(schedules)]
 
-    def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
-        """Each record under each schedule, all of one prompt set; in no order.
-
-        "prompt" is the number of its tokens, "features" are the `skipdecode.engine.adaptive.features`; "losses" and
-        "likely" (the likeliest token's log-probability) are lists by schedule and index of the response.
-        """
-        found: list[dict[str, Any]] = []
-        for number, batch in enumerate(self._batches):
-            key = f"{self._part}/{number}/records/{';'.join(map(_behaviour, schedules))}"
-            if self._store.get(key) is None:
-                with torch.inference_mode():
-                    # Of use once, so its keys and values are not kept.
-                    prompt = _SharedPrompt(self._attachment, batch.to(self._attachment.model.device), schedules[0])
-                    self._store.put(key, prompt.records(schedules))
-            self._advance()
-            found += self._store.get(key)
-        return found
-
     def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
         keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
         forced: _SharedPrompt | None = None
@@ -164,23 +145,6 @@ class _SharedPrompt:
                 f"the loss is no number on records {names}, …: the model's arithmetic overflows on them"
             )
         return sums
-
-    def records(self, schedules: Sequence[Schedule]) -> list[dict[str, Any]]:
-        """See `LossMeter.records`."""
-        sizes = self._batch.attention_mask[:, : self._batch.prompt_length].sum(1).tolist()
-        found: list[dict[str, Any]] = []
-        for schedule in schedules:
-            rows = self._logits(schedule)
-            found = found or [
-                {"prompt": size, "features": features(logits[0], size), "losses": [], "likely": []}
-                for size, logits in zip(sizes, rows, strict=True)
-            ]
-            for record, logits, targets in zip(found, rows, self._batch.targets, strict=True):
-                wanted = targets[targets != IGNORE]
-                guesses = logits[: len(wanted)].float().log_softmax(-1)
-                for name, values in (("losses", -guesses.gather(-1, wanted[:, None])), ("likely", guesses.amax(-1))):
-                    record[name].append([round(value, 5) for value in values.flatten().tolist()])
-        return found
 
     def _logits(self, schedule: Schedule) -> Tensor:
         """Of every index of the responses, under a schedule."""

@@ -64,18 +64,6 @@ class Config(CalibrationSettings, RecordOptions):
     )
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
-    adaptive: bool = option(
-        "in place of a schedule: what choosing a depth for each request would gain at --target-speedup (of requests), "
-        "and where it gains, a router.json that does",
-        default=False,
-    )
-    depths: tuple[int, ...] = option(
-        "of --adaptive: layers of flat depths to choose from, all that the weights bear (default: the schedules that "
-        "the checkpoint was tuned under)",
-        default=(),
-        least=1,
-    )
-    mixture: tuple[str, ...] = option("of --adaptive: records of more tasks, each as TASK=FILE", default=())
     json: bool = option("print the result as one JSON document", default=False)
 
 
@@ -91,12 +79,6 @@ def run(config: Config) -> int:
         raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     if cost is not None and config.batch not in (1, cost.batch):
         raise UsageError(f"--cost {config.cost} is for batches of {cost.batch}: leave out --batch {config.batch}")
-    if config.adaptive:
-        from skipdecode.cli.adaptive import run as run_adaptive
-
-        return run_adaptive(config, cost)
-    if config.depths or config.mixture:
-        raise UsageError("--depths and --mixture belong to --adaptive")
     from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
 
     check_records(config, "data")

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
-    AdaptiveOptions,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
+    ScheduleOptions,
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
@@ -48,7 +48,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, AdaptiveOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode chat`."""
 
     model: str = option(f"{MODEL}; with a chat template", default="smollm2-135m", positional=True)

@@ -63,7 +63,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, ModelOptio
     )
     methods: tuple[str, ...] = option(
         "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and prompt "
-        "layers (skipdecode:3:15), schedule files (*.json), adaptive, confident, adaptive+confident (see --router)",
+        "layers (skipdecode:3:15), schedule files (*.json)",
         default=(),
     )
     out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
-    AdaptiveOptions,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
     ScheduleChoice,
+    ScheduleOptions,
     ThreadOptions,
     check_files,
     check_schedule_options,
@@ -53,7 +53,7 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, AdaptiveOptions):
+class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
     model: str = option(MODEL, positional=True)

@@ -121,7 +121,6 @@ def _name(config: Config) -> str:
 
 def _service(config: Config) -> Service:
     from skipdecode.common.progress import note
-    from skipdecode.engine.adaptive import carried_ways
     from skipdecode.models.loading.hub import load_model
     from skipdecode.models.loading.recipe import untuned_line
     from skipdecode.serving.service import open_service
@@ -130,13 +129,12 @@ def _service(config: Config) -> Service:
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
     tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
-    ways = carried_ways(loaded.path, loaded.model)
     service = open_service(
         loaded.model,
         loaded.tokenizer,
         name=_name(config),
         carried=loaded.schedule,
-        others=(*tuned_under, *_schedules(config, loaded.num_layers), *ways.values()),
+        others=(*tuned_under, *_schedules(config, loaded.num_layers)),
         recipe=loaded.recipe,
         use_template=config.template,
         engine=config.engine,

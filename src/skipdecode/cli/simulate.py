@@ -11,16 +11,12 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import cycle, islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import option
-from skipdecode.engine.depth import SchedulePolicy
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import CostModel, PromptCost
@@ -34,8 +30,6 @@ if TYPE_CHECKING:
     from skipdecode.performance.simulate.worker import Simulation
 
 __all__ = ["Config", "run"]
-
-_RECORDED = "recorded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +93,6 @@ class Config(ScheduleOptions):
         "prompt tokens: N, uniform:A:B, lognormal:MEDIAN:SIGMA, file:PATH (JSON list)", default="64"
     )
     new_tokens: str = option("new tokens, in the same words", default="64")
-    traces: str | None = option(
-        "requests whose depths were recorded (see docs/adaptive.md), run beside the schedule, with its prompts",
-        default=None,
-    )
     limit: int | None = option(
         "most new tokens; all that the scheduler knows of a length (default: it knows each length)",
         default=None,
@@ -110,11 +100,6 @@ class Config(ScheduleOptions):
     )
     seed: int = option("of the random numbers", default=0)
     json: bool = option("print one JSON document", default=False)
-
-    @cached_property
-    def recorded(self) -> list[tuple[int, list[int]]]:
-        """What --traces names: of each request its prompt's length and its tokens' depths."""
-        return [] if self.traces is None else traces.read_recorded(Path(self.traces))
 
 
 @dataclass(frozen=True)
@@ -136,13 +121,8 @@ def run(config: Config) -> int:
     if config.flat:
         chosen = chosen.flattened()
     started = time.perf_counter()
-    policies = [SchedulePolicy(Schedule.full(cost.num_layers))]
-    policies += [] if chosen.is_full else [SchedulePolicy(chosen)]
-    if rows := config.recorded:
-        deepest = max((max(layers) for _, layers in rows if layers), default=cost.num_layers)
-        policies.append(traces.RecordedDepths(replace(chosen, budgets=(deepest,), name=_RECORDED), rows))
-    full = _simulated(config, cost, policies[0], None)
-    runs = [full, *(_simulated(config, cost, policy, full.capacity) for policy in policies[1:])]
+    full = _simulated(config, cost, Schedule.full(cost.num_layers), None)
+    runs = [full] if chosen.is_full else [full, _simulated(config, cost, chosen, full.capacity)]
     took = time.perf_counter() - started
     print(f"simulated in {took:.1f} s ({len(runs) * config.requests / took:.0f} requests/s)", file=sys.stderr)
     print(json.dumps(_document(config, runs), indent=2) if config.json else "\n".join(_table(runs)))
@@ -161,8 +141,6 @@ def _check(config: Config) -> None:
         raise UsageError("--prompt-token-ms goes with --cost: with --model it follows from --flops")
     if config.rate is not None and config.load is not None:
         raise UsageError("--rate and --load both say how many requests come: give one of them")
-    if config.traces is not None and (config.prompt_len, config.new_tokens, config.limit) != ("64", "64", None):
-        raise UsageError("--traces has lengths of its own: leave out --prompt-len, --new-tokens and --limit")
     if config.burst > 1 and config.rate is None and config.load is None:
         raise UsageError("--burst needs --rate or --load: without one all requests come at once")
 
@@ -203,37 +181,34 @@ def _positions(config: Config) -> int:
 def _trace(config: Config, rate: float | None, requests: int | None = None) -> Iterator[traces.Arrival]:
     times = traces.all_at_once() if rate is None else traces.bursts(rate, config.burst, config.seed)
     count = config.requests if requests is None else requests
-    if rows := config.recorded:
-        sizes = ((prompt, len(layers) + 1) for prompt, layers in cycle(rows))
-        return (traces.Arrival(at, n, new, new) for at, (n, new) in zip(islice(times, count), sizes, strict=False))
     prompts, outputs = traces.parse_lengths(config.prompt_len), traces.parse_lengths(config.new_tokens)
     return traces.make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)
 
 
-def _simulated(config: Config, cost: CostModel, layers: SchedulePolicy, full_capacity: float | None) -> _Run:
+def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacity: float | None) -> _Run:
     """One run; `full_capacity` is full depth's, None for that itself."""
     policy, rows = config.policy, cost.batch
-    share = _join_share(config, cost, layers)
+    share = _join_share(config, cost, schedule)
     most, rate = None, config.rate
     if config.load is not None or config.rate is not None:
         endless = _trace(config, None, 1_000_000_000)
-        most = config.workers * capacity(endless, cost, layers, max_rows=rows, policy=policy, join_below=share)
+        most = config.workers * capacity(endless, cost, schedule, max_rows=rows, policy=policy, join_below=share)
         if config.load is not None:
             rate = config.load * (most if config.load_of == "own" or full_capacity is None else full_capacity)
     trace = _trace(config, rate)
-    result = simulate(trace, cost, layers, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
-    return _Run(layers.schedule, rate, most, share, result)
+    result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
+    return _Run(schedule, rate, most, share, result)
 
 
-def _join_share(config: Config, cost: CostModel, layers: SchedulePolicy) -> float | None:
-    """`join_below` for a policy; None: the policy's own."""
+def _join_share(config: Config, cost: CostModel, schedule: Schedule) -> float | None:
+    """`join_below` of --policy for a schedule; None: the policy's own."""
     if config.join_below is None:
         return None
     if config.policy == "continuous":
         raise UsageError("--join-below goes with --policy waves or cohort: continuous fills every free row at once")
     if config.join_below == "auto":
         arrivals = list(_trace(config, None))
-        return best_join_below(arrivals, cost, layers, max_rows=cost.batch, policy=config.policy)
+        return best_join_below(arrivals, cost, schedule, max_rows=cost.batch, policy=config.policy)
     try:
         return float(config.join_below)
     except ValueError:
@@ -286,9 +261,7 @@ def _table(runs: list[_Run]) -> list[str]:
 
 def _gain(full: _Run, other: _Run) -> str:
     """What a schedule buys: in a stream that both can serve the rates are the same, so there capacity counts."""
-    name, layers = other.schedule.name, other.result.layers_per_token
-    recorded = name == _RECORDED and layers  # no layers: no token was fed back
-    nominal = f"(nominal {other.schedule.num_layers / layers if recorded else other.schedule.nominal_speedup:.2f}x)"
+    name, nominal = other.schedule.name, f"(nominal {other.schedule.nominal_speedup:.2f}x)"
     if full.capacity is None or other.capacity is None:
         gain = other.result.requests_per_second / full.result.requests_per_second
         before, after = full.result.decode_seconds, other.result.decode_seconds

@@ -15,8 +15,6 @@ from skipdecode.errors import DataError
 __all__ = ["FORMATS", "check_kind", "heading", "read_json", "read_result"]
 
 FORMATS: Mapping[str, int] = {
-    "adaptive": 1,
-    "adaptive-serve": 1,
     "agreement": 1,
     "bench": 1,
     "calibration": 1,

@@ -96,11 +96,10 @@ class Job(Decoding):
 
 @dataclass
 class _Open:
-    """A row that is being generated; `layers` of each new token that was fed back."""
+    """A row that is being generated."""
 
     prompt: EncodedPrompt
     tokens: list[int] = field(default_factory=list)
-    layers: list[int] = field(default_factory=list)
 
 
 class _Run:
@@ -144,7 +143,6 @@ class _Run:
         row = self.open.get(out.request)
         if row is None:
             return False  # of a row that a stop string has ended
-        row.layers += [out.layers] if row.tokens else []
         row.tokens.append(out.token)
         reason = out.finish_reason
         if reason is None and self.job.stop is not None and self.job.stop(row.tokens):
@@ -154,10 +152,7 @@ class _Run:
             return False
         del self.open[out.request]
         self.summary.ended_at_once += reason == "eos" and len(row.tokens) == 1
-        # Where rows choose their depth, it is told: `skipdecode simulate --traces` takes such rows.
-        depths = {"prompt_tokens": len(row.prompt.token_ids), "layers": row.layers}
-        told = self.job.row(row.prompt, row.tokens, reason) | (depths if self.engine.schedule.chooses else {})
-        self.writer.put(row.prompt.record.index, told)
+        self.writer.put(row.prompt.record.index, self.job.row(row.prompt, row.tokens, reason))
         self.summary.rows += 1
         self._keep_for_comparison(row)
         return True

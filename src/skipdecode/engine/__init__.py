@@ -2,9 +2,8 @@
 
 A request's life: `Request` (requests.py) -> `Engine.submit` (base.py) -> waits in the `Scheduler` (scheduler.py) ->
 gets a slot and pages (kv.py) -> its prompt and then its tokens run through the `FastModel` (fast_model.py), read from a
-transformers model (model_spec.py), on the layers that the `BudgetPolicy` (depth.py) grants -> `RowSampler`
-(sampling.py) -> `StepOutput`. `FastEngine` (fast.py) is the loop; `GatedEngine` (gated.py) does the same through
-transformers.
+transformers model (model_spec.py), on the layers that its `Schedule` says (depth.py) -> `RowSampler` (sampling.py) ->
+`StepOutput`. `FastEngine` (fast.py) is the loop; `GatedEngine` (gated.py) does the same through transformers.
 `open_engines` (opening.py) takes the fast one where it covers the model.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.engine.base import Engine
-from skipdecode.engine.depth import BudgetPolicy, SchedulePolicy
 from skipdecode.engine.requests import Request, Sampling, StepOutput
 
 if TYPE_CHECKING:
@@ -23,14 +21,12 @@ if TYPE_CHECKING:
     from skipdecode.engine.opening import open_engines
 
 __all__ = [
-    "BudgetPolicy",
     "Engine",
     "FastEngine",
     "GatedEngine",
     "GenerateEngine",
     "Request",
     "Sampling",
-    "SchedulePolicy",
     "StepOutput",
     "open_engines",
 ]

@@ -1,66 +1,15 @@
-"""Who decides how many layers a row's next token runs. Pure Python.
-
-The engine asks for every row and token, so nothing may assume that a budget follows from the position alone. A policy
-may only lower a row's budget: a layer that was skipped holds no keys and values for the tokens that skipped it.
-"""
+"""Which layers a number of layers means: the drop order of an engine, and what prompts run. Pure Python."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from operator import neg
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["WAYS", "BudgetPolicy", "DepthOrder", "PromptLayers", "RowView", "SchedulePolicy", "granted"]
-
-
-WAYS = ("adaptive", "confident", "adaptive+confident")
-"""Of choosing a depth: by a router, by confidence from the deepest on, and both (see `skipdecode.engine.adaptive`)."""
-
-
-class RowView(NamedTuple):
-    """What a policy sees of a row: the request's number, and of the token about to be fed the generation position
-    (0: the first new token) and log-probability. `budget` are the layers of the token before (at position 0, of the
-    prompt, or what position 0 may run beyond it). `first` are the request's `skipdecode.engine.adaptive.features`,
-    where its policy chooses among depths.
-    """
-
-    request: int
-    position: int
-    budget: int
-    logprob: float
-    first: tuple[float, ...] = ()
-
-
-class BudgetPolicy(Protocol):
-    """Grants layers. `depths` are the schedules that rows may follow, the deepest first.
-
-    `schedule` is that one: it says what prompts run, and the most that a position may be granted. Where `reads_logprob`
-    is False, the log-probabilities that it is shown may be NaN; else they are the full head's.
-    """
-
-    schedule: Schedule
-    depths: tuple[Schedule, ...]
-    reads_logprob: bool
-
-    def of_row(self) -> BudgetPolicy:
-        """What grants the layers of one row; itself, where rows share what they ask."""
-
-    def next_budget(self, row: RowView) -> int:
-        """Layers of the row's next token; never above its budget before."""
-
-
-def granted(policy: BudgetPolicy, row: RowView) -> int:
-    """Layers of the row's next token; raises ScheduleError if the policy raises them."""
-    budget = policy.next_budget(row)
-    if budget > row.budget:
-        raise ScheduleError(
-            f"the policy raised request {row.request} from {row.budget} to {budget} layers at position {row.position}: "
-            "a budget may only fall"
-        )
-    return budget
+__all__ = ["DepthOrder", "PromptLayers"]
 
 
 class PromptLayers(NamedTuple):
@@ -77,22 +26,6 @@ class PromptLayers(NamedTuple):
     def held(self) -> tuple[int, ...]:
         """Layers that store keys and values, ascending."""
         return tuple(sorted(self.run + self.projected))
-
-
-class SchedulePolicy:
-    """Budgets from a schedule's positions."""
-
-    reads_logprob: bool = False
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.depths: tuple[Schedule, ...] = (schedule,)
-
-    def of_row(self) -> SchedulePolicy:
-        return self
-
-    def next_budget(self, row: RowView) -> int:
-        return self.schedule.budget(row.position)
 
 
 class DepthOrder:
@@ -121,9 +54,8 @@ class DepthOrder:
         if not self.takes(schedule):
             raise ScheduleError(f"schedule {schedule.name!r} drops layers in another order than this engine")
 
-    def prompt(self, policy: BudgetPolicy) -> PromptLayers:
-        """What the prompts of a policy's rows do."""
-        schedule = policy.schedule
+    def prompt(self, schedule: Schedule) -> PromptLayers:
+        """What the prompts of a schedule's rows do."""
         if isinstance(schedule.prompt, str):
             return PromptLayers(schedule.prompt_layers())
         return PromptLayers(schedule.prompt_layers(), schedule.projected, own=True)

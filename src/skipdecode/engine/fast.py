@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from skipdecode.engine.adaptive import policy_of
 from skipdecode.engine.base import Engine
-from skipdecode.engine.depth import BudgetPolicy, DepthOrder
+from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.feeds import EngineRow, Feed, token_rows
 from skipdecode.engine.kernels import KernelChoice
@@ -19,7 +18,7 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import KV
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import put_out
-from skipdecode.engine.scheduler import PROMPT_TOKENS, DepthWaves, RequestSize, Scheduler
+from skipdecode.engine.scheduler import PROMPT_TOKENS, RequestSize, Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
@@ -33,11 +32,10 @@ class FastEngine(Engine):
     ----------
     model : PreTrainedModel or FastModel
         A causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place.
-    schedule : Schedule or BudgetPolicy
-        Which layers run; a policy is asked for every row and token.
+    schedule : Schedule
+        Which layers run.
     max_rows : int
-        Most rows of a step. Where they choose among depths, unless in order of submission, as many times more have
-        begun and step with their like (`DepthWaves`).
+        Most rows of a step.
     join_below : float
         See `Scheduler`: 0 strict waves, 1 continuous.
     in_order : bool
@@ -67,7 +65,7 @@ class FastEngine(Engine):
     def __init__(
         self,
         model: Any,
-        schedule: Schedule | BudgetPolicy,
+        schedule: Schedule,
         *,
         max_rows: int = 8,
         join_below: float = 0.0,
@@ -81,13 +79,11 @@ class FastEngine(Engine):
         if self.model.hint:
             warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
         self.name = self.model.name
-        self._policy = policy_of(schedule)
-        self._policy.schedule.check_fits(self.model.num_layers)
-        super().__init__(self._policy.schedule)
+        schedule.check_fits(self.model.num_layers)
+        super().__init__(schedule)
         self._order = DepthOrder(self.schedule)
-        self._prompt_tokens, self._in_order, self._max_rows = prompt_tokens, in_order, max_rows
+        self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
-        self._waves: DepthWaves | None = None
         if kv_bytes is not None and not self.model.has_pages:
             raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
         if prefix_cache and not self.model.has_pages:
@@ -95,28 +91,24 @@ class FastEngine(Engine):
         self._prefix_cache = prefix_cache
         self.kv: KV = self.model.new_kv(prefix_cache)
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
-        self._requests: dict[int, tuple[Request, BudgetPolicy]] = {}
+        self._requests: dict[int, tuple[Request, Schedule]] = {}
         self._submitted = 0
         self._starting: list[EngineRow] = []
         self._running: list[EngineRow] = []
 
     # ------------------------------------------------------------------ public
 
-    def submit(self, requests: Iterable[Request], schedule: Schedule | BudgetPolicy | None = None) -> list[int]:
-        """See `Engine`; a schedule or policy of the requests' own must drop layers in the engine's order.
+    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
+        """See `Engine`; a schedule of the requests' own must drop layers in the engine's order.
 
         Refused are texts too long for the model, tokens outside its vocabulary, and more keys and values than
         `kv_bytes`.
         """
         batch = list(requests)
-        policy = self._policy if schedule is None else policy_of(schedule)
-        self._order.check(policy.schedule)
-        depths = len(policy.depths) if self.model.has_pages and not self._in_order else 1
-        if not self.has_work or (depths > 1 and self._waves is None):
-            self._waves = DepthWaves(self._max_rows, self._scheduler.join_below) if depths > 1 else None
-            self._scheduler.max_rows = self._max_rows * depths
-        sizes = [self._size(self._submitted + i, request, policy) for i, request in enumerate(batch)]
-        self._requests |= {size.request: (request, policy) for size, request in zip(sizes, batch, strict=True)}
+        wanted = self.schedule if schedule is None else schedule
+        self._order.check(wanted)
+        sizes = [self._size(self._submitted + i, request, wanted) for i, request in enumerate(batch)]
+        self._requests |= {size.request: (request, wanted) for size, request in zip(sizes, batch, strict=True)}
         self._submitted += len(batch)
         self._scheduler.submit(sizes)
         return [size.request for size in sizes]
@@ -166,26 +158,25 @@ class FastEngine(Engine):
         start = time.perf_counter()
         self._admit()
         prompts, outputs = self._due(), list[StepOutput]()
-        if prompts and (self._waves or prompts[0].row.prompt.own or not self.model.shares):
+        if prompts and (prompts[0].row.prompt.own or not self.model.shares):
             outputs = self._run(prompts)
             prompts = []
-        if prompts or (self._running and not outputs and not (self._waves and self._starting)):
-            rows = self._running if self._waves is None else self._waves.rows(self._running)
-            outputs = self._run(prompts + [Feed(row, (row.output[-1],)) for row in rows])
+        if prompts or (self._running and not outputs):
+            outputs = self._run(prompts + [Feed(row, (row.output[-1],)) for row in self._running])
         self.stats.seconds += time.perf_counter() - start
         return outputs
 
     # ------------------------------------------------------------------ admission
 
-    def _size(self, number: int, request: Request, policy: BudgetPolicy) -> RequestSize:
+    def _size(self, number: int, request: Request, schedule: Schedule) -> RequestSize:
         prompt, total = len(request.prompt), len(request.prompt) + request.max_new_tokens
         self.model.ensure_positions(total)
         wrong = next((t for t in request.prompt if not 0 <= t < self.model.vocab_size), None)
         if wrong is not None:
             raise UsageError(f"token {wrong} is outside the model's vocabulary of {self.model.vocab_size}")
         kv = self.kv
-        held = len(self._order.prompt(policy).held)
-        pages = max(held * kv.pages_for(prompt), policy.schedule.budget(0) * kv.pages_for(total))
+        held = len(self._order.prompt(schedule).held)
+        pages = max(held * kv.pages_for(prompt), schedule.budget(0) * kv.pages_for(total))
         if self._kv_pages is not None and pages > self._kv_pages:
             raise UsageError(
                 f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of "
@@ -198,8 +189,8 @@ class FastEngine(Engine):
         used = sum(row.pages for row in rows)
         free = None if self._kv_pages is None else self._kv_pages - used
         for size in self._scheduler.admit(len(rows), free):
-            request, policy = self._requests.pop(size.request)
-            prompt = self._order.prompt(policy)
+            request, schedule = self._requests.pop(size.request)
+            prompt = self._order.prompt(schedule)
             used += size.pages
             # What is kept of prompts gives way to rows where there may be no more pages.
             wanted = used + self.kv.cached_bytes // self.kv.page_bytes
@@ -210,7 +201,7 @@ class FastEngine(Engine):
                 number=size.request,
                 request=request,
                 budget=len(prompt.held),
-                policy=policy.of_row(),
+                schedule=schedule,
                 prompt=prompt,
                 layers=prompt.held,
                 slot=self.kv.open(),
@@ -310,6 +301,5 @@ class FastEngine(Engine):
                 self._running.remove(row)
                 self.kv.close(row.slot)
                 continue
-            row.budget = row.grant()
-            row.depth = row.depth or row.budget
+            row.budget = row.next_budget()
         return outputs

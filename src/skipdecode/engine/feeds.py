@@ -40,8 +40,6 @@ class EngineRow(Row):
         Where it holds keys and values.
     fed : int
         Tokens of prompt and output that have run.
-    depth : int
-        Layers of its first new token.
     """
 
     prompt: PromptLayers
@@ -49,13 +47,6 @@ class EngineRow(Row):
     slot: int
     pages: int
     fed: int = 0
-    depth: int = 0
-
-    @property
-    def top(self) -> int:
-        """How many of the likeliest words' logits its next token takes; 0: those of all words."""
-        chooses = len(self.policy.depths) > 1 and not self.output
-        return 0 if chooses or self.policy.reads_logprob else self.sampler.top
 
 
 class Feed(NamedTuple):
@@ -107,6 +98,6 @@ def token_rows(feeds: list[Feed], order: DepthOrder) -> tuple[TokenRows, list[En
         if span.wanted:
             batch.wanted.append(len(batch.tokens) - 1)
     rows = [span.row for span in spans if span.wanted]
-    tops = [row.top for row in rows]
+    tops = [row.sampler.top for row in rows]
     # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
     return batch._replace(tops=tops if all(tops) else None), rows

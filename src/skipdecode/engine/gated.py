@@ -1,7 +1,7 @@
 """The engine over transformers' own forward, gated: for families without a fast path, and as a reference.
 
-Strict waves of left-padded rows of one schedule on one `SkipCache`. Finished rows leave the batch and the
-cache. Where rows choose among depths, the deepest row's is run for all. Several times slower than `FastEngine`.
+Strict waves of left-padded rows of one schedule on one `SkipCache`. Finished rows leave the batch and the cache.
+Several times slower than `FastEngine`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipdecode.engine.adaptive import policy_of
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import Row, put_out
@@ -130,22 +129,18 @@ class GatedEngine(Engine):
     def _next_wave(self) -> _Wave:
         """Rows of the schedule under which the longest waiting request runs."""
         _, wanted = self._requests[min(self._requests)]
-        numbers, policy = [size.request for size in self._queues[wanted].admit(0)], policy_of(wanted)
-        layers = len(policy.schedule.last_prompt_layers())
+        layers = len(wanted.last_prompt_layers())
         rows = [
-            Row(number=number, request=self._requests.pop(number)[0], budget=layers, policy=policy.of_row())
-            for number in numbers
+            Row(number=size.request, request=self._requests.pop(size.request)[0], budget=layers, schedule=wanted)
+            for size in self._queues[wanted].admit(0)
         ]
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        return _Wave(policy.depths[0], SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
+        return _Wave(wanted, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
         if wave.position:
-            layers = max(row.grant() for row in wave.rows)
             for row in wave.rows:
-                row.budget = layers
-            depths = wave.rows[0].policy.depths
-            wave.schedule = next(each for each in depths if each.budget(wave.position - 1) == layers)
+                row.budget = row.next_budget()
         logits = self._logits(wave)
         self._count(wave, time.perf_counter() - start)
         outputs = put_out(self, wave.rows, logits, start)

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from skipdecode.engine.adaptive import Adaptive
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
@@ -44,12 +43,7 @@ class EngineSource:
         return GatedEngine.name if self.fast is None else self.fast.name
 
     def suited(self, schedule: Schedule) -> Schedule:
-        """What runs where a job asks for a schedule: on some devices one of fewer budgets (`FastModel.suited`).
-
-        Raises UsageError where a router of another model is to choose.
-        """
-        if isinstance(schedule, Adaptive):
-            schedule.router.check(self.model)
+        """What runs where a job asks for a schedule: on some devices one of fewer budgets (`FastModel.suited`)."""
         return schedule if self.fast is None else self.fast.suited(schedule)
 
     def engine(

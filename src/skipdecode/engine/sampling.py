@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skipdecode.engine.adaptive import features
 from skipdecode.engine.base import Engine
-from skipdecode.engine.depth import BudgetPolicy, RowView, granted
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.requests import Request, Sampling, StepOutput, finish_reason
+from skipdecode.schedule import Schedule
 
 __all__ = ["Row", "RowSampler", "choose", "likeliest", "put_out"]
 
@@ -146,26 +145,21 @@ def likeliest(logits: Tensor | Candidates, rows: list[RowSampler]) -> list[tuple
 
 @dataclass(eq=False, kw_only=True)
 class Row:
-    """A request that has a place in a batch, with its output so far, and the layers of its last token.
-
-    `first` are its `features`, where its policy chooses among depths.
-    """
+    """A request that has a place in a batch, with its output so far, and the layers of its last token."""
 
     number: int
     request: Request
     budget: int
-    policy: BudgetPolicy
+    schedule: Schedule
     output: list[int] = field(default_factory=list)
-    logprob: float = 0.0
     cached: int = 0  # tokens of the prompt that a prefix cache had
-    first: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.sampler = RowSampler(self.request.sampling, self.request.prompt)
 
-    def grant(self) -> int:
-        """Layers of the token that was put out last; raises ScheduleError if the policy raises them."""
-        return granted(self.policy, RowView(self.number, len(self.output) - 1, self.budget, self.logprob, self.first))
+    def next_budget(self) -> int:
+        """Layers that the last token of the output runs when it is fed back."""
+        return self.schedule.budget(len(self.output) - 1)
 
 
 def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor | Candidates, start: float) -> list[StepOutput]:
@@ -173,15 +167,11 @@ def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor | Candidates, st
     samplers = [row.sampler for row in rows]
     tokens, logprobs = choose(logits, samplers)
     tops = likeliest(logits, samplers)
-    for i, row in enumerate(rows):
-        if len(row.policy.depths) > 1 and not row.output and isinstance(logits, Tensor):
-            row.first = features(logits[i], len(row.request.prompt))
     now = time.perf_counter()
     engine.stats.new_tokens += len(rows)
     outputs = []
     for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):
         row.output.append(token)
-        row.logprob = logprob
         reason = finish_reason(row.request, row.output)
         times = now - engine.began, now - start
         position = len(row.output) - 1

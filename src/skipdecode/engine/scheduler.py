@@ -9,13 +9,13 @@ once (continuous batching); 0 is strict lockstep.
 from __future__ import annotations
 
 import bisect
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "DepthWaves", "RequestSize", "Scheduler"]
+__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "RequestSize", "Scheduler"]
 
 PROMPT_TOKENS = 512
 """Most prompt tokens of one forward, for jobs."""
@@ -102,26 +102,3 @@ class Scheduler:
                 free_pages -= size.pages
             chosen.append(self._queue.popleft() if self.in_order else self._sorted.pop())
         return chosen
-
-
-class DepthWaves:
-    """Which rows step together: as many of one depth as there are, for a step costs its deepest row's layers.
-
-    They go on until few are left, who wait for more of their depth. Arguments as of `Scheduler`; a row's `depth` are
-    the layers of its first new token.
-    """
-
-    def __init__(self, max_rows: int, join_below: float) -> None:
-        self._max_rows, self._few = max_rows, join_below * (max_rows - 1)
-        self._wave: list[Any] = []
-
-    def rows(self, begun: list[Any]) -> list[Any]:
-        """The rows of the next step, of those that have begun."""
-        if len(begun) <= self._max_rows:
-            return begun
-        held = set(begun)
-        self._wave = [row for row in self._wave if row in held]
-        if len(self._wave) <= self._few:
-            depths = Counter(row.depth for row in begun)
-            self._wave = [row for row in begun if row.depth == depths.most_common(1)[0][0]][: self._max_rows]
-        return self._wave

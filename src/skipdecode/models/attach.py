@@ -141,8 +141,6 @@ class Attachment:
     def schedule(self, schedule: Schedule) -> None:
         if not isinstance(schedule, Schedule):
             raise ScheduleError(f"a Schedule is needed, not {type(schedule).__name__}: see skipdecode.Schedule")
-        if schedule.chooses:
-            raise ScheduleError(f"{schedule.name!r} chooses depths, and attach has one: give a depth of its router")
         schedule.check_fits(len(self._layers))
         self._schedule = schedule
         self._step_plans: dict[int | None, StepPlan] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from skipdecode.evaluation.compare import Pair
-from skipdecode.reporting.adaptive import adaptive_section
 from skipdecode.reporting.outputs import length_sections, sample_sections
 from skipdecode.reporting.page import Section, render
 from skipdecode.reporting.provenance import environment_sections, other_sections, settings_sections
@@ -29,7 +28,6 @@ _SECTIONS: Sequence[_Sections] = (
     _each("decode-speed", decode_section),
     _each("bench", bench_section),
     _each("serve-load", load_section),
-    _each("adaptive", adaptive_section),
     depth_sections,
     _each("calibration", calibration_section),
     training_sections,

@@ -19,7 +19,6 @@ _WHOLE = (RUN_FILE, "calibration.json", "log.jsonl")
 _NUMBER = (int, float)
 _SPEED = dict.fromkeys(("nominal_speedup", "mean_layers", "decode_tokens_per_s", "decode_speedup"), _NUMBER)
 NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "adaptive": {"runs": {"task": str, "method": str, "n": int, "request_speedup": _NUMBER}},
     "bench": {
         "": {"bandwidth_gb_s": _NUMBER},
         "rows": _SPEED | {"engine": str, "batch": int, "roofline_share": _NUMBER},

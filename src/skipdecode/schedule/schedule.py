@@ -83,9 +83,6 @@ class NestedLayers:
     prompt: PromptDepth = "full"
     name: str = "custom"
 
-    chooses = False
-    """Whether rows decide on their depth (`skipdecode.engine.adaptive`); the budgets are then the most."""
-
     def __post_init__(self) -> None:
         for field in ("num_layers", "warmup_layers"):
             require_int(field, getattr(self, field))

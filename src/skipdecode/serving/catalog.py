@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from skipdecode.engine.adaptive import bounded
-from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import ApiError, ExactModel
@@ -129,10 +127,8 @@ class Catalog:
         self._budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
         self._least_budget = max(1, num_layers - len(self._budget_order))
 
-    def find(
-        self, name: str | None, budget: int | None, speedup: float | None = None, max_loss: float | None = None
-    ) -> NamedSchedule:
-        """The schedule that a request asks for, with its bounds where it chooses; raises ApiError if there is none."""
+    def find(self, name: str | None, budget: int | None) -> NamedSchedule:
+        """The schedule that a request asks for; raises ApiError if there is none."""
         if budget is not None:
             schedule = self._constant(min(budget, self.num_layers))
             return NamedSchedule(schedule.name, "budget", schedule)
@@ -140,13 +136,7 @@ class Catalog:
         if name not in self.loaded:
             message = f"there is no schedule of this name: the server has {', '.join(self.loaded)}"
             raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
-        schedule = self.loaded[name]
-        if speedup is not None or max_loss is not None:
-            try:
-                schedule = bounded(schedule, speedup, max_loss)
-            except UsageError as e:
-                raise ApiError(400, "invalid_value", str(e), "skipdecode") from None
-        return NamedSchedule(name, name, schedule)
+        return NamedSchedule(name, name, self.loaded[name])
 
     def budget_schedule(self) -> Schedule:
         """A schedule that stands for all budgets of requests: it drops as much as any of them."""

@@ -25,7 +25,6 @@ class Metrics:
         counter = partial(Counter, namespace="skipdecode", registry=self.registry)
         gauge = partial(Gauge, namespace="skipdecode", registry=self.registry)
         histogram = partial(Histogram, namespace="skipdecode", registry=self.registry)
-        depths = _depths(num_layers)
         self.requests = counter("requests", "Finished requests", ("endpoint", "outcome"))
         self.queue_length = gauge("queue_length", "Choices that wait")
         self.running_rows = gauge("running_rows", "Choices in the batch")
@@ -43,10 +42,7 @@ class Metrics:
         self.request_seconds = histogram("request_seconds", "From arrival to end", buckets=(*_SECONDS, 120, 300, 600))
         self.steps = counter("steps", "Steps of the model")
         self.step_seconds = histogram("step_seconds", "Duration of a step", buckets=_SECONDS)
-        self.step_depth = histogram("step_depth", "Mean layers of a step's rows", buckets=depths)
-        self.first_depth = histogram(
-            "first_depth", "Layers of a choice's first new token", ("schedule",), buckets=depths
-        )
+        self.step_depth = histogram("step_depth", "Mean layers of a step's rows", buckets=_depths(num_layers))
         self.kv_bytes_held = gauge("kv_bytes_held", "Keys and values now")
         self.kv_bytes_saved = gauge("kv_bytes_saved", "What full depth would hold beyond that")
         self.prefix_cache_bytes = gauge("prefix_cache_bytes", "Keys and values kept of prompts that no row uses")

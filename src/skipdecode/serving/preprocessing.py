@@ -77,7 +77,7 @@ class Preprocessor:
             It asks for what the server cannot give.
         """
         asked = request.extension
-        schedule = self._catalog.find(asked.schedule, asked.budget, asked.speedup, asked.max_loss)
+        schedule = self._catalog.find(asked.schedule, asked.budget)
         copies = request.n or 1
         sources = request.prompts()
         self._check_choices(len(sources), copies)

@@ -117,12 +117,6 @@ class Extension(_Strict):
     budget: Annotated[int, Field(ge=1)] | None = Field(
         None, description="a constant number of layers after the prompt; at most all layers run"
     )
-    speedup: Annotated[float, Field(ge=1)] | None = Field(
-        None, description="of a schedule that chooses depths: the mean speed-up of requests to aim at"
-    )
-    max_loss: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="in place of speedup: the most that a depth may be predicted to lose, in nats a token"
-    )
     trace: bool = Field(False, description="report the number of layers of each token")
     template: bool | None = Field(
         None,
@@ -188,9 +182,7 @@ class _GenerationFields(_Strict):
     @property
     def extension(self) -> Extension:
         """The extension, with its defaults."""
-        return self.skipdecode or Extension(
-            schedule=None, budget=None, speedup=None, max_loss=None, trace=False, template=None
-        )
+        return self.skipdecode or Extension(schedule=None, budget=None, trace=False, template=None)
 
     @property
     def include_usage(self) -> bool:

@@ -56,7 +56,6 @@ class Summary:
     decode_s: float
     tokens_per_s: float | None
     layer_sets: dict[str, list[int]] | None
-    depths: list[int]  # layers of the first new token that each choice fed
 
 
 class Finished:
@@ -100,7 +99,6 @@ class RequestState:
     choices: list[Choice] = field(default_factory=list)
     first_token: float | None = None  # when the worker had it
     cached_tokens: int = 0  # of the prompts, each counted once, that a prefix cache had
-    depths: list[int] = field(default_factory=list)
     budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
     outcome: str = "cancelled"
     closed: bool = False  # nobody reads any more
@@ -178,6 +176,5 @@ class RequestState:
             kv_bytes=held,
             kv_bytes_saved=sum(choice.kv_bytes_full for choice in self.choices) - held,
             layer_sets=sets,
-            depths=self.depths,
             **self.times(),
         )

@@ -233,9 +233,6 @@ class ModelWorker:
         choice.kv_bytes_full = self._kv_size.of(fed, self._num_layers)
         choice.last_time = now
         state.budgets.add(output.layers)
-        if output.position == 1:
-            state.depths.append(output.layers)
-            self._metrics.first_depth.labels(state.schedule.label).observe(output.layers)
         pieces = choice.detokenizer.push(output)
         if choice.detokenizer.stopped:
             choice.finish_reason = "stop"

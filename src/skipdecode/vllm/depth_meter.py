@@ -52,7 +52,7 @@ class DepthMeter:
         """A request has come to its end."""
         fed = request.num_tokens - request.num_prompt_tokens - 1
         if fed > 0:
-            schedule = self._settings.plans[self._settings.index_of(request)]
+            schedule = self._settings.schedules[self._settings.index_of(request)]
             self._counts[f"depth:{round(schedule.mean_budget(fed))}"] += 1
 
     def report(self) -> dict[str, int]:

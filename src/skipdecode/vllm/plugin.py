@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
-import torch
 from packaging.version import Version
 
-from skipdecode.engine.adaptive import ROUTER_FILE, Router
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.gates import check_architecture
@@ -85,8 +82,7 @@ def _activate(vllm_config: Any) -> None:
     model, extra = vllm_config.model_config, vllm_config.additional_config
     options = extra.get(KEY) if isinstance(extra, dict) else None
     carried = getattr(model.hf_config, KEY, None)
-    router = None if carried is None and hasattr(model.hf_config, KEY) else _router(model)
-    settings = PluginSettings.from_config(carried, options, router)
+    settings = PluginSettings.from_config(carried, options)
     if settings is None or not settings.skips:
         return
     import vllm
@@ -98,25 +94,10 @@ def _activate(vllm_config: Any) -> None:
     check_architecture(model.architecture)
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
-    check_projects(settings.plans, model.architecture, model.quantization)
+    check_projects(settings.schedules, model.architecture, model.quantization)
     if (refusal := _refusal(vllm_config)) is not None:
         raise SkipDecodeError(refusal)
     _change(vllm_config, settings)
-
-
-def _router(model: Any) -> Router | None:
-    """The router in a checkpoint's directory; raises as `Router.load` and `check` do."""
-    folder = Path(model.model)
-    if not (folder / ROUTER_FILE).is_file():
-        return None
-    from transformers import AutoModelForCausalLM
-
-    check_architecture(model.architecture)
-    router = Router.load(folder / ROUTER_FILE)
-    with torch.device("meta"):
-        hollow = AutoModelForCausalLM.from_config(model.hf_config)
-    router.check(hollow, folder)
-    return router
 
 
 def _refusal(config: Any) -> str | None:
@@ -222,8 +203,8 @@ def _admit(request: Any, settings: PluginSettings) -> None:
 
     Raises
     ------
-    ScheduleError, UsageError
-        An unknown schedule, bounds that are not accepted.
+    ScheduleError
+        An unknown schedule.
     UnsupportedFeatureError
         A request whose prompt goes on after its answer.
     """
@@ -231,8 +212,7 @@ def _admit(request: Any, settings: PluginSettings) -> None:
         raise UnsupportedFeatureError(
             "streaming input does not work with skipped layers: send the whole text as a new prompt"
         )
-    schedule = settings.plans[settings.index_of(request)]
-    settings.chooser(request)
+    schedule = settings.schedules[settings.index_of(request)]
     depth = schedule.prompt_layers()
     if len(depth) < schedule.num_layers:
         # Its blocks hold keys and values of the layers that prompts run, and of those that they project.

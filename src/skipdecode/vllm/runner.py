@@ -22,12 +22,11 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
-from skipdecode.vllm.choice import DepthChoice
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.graphs import DepthDescriptor, DepthGraphs
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection
-from skipdecode.vllm.settings import KEY, Mode, PluginSettings
+from skipdecode.vllm.settings import Mode, PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 
 if current_platform.is_cpu():
@@ -70,14 +69,6 @@ class SkipRunner:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self.skipping.watch(self.attn_groups)  # type: ignore[attr-defined]
         _make_stage_input(self)
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        chosen = self.skipping.depths.choose(self.execute_model_state, self.requests)  # type: ignore[attr-defined]
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if chosen:
-            # Where vLLM schedules a step ahead, the output is inside a promise of it.
-            getattr(output, "_model_runner_output", output).skipdecode = chosen
-        return output
 
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         super()._may_reorder_batch(scheduler_output)  # type: ignore[misc]
@@ -129,10 +120,9 @@ class Skipping:
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
-        self._limits = LayerLimits(settings.plans)
-        self.depths = DepthChoice(settings)
+        self._limits = LayerLimits(settings.schedules)
         self.step: StepRows | None = None
-        self.graphs = DepthGraphs(settings.plans, vllm_config.scheduler_config.max_num_batched_tokens, device)
+        self.graphs = DepthGraphs(settings.schedules, vllm_config.scheduler_config.max_num_batched_tokens, device)
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
@@ -143,7 +133,7 @@ class Skipping:
             )
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
         self.gates = LayerGates(layers, axis, self._config, norm)
-        projected = {layer for s in self._settings.plans for layer in s.projected}
+        projected = {layer for s in self._settings.schedules for layer in s.projected}
         architecture = self._config.model_config.architecture
         self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
         # Those that vLLM compiles.
@@ -188,8 +178,6 @@ class Skipping:
 
     def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
         """Sort the batch from shallow to deep, prompts last, and work out which rows run which layer."""
-        for i, number in getattr(scheduler_output, KEY, {}).items():
-            requests[i].skipdecode = number
         batch = self._batch(input_batch, requests, scheduler_output.num_scheduled_tokens)
         if not len(batch.rows):
             self.step = None
@@ -199,7 +187,6 @@ class Skipping:
             _permute(input_batch, order)
             batch = StepBatch(*(getattr(batch, name)[order] for name in ("start", "rows", "prompt", "schedule")))
         self.step = self._limits.step(batch)
-        self.depths.expect(batch, input_batch.req_ids, scheduler_output.scheduled_spec_decode_tokens)
 
     def begin(self, context: Any) -> bool:
         """Get ready for the forward to come; returns whether it calls layers by the gates."""
@@ -228,14 +215,12 @@ class Skipping:
 
     def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
         ids = input_batch.req_ids
-        count, states = len(ids), [requests[i] for i in ids]
-        for state in states:
-            state.skipdecode = self._settings.index_of(state)
+        count = len(ids)
         return StepBatch(
             start=input_batch.num_computed_tokens_cpu[:count].astype(np.int64),
             rows=np.fromiter((scheduled[i] for i in ids), np.int64, count),
             prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
-            schedule=np.array([state.skipdecode for state in states], np.int64),
+            schedule=np.array([self._settings.index_of(requests[i]) for i in ids], np.int64),
         )
 
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with more: a prefix cache of prompts only, admission in waves, metrics, what depths were chosen.
+"""vLLM's scheduler, with more: a prefix cache of prompts only, admission in waves, metrics.
 
 Blocks of generated tokens hold no keys and values in the layers that those tokens sat out. A text that had such a block
 as part of its prompt would read what was never written; so they are neither published nor looked up.
@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from skipdecode.errors import ScheduleError
 from skipdecode.vllm.depth_meter import DepthMeter
-from skipdecode.vllm.settings import KEY, PluginSettings
+from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import LayerLimits
 
 # How many requests may run; the first name is newer.
@@ -29,7 +29,7 @@ class _Skipping:
         if settings is None:
             raise ScheduleError("skipdecode's scheduler needs a schedule: leave out --scheduler-cls")
         self._settings = settings
-        self._limits = LayerLimits(settings.plans)
+        self._limits = LayerLimits(settings.schedules)
         self._meter = DepthMeter(self._settings, self._limits)
         self._slots = next(name for name in _SLOTS if hasattr(self, name))
         _cache_prompts_only(self.kv_cache_manager, settings)  # type: ignore[attr-defined]
@@ -44,24 +44,7 @@ class _Skipping:
             setattr(self, self._slots, slots)
         if self.log_stats:  # type: ignore[attr-defined]
             self._meter.count_step(self.requests, output.num_scheduled_tokens)  # type: ignore[attr-defined]
-        if self._settings.router is not None:
-            # Workers that see no logits (earlier pipeline stages) hear of choices in this way.
-            states = ((i, vars(self.requests[i])) for i in output.num_scheduled_tokens)  # type: ignore[attr-defined]
-            output.skipdecode = {i: state[KEY] for i, state in states if KEY in state}
         return output
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for i, number in getattr(model_runner_output, KEY, {}).items():
-            if i in self.requests:  # type: ignore[attr-defined]
-                self.requests[i].skipdecode = number  # type: ignore[attr-defined]
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-
-    def _connector_finished(self, request: Any) -> Any:
-        later, told = super()._connector_finished(request)  # type: ignore[misc]
-        if (number := getattr(request, KEY, None)) is not None:
-            # The only field of an answer that takes any names and values. KV connectors, whose it is, are refused.
-            told = {KEY: self._settings.plans[number].name}
-        return later, told
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
@@ -83,7 +66,7 @@ class _Skipping:
         batch = self._meter.batch(running, [1] * len(running), already_counted=False)
         if (batch.start < batch.prompt).any():
             return True
-        least = sum(min(self._settings.plans[n].budgets) for n in batch.schedule.tolist())
+        least = sum(min(self._settings.schedules[n].budgets) for n in batch.schedule.tolist())
         return bool(int(self._limits.depth(batch).sum()) - least < len(running) / 2)
 
 
@@ -103,7 +86,7 @@ def _cache_prompts_only(manager: Any, settings: PluginSettings) -> None:
 
     def shared(request: Any) -> int:
         # Where prompts project, the last token of one runs layers that a longer one only projects there.
-        return int(request.num_prompt_tokens) - bool(settings.plans[settings.index_of(request)].projected)
+        return int(request.num_prompt_tokens) - bool(settings.schedules[settings.index_of(request)].projected)
 
     def publish_prompt(request: Any, num_computed_tokens: int) -> None:
         publish(request, min(num_computed_tokens, shared(request)))

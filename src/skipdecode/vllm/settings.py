@@ -1,4 +1,4 @@
-"""What the plugin was told: schedules by name, a router, how rows are skipped, who is admitted when.
+"""What the plugin was told: schedules by name, how rows are skipped, who is admitted when.
 
 Travels between vLLM's processes as JSON in `VllmConfig.additional_config["skipdecode"]`.
 """
@@ -11,14 +11,13 @@ from typing import Any, Literal, Self
 
 from skipdecode.common.options import Options, option
 from skipdecode.common.registry import check_name
-from skipdecode.engine.adaptive import Adaptive, Router, bounded
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["KEY", "Mode", "PluginSettings"]
 
 KEY = "skipdecode"
-"""Names our part of config.json, of `additional_config`, of a request's extra arguments, and of its state."""
+"""Names our part of config.json, of `additional_config`, and of a request's extra arguments."""
 _FULL = "full"  # the schedule that is always there
 
 Mode = Literal["auto", "nested", "where"]
@@ -34,8 +33,6 @@ class PluginSettings(Options):
         They go by their names; the first serves requests that ask for none.
     machine : (float, float), optional
         Bytes and operations a second for the cost model; measured at start where they are not given.
-    router : Router, optional
-        Chooses the depth of requests that ask for `adaptive`.
 
     Raises
     ------
@@ -55,7 +52,6 @@ class PluginSettings(Options):
     )
     join_below: float = option("waves: the share of the slots up to which few run", default=0.25, least=0, most=1)
     machine: tuple[float, float] | None = None
-    router: Router | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +59,7 @@ class PluginSettings(Options):
             raise ScheduleError("no schedule was given: put one into config.json, key 'skipdecode'")
         if twice := [name for name in self._names if self._names.count(name) > 1]:
             raise ScheduleError(f"schedule name {twice[0]!r} is given twice: give each schedule a name of its own")
-        for schedule in self.plans:
+        for schedule in self.schedules:
             schedule.check_fits(self.num_layers)
 
     @property
@@ -74,20 +70,11 @@ class PluginSettings(Options):
     @property
     def skips(self) -> bool:
         """Whether any schedule leaves out a layer."""
-        return not all(s.is_full for s in self.plans)
-
-    @cached_property
-    def plans(self) -> tuple[Schedule, ...]:
-        """What requests follow, by number: schedules; with a router, what runs until it has chosen, and its depths."""
-        if self.router is None:
-            return self.schedules
-        first = Adaptive.choosing(self.router)
-        depths = [{f.name: getattr(depth, f.name) for f in fields(Schedule)} for depth in self.router.depths]
-        return (*self.schedules, first, *(_Chosen(**depth, projected=first.projected) for depth in depths))
+        return not all(s.is_full for s in self.schedules)
 
     @cached_property
     def _names(self) -> list[str]:
-        return [s.name for s in self.plans if not isinstance(s, _Chosen)]
+        return [s.name for s in self.schedules]
 
     def index(self, name: object) -> int:
         """The number of the schedule of that name (None: the default).
@@ -102,28 +89,19 @@ class PluginSettings(Options):
         return 0 if name is None else self._names.index(name)
 
     def index_of(self, request: Any) -> int:
-        """The number of the plan of one of vLLM's requests: chosen for it, else what it asks for; raises as `index`."""
-        known: int | None = getattr(request, KEY, None)
-        return self.index(_asked(request).get(KEY)) if known is None else known
-
-    def chooser(self, request: Any) -> Adaptive | None:
-        """What chooses a request's depth within its bounds, if any; raises UsageError where these are not accepted."""
-        asked = _asked(request)
-        plan = self.plans[self.index(asked.get(KEY))]
-        bounds = _Bounds(*(asked.get(f"{KEY}_{f.name}") for f in fields(_Bounds)))
-        return bounded(plan, bounds.speedup, bounds.max_loss) if plan.chooses or bounds != _Bounds() else None
+        """The number of the schedule that one of vLLM's requests asks for; raises as `index`."""
+        asked = (request.sampling_params and request.sampling_params.extra_args) or {}
+        return self.index(asked.get(KEY))
 
     @classmethod
     def of_engine(cls, vllm_config: Any) -> Self | None:
         """The settings that an engine was started with; None for one that does not skip."""
         extra = vllm_config.additional_config
-        options = dict(extra.get(KEY) or {}) if isinstance(extra, dict) else {}
-        router = options.pop("router", None)
-        return cls.from_config(None, options, router and Router.from_dict(router))
+        return cls.from_config(None, extra.get(KEY) if isinstance(extra, dict) else None)
 
     @classmethod
-    def from_config(cls, carried: Any, options: Any, router: Router | None = None) -> Self | None:
-        """Settings from the checkpoint's schedule and the user's options; None where neither has a schedule or router.
+    def from_config(cls, carried: Any, options: Any) -> Self | None:
+        """Settings from the checkpoint's schedule and the user's options; None where neither has a schedule.
 
         Parameters
         ----------
@@ -136,10 +114,9 @@ class PluginSettings(Options):
             raise UsageError(f"skipdecode: options are a JSON object, not {type(options).__name__}")
         options = dict(options or {})
         for name in options:
-            check_name("option", name, [f.name for f in fields(PluginSettings) if f.name != "router"])
+            check_name("option", name, [f.name for f in fields(PluginSettings)])
         schedules = [] if carried is None else [Schedule.from_dict(carried)]
         schedules += [Schedule.from_dict(data) for data in options.pop("schedules", ())]
-        schedules = schedules or ([Schedule.full(router.depths[0].num_layers)] if router else [])
         if not schedules:
             if options:
                 raise ScheduleError(
@@ -151,27 +128,9 @@ class PluginSettings(Options):
             schedules.append(Schedule.full(schedules[0].num_layers))
         if options.get("machine") is not None:
             options["machine"] = tuple(options["machine"])
-        return cls(tuple(schedules), router=router, **options)
+        return cls(tuple(schedules), **options)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: options for `from_config`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values |= {"schedules": [s.to_dict() for s in self.schedules], "router": self.router and self.router.to_dict()}
-        return {name: value for name, value in values.items() if name != "router" or value}
-
-
-@dataclass(frozen=True)
-class _Bounds(Options):
-    speedup: float | None = option("of requests, in place of the router's target", default=None, least=1)
-    max_loss: float | None = option("most that a depth may be predicted to lose", default=None, least=0)
-
-
-@dataclass(frozen=True)
-class _Chosen(Schedule):
-    """One of a router's depths, behind the prompt that all share: its last token has run the deepest one's layers."""
-
-    projected: tuple[int, ...] = ()
-
-
-def _asked(request: Any) -> dict[str, Any]:
-    return (request.sampling_params and request.sampling_params.extra_args) or {}
+        return values | {"schedules": [s.to_dict() for s in self.schedules]}

@@ -10,7 +10,6 @@ from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
-from skipdecode.engine.depth import WAYS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
@@ -18,7 +17,6 @@ from skipdecode.schedule import order as layer_order
 
 __all__ = [
     "MODEL",
-    "AdaptiveOptions",
     "EngineOptions",
     "ModelOptions",
     "SamplingOptions",
@@ -146,34 +144,6 @@ class ScheduleOptions(Options):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdaptiveOptions(ScheduleOptions):
-    """A depth for each request, which is --schedule adaptive, confident (from the deepest on) or adaptive+confident."""
-
-    router: str | None = option(
-        "of --schedule adaptive, confident or adaptive+confident: the file that skipdecode calibrate --adaptive wrote "
-        "(default: router.json beside the checkpoint's weights)",
-        default=None,
-    )
-
-    def adaptive(self) -> ScheduleChoice | None:
-        """The schedule, where it is one that chooses; DataError without a router."""
-        if self.schedule not in WAYS and self.router is None:
-            return None
-        if self.schedule not in WAYS:
-            raise UsageError(f"--router belongs to --schedule {', '.join(WAYS)}: give both, or neither")
-        if self.prompt_layers is not None:
-            raise UsageError(f"--schedule {self.schedule} takes no --prompt-layers: the router says what prompts run")
-        from skipdecode.engine.adaptive import ROUTER_FILE, Adaptive, Router
-        from skipdecode.models.loading.locate import adapter_dir, locate
-
-        model = getattr(self, "model", "")
-        place = Path(self.router or (adapter_dir(model) or locate(model).folder()) / ROUTER_FILE)
-        router = Router.load(place)
-        origin = f"at most: each request one of {', '.join(depth.name for depth in router.depths)}, by {place}"
-        return ScheduleChoice(Adaptive.choosing(router, self.schedule), origin)
-
-
 class ScheduleChoice(NamedTuple):
     """The schedule to use, and where it is from in words."""
 
@@ -199,10 +169,9 @@ def _named(options: ScheduleOptions) -> ScheduleChoice | None:
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
         raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
-    chosen = options.adaptive() if isinstance(options, AdaptiveOptions) else None
-    if chosen is None and options.schedule is not None:
-        chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
-    return chosen
+    if options.schedule is None:
+        return None
+    return ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
 
 
 def layers_of(model: str) -> int:

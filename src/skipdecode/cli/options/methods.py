@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import AdaptiveOptions, check_schedule_options, choose_schedule, with_prompt_layers
+from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, with_prompt_layers
 from skipdecode.common.options import option
 from skipdecode.common.registry import near
-from skipdecode.engine.depth import WAYS
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
@@ -28,7 +27,7 @@ _ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MethodOptions(AdaptiveOptions):
+class MethodOptions(ScheduleOptions):
     """How to decode."""
 
     seq_len: int | None = option(
@@ -79,21 +78,17 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
             f"--drop-order: none of --methods {' '.join(wanted)} takes an order of layers: leave it out, or add one "
             f"that does, such as {accepted}"
         )
-    if options.router is not None and all(one.router is None for one in each):
-        raise UsageError(f"--router: none of --methods {' '.join(wanted)} takes one: {', '.join(WAYS)} do")
     return each
 
 
 def _from_word(options: OptionsT, word: str) -> OptionsT:
-    if word.endswith(".json") or word in WAYS:
-        router = options.router if word in WAYS else None
-        return replace(options, schedule=word, seq_len=None, drop_order=None, router=router)
-    options = replace(options, router=None)
+    if word.endswith(".json"):
+        return replace(options, schedule=word, seq_len=None, drop_order=None)
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in (*_OTHERS, *_SCHEDULES):
         hint = near(name, (*_OTHERS, *_SCHEDULES))
-        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES, *WAYS))} and schedule files (*.json)"
+        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}{hint}: accepted are {accepted}")
     if not colon:
         return replace(options, method=name, seq_len=None, drop_order=None, prompt_layers=None)

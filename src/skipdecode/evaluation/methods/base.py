@@ -59,7 +59,7 @@ class Method(ABC):
     name : str
         Label in tables.
     schedule, asked : Schedule or None
-        The schedule, where the method is one; and what was asked for, where that chooses for each row.
+        The schedule that runs, where the method is one, and the one that was asked for.
     max_batch : int or None
         Most rows of a batch; None for any number.
     full_depth : bool

@@ -33,8 +33,7 @@ class Scheduled(Method):
     def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
         self.asked, self._source = schedule, source
         self._runs = schedule if source is None or schedule is None else source.suited(schedule)
-        # Where rows choose, no one schedule says what a token of a given text runs.
-        self.schedule = None if schedule is not None and schedule.chooses else self._runs
+        self.schedule = self._runs
         self.name = "full" if schedule is None else schedule.name
         self.engine = GatedEngine.name if source is None else source.name
 
@@ -50,8 +49,7 @@ class Scheduled(Method):
 
     def settings(self) -> dict[str, Any]:
         """The name, and the schedule itself."""
-        key = "adaptive" if self.asked and self.asked.chooses else "schedule"  # which readers take for a plain one
-        return super().settings() | ({} if self.asked is None else {key: self.asked.to_dict()})
+        return super().settings() | ({} if self.asked is None else {"schedule": self.asked.to_dict()})
 
     def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""

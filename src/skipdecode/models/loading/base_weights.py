@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading.store import SOURCE_FILE
@@ -73,34 +71,17 @@ def is_other_model(known: Any, now: list[float]) -> bool:
     return _distance(known, now) > _OTHER_MODEL
 
 
-def base_sample(model: Any, folder: Path | None = None) -> list[float]:
-    """Numbers from places spread over the model's matrices, to six digits.
-
-    `folder`: has the weights of a model on the meta device; what is not there, in safetensors, is NaN and not compared.
-    """
+def base_sample(model: Any) -> list[float]:
+    """Numbers from places spread over the model's matrices, to six digits."""
     matrices = [(n, p) for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point()]
     # Steps of the golden ratio: no two matrices are read at the same place.
-    shares = [(i * 0.6180339887 % 1, *matrices[i * len(matrices) // _PLACES]) for i in range(_PLACES)]
-    places = [(name, int(share * p.numel())) for share, name, p in shares]
-    values = _stored(folder, places) if folder else [model.get_parameter(n).flatten()[at].item() for n, at in places]
+    shares = [(i * 0.6180339887 % 1, matrices[i * len(matrices) // _PLACES][1]) for i in range(_PLACES)]
+    values = [matrix.flatten()[int(share * matrix.numel())].item() for share, matrix in shares]
     return [float(f"{value:.6g}") for value in values]
-
-
-def _stored(folder: Path, places: list[tuple[str, int]]) -> list[float]:
-    found: dict[tuple[str, int], float] = {}
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as stored:
-            there = set(stored.keys())
-            for name, place in (each for each in places if each[0] in there):
-                matrix = stored.get_slice(name)
-                row, column = divmod(place, math.prod(matrix.get_shape()[1:]))
-                found[name, place] = matrix[row : row + 1].flatten()[column].item()
-    return [found.get(each, math.nan) for each in places]
 
 
 def _distance(known: Any, now: list[float]) -> float:
     """Root mean square of the differences over that of the known numbers; infinite if these are no such list."""
     if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
         return math.inf
-    here = [x for x, y in zip(known, now, strict=True) if not math.isnan(y)]
-    return math.dist(here, [y for y in now if not math.isnan(y)]) / (math.hypot(*here) or math.inf)
+    return math.dist(known, now) / (math.hypot(*known) or math.inf)

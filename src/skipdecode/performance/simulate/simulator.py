@@ -1,6 +1,6 @@
 """A simulation of the decode engine's scheduling, step by step: no model, no torch, no tensors.
 
-A cost for every number of rows, a schedule (or a budget policy) and a request trace go in; throughput, latency
+A cost for every number of rows, a schedule and a request trace go in; throughput, latency
 percentiles and layers per step come out. Admission is the engine's own `Scheduler` and the loop mirrors `Engine.step`,
 so what is simulated is what runs. Memory grows by a number for every token put out.
 
@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from skipdecode.engine.depth import BudgetPolicy, SchedulePolicy
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import CostModel
@@ -49,7 +48,7 @@ def new_scheduler(policy: Admission, max_rows: int, join_below: float | None = N
 def simulate(
     trace: Iterable[Arrival],
     cost: CostModel,
-    budgets: Schedule | BudgetPolicy,
+    schedule: Schedule,
     *,
     max_rows: int = 8,
     policy: Admission = "continuous",
@@ -63,8 +62,8 @@ def simulate(
     ----------
     trace : iterable of Arrival
         In order of arrival. Read as it goes.
-    budgets : Schedule or BudgetPolicy
-        Layers of each row and position. A policy sees a log probability of 0.
+    schedule : Schedule
+        Layers of each row and position.
     max_rows : int
         Most rows of a worker.
     policy, join_below
@@ -77,10 +76,9 @@ def simulate(
     UsageError
         If a value is out of range, or the trace is not in order.
     ScheduleError
-        If schedule and cost are for different numbers of layers, or a policy raises a budget.
+        If schedule and cost are for different numbers of layers.
     """
-    layers = SchedulePolicy(budgets) if isinstance(budgets, Schedule) else budgets
-    layers.schedule.check_fits(cost.num_layers)
+    schedule.check_fits(cost.num_layers)
     for name, value in (("workers", workers), ("prompt_chunk", prompt_chunk)):
         if value < 1:
             raise UsageError(f"{name}={value} is not accepted: give 1 or more")
@@ -88,7 +86,7 @@ def simulate(
         raise UsageError(f"max_rows={max_rows} is not accepted: the cost is known for up to {cost.max_rows} rows")
     schedulers = [new_scheduler(policy, max_rows, join_below) for _ in range(workers)]
     result = Simulation(workers, max_rows)
-    began, ended = _run(trace, [Worker(cost, layers, each, result, prompt_chunk) for each in schedulers])
+    began, ended = _run(trace, [Worker(cost, schedule, each, result, prompt_chunk) for each in schedulers])
     result.seconds = ended - began
     return result
 
@@ -96,7 +94,7 @@ def simulate(
 def capacity(
     arrivals: Iterable[Arrival],
     cost: CostModel,
-    budgets: Schedule | BudgetPolicy,
+    schedule: Schedule,
     *,
     max_rows: int = 8,
     policy: Admission = "continuous",
@@ -108,17 +106,17 @@ def capacity(
     """
     needed = _SATURATING * max_rows
     trace = (arrival._replace(seconds=0.0) for arrival, _ in zip(arrivals, range(needed), strict=False))
-    run = simulate(trace, cost, budgets, max_rows=max_rows, policy=policy, join_below=join_below)
+    run = simulate(trace, cost, schedule, max_rows=max_rows, policy=policy, join_below=join_below)
     return run.requests_per_second
 
 
 def best_join_below(
-    arrivals: Sequence[Arrival], cost: CostModel, layers: BudgetPolicy, *, max_rows: int, policy: Admission
+    arrivals: Sequence[Arrival], cost: CostModel, schedule: Schedule, *, max_rows: int, policy: Admission
 ) -> float:
     """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest."""
 
     def finished(share: float) -> tuple[float, float]:
-        return capacity(arrivals, cost, layers, max_rows=max_rows, policy=policy, join_below=share), share
+        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, join_below=share), share
 
     return max(_SHARES, key=finished)
 

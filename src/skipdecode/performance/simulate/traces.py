@@ -12,17 +12,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from skipdecode.common.jsonl import read_objects
-from skipdecode.engine.depth import RowView, SchedulePolicy
-from skipdecode.errors import DataError, UsageError
-from skipdecode.schedule import Schedule
+from skipdecode.errors import UsageError
 
 __all__ = [
     "Arrival",
     "Lengths",
-    "RecordedDepths",
     "all_at_once",
     "bursts",
     "constant",
@@ -30,7 +26,6 @@ __all__ = [
     "lognormal",
     "make_trace",
     "parse_lengths",
-    "read_recorded",
     "uniform",
 ]
 
@@ -160,45 +155,6 @@ def make_trace(
         return Arrival(seconds, prompt, new if limit is None else min(new, limit), new if limit is None else limit)
 
     return map(arrival, islice(times, requests))
-
-
-# ---------------------------------------------------------------------- depths that were recorded
-
-
-def read_recorded(path: Path) -> list[tuple[int, list[int]]]:
-    """Of requests that ran, tokens of the prompt, and layers of each new token that was fed back; DataError by line.
-
-    From rows of `skipdecode generate` that chose their depth, or answers of `skipdecode serve` to a prompt each.
-    """
-    found: list[tuple[int, list[int]]] = []
-    for line, row in read_objects(path):
-        try:
-            found += () if "error" in row else _recorded(row)  # type: ignore[operator,arg-type]
-        except (KeyError, TypeError, ValueError):
-            wanted = "rows of skipdecode generate --schedule adaptive, or answers of skipdecode serve to trace: true"
-            raise DataError(f"{path}: line {line} holds no depths: give {wanted}") from None
-    if not found:
-        raise DataError(f"{path}: holds no request")
-    return found
-
-
-def _recorded(row: dict[str, Any]) -> list[tuple[int, list[int]]]:
-    if "choices" not in row:
-        return [(int(row["prompt_tokens"]), list(map(int, row["layers"])))]
-    choices = [[int(token["layers"]) for token in each["skipdecode"]["tokens"]] for each in row["choices"]]
-    return [(int(row["usage"]["prompt_tokens"]), layers[1:]) for layers in choices]
-
-
-class RecordedDepths(SchedulePolicy):
-    """The depths of a trace's requests, one after the other and over again; `schedule` says what prompts run."""
-
-    def __init__(self, schedule: Schedule, rows: Sequence[tuple[int, list[int]]]) -> None:
-        super().__init__(schedule)
-        self._layers = [layers for _, layers in rows]
-        self.depths = (schedule,) * len({layers[0] for layers in self._layers if layers})
-
-    def next_budget(self, row: RowView) -> int:
-        return self._layers[row.request % len(self._layers)][row.position]
 
 
 def _check(ok: bool, what: str, accepted: str) -> None:

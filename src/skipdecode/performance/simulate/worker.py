@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode.engine.depth import BudgetPolicy, RowView, granted
-from skipdecode.engine.scheduler import DepthWaves, RequestSize, Scheduler
+from skipdecode.engine.scheduler import RequestSize, Scheduler
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.parts import tokens_read
 from skipdecode.performance.simulate.traces import Arrival
+from skipdecode.schedule import Schedule
 
 __all__ = ["Simulation", "Worker", "spread"]
 
@@ -141,7 +141,6 @@ class _Row:
     budget: int
     left: int  # prompt tokens that have not run
     output: int = 0  # tokens put out
-    depth: int = 0  # layers of the first new token, where rows of one depth step together
     last: float = 0.0  # when the latest was
 
 
@@ -155,14 +154,11 @@ class Worker:
     """
 
     def __init__(
-        self, cost: CostModel, policy: BudgetPolicy, scheduler: Scheduler, result: Simulation, prompt_chunk: int
+        self, cost: CostModel, schedule: Schedule, scheduler: Scheduler, result: Simulation, prompt_chunk: int
     ) -> None:
-        self._cost, self._policy, self._scheduler, self._result = cost, policy, scheduler, result
+        self._cost, self._schedule, self._scheduler, self._result = cost, schedule, scheduler, result
         self._chunk = prompt_chunk
         self._steps = [cost.at(rows) for rows in range(1, scheduler.max_rows + 1)]
-        depths = 1 if scheduler.in_order else len(policy.depths)
-        self._waves = DepthWaves(scheduler.max_rows, scheduler.join_below) if depths > 1 else None
-        scheduler.max_rows *= depths
         self._new: list[RequestSize] = []
         self._arrivals: dict[int, Arrival] = {}
         self._starting: list[_Row] = []
@@ -181,14 +177,13 @@ class Worker:
         """As `FastEngine.step` on a CPU: admit, then one forward; returns when it ends, None with nothing to do.
 
         Prompts with layers of their own have a forward to themselves; rows step after it only if it put out nothing.
-        So have all where rows choose among depths, and those then step when no prompt is left.
         """
         self.finished = 0
         self._scheduler.submit(self._new)
         self._new = []
         for size in self._scheduler.admit(len(self._starting) + len(self._running)):
             arrival = self._arrivals.pop(size.request)
-            budget = len(self._policy.schedule.last_prompt_layers())
+            budget = len(self._schedule.last_prompt_layers())
             self._starting.append(_Row(size.request, arrival, now, budget, arrival.prompt_tokens))
         if not self._starting and not self._running:
             self._idle = True
@@ -196,12 +191,11 @@ class Worker:
         tokens = self._take_prompts()
         done = [row for row in self._starting if not row.left]
         rows = self._running
-        if tokens and (self._waves or not isinstance(self._policy.schedule.prompt, str)):
+        if tokens and not isinstance(self._schedule.prompt, str):
             now += self._own_prompts(tokens, len(done))
-            tokens, rows = 0, [] if done or (self._waves and self._starting) else rows
-        rows = self._waves.rows(rows) if rows and self._waves else rows
+            tokens, rows = 0, [] if done else rows
         for row in rows:
-            row.budget = granted(self._policy, RowView(row.number, row.output - 1, row.budget, 0.0))
+            row.budget = self._schedule.budget(row.output - 1)
         rows = sorted(rows, key=attrgetter("budget"), reverse=True)
         if rows or tokens:
             now += self._forward(rows, tokens, len(done))
@@ -224,7 +218,7 @@ class Worker:
 
     def _own_prompts(self, tokens: int, ends: int) -> float:
         """Seconds of a forward over tokens of prompts alone, of which so many end."""
-        seconds = self._cost.prompt_seconds(self._policy.schedule, tokens, min(ends, len(self._steps)))
+        seconds = self._cost.prompt_seconds(self._schedule, tokens, min(ends, len(self._steps)))
         self._result.prompt_tokens += tokens
         self._result.prompt_seconds += seconds
         return seconds
@@ -233,7 +227,7 @@ class Worker:
         """Seconds of a forward over a token of each row, by falling depth, and tokens of prompts, of which some end."""
         result, cost = self._result, self._cost
         budgets = [row.budget for row in rows]
-        prompt_depth = len(self._policy.schedule.prompt_layers()) if tokens else 0
+        prompt_depth = len(self._schedule.prompt_layers()) if tokens else 0
         seconds = self._steps[max(len(rows) + ends, 1) - 1].fixed_seconds
         read = 0.0
         # The layers between two depths run on exactly the rows that are at least that deep, and on the prompts.
@@ -272,5 +266,3 @@ class Worker:
             result.finished += 1
             result.row_seconds += now - row.admitted
             result.whole.append(now - arrival.seconds)
-        elif self._waves and not row.depth:
-            row.depth = self._policy.next_budget(RowView(row.number, 0, row.budget, 0.0))
