@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     precise = copy.deepcopy(model).float()
     kind = None if options.quantization == "none" else options.quantization
     task, fast = load_task("e2e"), open_model(model, quantization=kind)
-    records = load_records(task, str(options.data)).limited(options.records)
+    records = load_records(task, str(options.data), limit=options.records)
     _, prompts = encode_prompts(task.template(), records, loaded.tokenizer)
     ends = end_tokens(model, loaded.tokenizer)
 

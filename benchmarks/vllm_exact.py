@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else loaded.model
     schedule = loaded.schedule.with_speedup(options.nominal)
     task, ends = load_task("e2e"), sorted(end_tokens(model, loaded.tokenizer))
-    records = load_records(task, str(options.data)).limited(options.records)
+    records = load_records(task, str(options.data), limit=options.records)
     _, texts = encode_prompts(task.template(), records, loaded.tokenizer)
     # First, because vLLM changes transformers' own classes where it runs a model through them.
     expected = reference(model, schedule, texts, ends, options)

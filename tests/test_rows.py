@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,49 @@ def test_a_bad_row_is_told_and_those_after_it_are_read(tmp_path: Path):
     assert list(rows) == [2, 4, 5, 6, 7]
     assert rows[2] == {"a": "x\ny", "b": "1"}
     assert all(isinstance(rows[line], DataError) for line in (4, 5, 6, 7))
+
+
+def test_a_bad_row_says_its_lines_and_one_that_hides_others_is_refused(tmp_path: Path):
+    few = b'a,b\n"x,1\ny,2\nz",3,4\nlast,5\n'
+    rows = dict(read_rows(written(tmp_path / "x.csv", few)))
+    assert str(rows[2]).endswith("spans 3 lines")
+    assert rows[5] == {"a": "last", "b": "5"}
+    tabs = b'a\tb\n"x\t1\ny"\t2\nlast\t5\n'  # two fields, of two records
+    rows = dict(read_rows(written(tmp_path / "x.tsv", tabs)))
+    assert str(rows[2]).endswith("spans 2 lines")
+    for name, delimiter in (("x.csv", ","), ("x.tsv", "\t")):
+        lines = [delimiter.join(("a", "b")), *(delimiter.join((f"r{i}", f"text {i}")) for i in range(998))]
+        lines[3] = delimiter.join(("r2", '"text'))
+        with pytest.raises(DataError, match="spans 996 lines") as refused:
+            list(read_rows(written(tmp_path / name, "\n".join(lines) + "\n")))
+        assert refused.value.line == 4
+
+
+@pytest.mark.parametrize("command", ["generate {model} --input", "tune {model} {tune} --dev {file} --train"])
+def test_an_open_quote_is_refused_by_those_that_skip_bad_records_too(tmp_path: Path, capsys: Any, command: str):
+    rows = ['"text,A.' if i == 3 else f"text {i},A." for i in range(40)]
+    file = written(tmp_path / "in.csv", "\n".join(["prompt,ref", *rows]) + "\n")
+    model = save_tiny_model(tmp_path / "model")
+    tune = f"--prompt-field prompt --response-field ref --bad-records skip --full --out {tmp_path}/out"
+    words = command.format(model=model, tune=tune, file=file).split()
+    assert main([*words, str(file)]) == 2
+    assert "line 5: not CSV" in (told := capsys.readouterr().err)
+    assert "spans 37 lines" in told
+
+
+def test_only_records_within_the_limit_are_refused(tmp_path: Path):
+    task = load_task("e2e")
+    lines = [f'{{"mr": "name[{name}]", "ref": "{name}."}}' for name in "AABAC"]
+    data = written(tmp_path / "x.jsonl", "\n".join([*lines, "broken"]) + "\n")
+    found = load_records(task, data, limit=2)
+    assert [record.references for record in found.items] == [("A.", "A.", "A."), ("B.",)]
+    with pytest.raises(DataError, match="line 6"):
+        load_records(task, data)
+    apart = replace(task, merge_same_prompt=False)
+    assert [record.line for record in load_records(apart, data, limit=5).items] == [1, 2, 3, 4, 5]
+    data = written(tmp_path / "x.jsonl", "\n".join([lines[0], "broken", *lines]) + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        load_records(apart, data, limit=2)
 
 
 @pytest.mark.parametrize("header", ["a,,b\n1,2,3\n", "a,a\n1,2\n", '"a"b,c\n1,2\n'])
@@ -75,7 +119,7 @@ def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     assert main(["generate", str(model), "--input", str(data), "--max-new-tokens", "2"]) == 1
     printed = capsys.readouterr()
     rows = [json.loads(line) for line in printed.out.splitlines()]
-    assert [(row["id"], row.get("line")) for row in rows] == [("a", None), (4, 4), ("c", None)]
+    assert [(row["id"], row.get("line")) for row in rows] == [("a", None), ("b", 4), ("c", None)]
     assert "line 4: " in printed.err
     again = written(tmp_path / "in.txt", data.read_bytes())
     assert main(["generate", str(model), "--input", str(again), "--format", "csv", "--max-new-tokens", "2"]) == 1

@@ -138,12 +138,16 @@ class DataError(SkipDecodeError):
         1-based line number in the file; put in front of the message.
     index : int, optional
         Place in a list of prompts, from 0 on; put in front of the message.
+    id : str, optional
+        The record's own id, where it is known.
     """
 
-    def __init__(self, message: str, line: int | None = None, *, index: int | None = None) -> None:
+    def __init__(
+        self, message: str, line: int | None = None, *, index: int | None = None, id: str | None = None
+    ) -> None:
         where = f"prompts[{index}]: " if index is not None else "" if line is None else f"line {line}: "
         super().__init__(where + message)
-        self.line, self.index = line, index
+        self.line, self.index, self.id = line, index, id
 
 
 class OutputError(SkipDecodeError):

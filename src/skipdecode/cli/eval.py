@@ -161,7 +161,7 @@ def _evaluate(config: Config) -> int:
     directory = Path(config.out or "")
     # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
     check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
-    records = load_records(task, config.data, skip_bad=config.bad_records == "skip").limited(config.limit)
+    records = load_records(task, config.data, skip_bad=config.bad_records == "skip", limit=config.limit)
     note_left_out(records.skipped)
     options = config.part(MetricOptions)
     # What nobody asked for by name may be left out.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, object_of, read_lines
+from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, is_text, object_of, read_lines
 from skipdecode.errors import DataError
 
 __all__ = ["FORMATS", "check_start", "format_of", "read_rows", "rows_of"]
@@ -19,6 +19,9 @@ FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
+_MOST_LINES = (
+    5  # that a record may span which cannot be used: more are other records, behind a quote that is not closed
+)
 _TO_JSONL = "write it as JSON lines first, as pandas' to_json(FILE, orient='records', lines=True) does"
 _NOT_READ = {
     b"PAR1": f"a Parquet file: {_TO_JSONL}",
@@ -88,24 +91,43 @@ def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int,
         except csv.Error as e:
             if header is None:
                 raise DataError(f"{name}: no header of a {delimiter!r}-separated file: {e}", line) from None
-            yield line, DataError(f"not CSV: {e}")
-            continue
-        if not any(fields):
-            continue
-        if header is None:
-            header = [field.strip() for field in fields]
-            if "" in header or len(set(header)) < len(header):
-                raise DataError(f"{name}: the header must name each column once, and names {', '.join(header)}", line)
-            continue
-        yield line, _object(header, fields)
+            row: Row = DataError(f"not CSV: {e}")
+        else:
+            if not any(fields):
+                continue
+            if header is None:
+                header = [field.strip() for field in fields]
+                if "" in header or len(set(header)) < len(header):
+                    raise DataError(
+                        f"{name}: the header must name each column once, and names {', '.join(header)}", line
+                    )
+                continue
+            row = _object(header, fields, delimiter)
+        yield line, _checked_span(row, reader.line_num - line + 1, name, line)
 
 
-def _object(header: list[str], fields: list[str]) -> Row:
+def _object(header: list[str], fields: list[str], delimiter: str) -> Row:
+    id = next((field for column, field in zip(header, fields, strict=False) if column == "id"), None)
     if len(fields) != len(header):
-        return DataError(f"wrong number of fields: {len(fields)}, the header has {len(header)}")
-    if any("\udc80" <= character <= "\udcff" for field in fields for character in field):
-        return DataError("not UTF-8")
+        return DataError(
+            f"wrong number of fields: {len(fields)}, the header has {len(header)}",
+            id=id if header[0] == "id" else None,  # elsewhere the field may be another column's
+        )
+    if not all(map(is_text, fields)):
+        return DataError("not UTF-8", id=id)
+    if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
+        return DataError("a field that begins with a quote holds tabs and line ends", id=id)
     return dict(zip(header, fields, strict=True))
+
+
+def _checked_span(row: Row, lines: int, name: str, line: int) -> Row:
+    """The row, which says how many lines it spans if it cannot be used; DataError where those are other records."""
+    if not isinstance(row, DataError) or lines == 1:
+        return row
+    told = f"{row}; the record spans {lines} lines"
+    if lines > _MOST_LINES:
+        raise DataError(f"{told} of {name}: close the quote that opens in it, or double it where it is text", line)
+    return DataError(told, id=row.id)
 
 
 def _without_mark(lines: Iterable[bytes]) -> Iterator[bytes]:

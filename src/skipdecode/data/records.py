@@ -48,7 +48,7 @@ class Record:
     index, line : int
         0-based number among the rows, and 1-based line in the file.
     id : str or int
-        Field `id` where the row has one, else the line number.
+        Field `id` where the row has one that is not empty, else the line number.
     prompt : str or list of messages
         Text, or a chat as ``{"role": …, "content": …}`` objects. Empty if there is an error.
     error : str, optional
@@ -82,6 +82,7 @@ def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record
         name: str | int = line
         try:
             if isinstance(row, DataError):
+                name = _id({"id": row.id}, line)
                 raise row
             name = _id(row, line)
             prompt, values, references = form.read(row)
@@ -93,7 +94,7 @@ def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record
 
 def _id(row: Mapping[str, Any], line: int) -> str | int:
     found = row.get("id", line)
-    if found is None:
+    if found is None or found == "":
         return line
     if isinstance(found, bool) or not isinstance(found, str | int):
         raise DataError(f"field 'id' is {kind_of(found)}: give text or a whole number")

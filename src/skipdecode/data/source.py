@@ -156,12 +156,10 @@ class Records:
         text = json.dumps([[str(r.id), dict(r.values), r.references] for r in self.items], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def limited(self, count: int | None) -> Records:
-        """The first `count` records."""
-        return self if count is None else replace(self, items=self.items[:count])
 
-
-def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool = False) -> Records:
+def load_records(
+    task: Task, data: str | Path | None = None, *, skip_bad: bool = False, limit: int | None = None
+) -> Records:
     """Records of a task from a JSONL or CSV file, or from the task's hub dataset when `data` is None.
 
     One without text to score (an empty prompt or no reference) is always left out, and named by line.
@@ -170,6 +168,8 @@ def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool =
     ----------
     skip_bad : bool
         Leave out records that cannot be read, instead of refusing the file.
+    limit : int, optional
+        Only the first records; what is wrong behind them is not told.
 
     Raises
     ------
@@ -177,39 +177,39 @@ def load_records(task: Task, data: str | Path | None = None, *, skip_bad: bool =
         A line that is not UTF-8 or not a JSON object, a missing or wrongly typed field, an id met twice (all unless
         `skip_bad`, all counted), a file that cannot be opened, or no record left to score.
     """
-    if data is not None:
-        source, rows = str(data), read_rows(Path(data))
-    elif task.hub is not None:
-        source, rows = task.hub.id, _hub_rows(task.hub)
-    else:
-        raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
-    items: list[Record] = []
+    source, rows = _named_rows(task, data)
+    items: dict[str, Record] = {}
     skipped: list[Reject] = []
     wrong: list[Reject] = []
+    end = None
     for record in usable(read_records(rows, task.template()), wrong):
         if not any(value.strip() for value in record.values.values()):
             skipped.append(Reject(record.line, "empty prompt"))
         elif not record.references:
             skipped.append(Reject(record.line, "no reference text"))
-        else:
-            items.append(record)
+        elif (key := str(record.prompt if task.merge_same_prompt else record.index)) in items:
+            items[key] = replace(items[key], references=items[key].references + record.references)
+        elif end is None:
+            items[key] = record
+            end = record.line if len(items) == limit else None
+        if end is not None and not task.merge_same_prompt:
+            break
+    skipped, wrong = ([r for r in each if end is None or r.line < end] for each in (skipped, wrong))
     if wrong and not skip_bad:
         raise DataError(f"{source}: {reject_summary(wrong)}; mend them, or skip them with --bad-records skip")
     skipped = sorted(skipped + wrong)
     if not items:
         why = f" ({len(skipped)} left out, the first at line {skipped[0].line}: {skipped[0].reason})" if skipped else ""
         raise DataError(f"no record to score in {source}{why}")
-    return Records(tuple(_merged(items) if task.merge_same_prompt else items), tuple(skipped))
+    return Records(tuple(items.values()), tuple(skipped))
 
 
-def _merged(items: Sequence[Record]) -> list[Record]:
-    """Records with the same prompt as one, with all their references, in order of first appearance."""
-    groups: dict[str, Record] = {}
-    for item in items:
-        known = groups.setdefault(str(item.prompt), item)
-        if known is not item:
-            groups[str(item.prompt)] = replace(known, references=known.references + item.references)
-    return list(groups.values())
+def _named_rows(task: Task, data: str | Path | None) -> tuple[str, Iterator[tuple[int, Row]]]:
+    if data is not None:
+        return str(data), read_rows(Path(data))
+    if task.hub is not None:
+        return task.hub.id, _hub_rows(task.hub)
+    raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")
 
 
 def _hub_rows(source: HubSource) -> Iterator[tuple[int, Row]]:
