@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
+from skipdecode.reporting.plots.lines import line_figure
 from skipdecode.reporting.plots.output import png
 from skipdecode.reporting.plots.standard import calibration_figure
 from skipdecode.reporting.quality import quality_section
@@ -22,23 +21,6 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "img"
 CALIBRATION = ROOT / "results" / "calibration-e2e-smollm2-135m-5x.json"
 METHODS = ("full", "paper", "even", "calibrated", "unified")
-DEPTHS = (24, 18, 12, 8, 5)
-
-
-def positions_figure(calibration: dict[str, Any]) -> Any:
-    """What each depth, at all positions, costs at each position: loss added per token, by groups of positions."""
-    losses, starts = calibration["losses_by_budget"], calibration["bucket_starts"]
-    counts, layers = losses["counts"], calibration["schedule"]["num_layers"]
-    ends = [*starts[1:], len(counts)]
-    series = []
-    for depth in DEPTHS:
-        points = []
-        for start, end in zip(starts, ends, strict=True):
-            tokens = sum(counts[start:end])
-            added = sum(losses["sums"][str(depth)][start:end]) - sum(losses["sums"][str(layers)][start:end])
-            points.append(Point((start + end - 1) / 2, added / tokens))
-        series.append(Series(f"{depth} of {layers} layers", points))
-    return line_figure(Chart(series, "generation position", "loss added per token", from_zero=True))
 
 
 def main() -> int:
@@ -50,7 +32,6 @@ def main() -> int:
     figures = {
         "calibration-e2e": calibration_figure(calibration.data),
         "calibration-search-e2e": line_figure(calibration_section(calibration).pictures[1].drawing),
-        "calibration-positions-e2e": positions_figure(calibration.data),
         "quality-e2e": line_figure(quality_section(group).pictures[0].drawing),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)

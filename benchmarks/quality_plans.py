@@ -11,7 +11,7 @@ from pathlib import Path
 from skipdecode import Schedule
 
 TASKS = Path(__file__).parent / "tasks"
-CALIBRATED = ("calibrated", "curve", "pruned")
+CALIBRATED = ("calibrated", "pruned")
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class Plan:
         files = sorted((TASKS.parents[1] / "results").glob(f"calibration-{self.prefix}-*-*x.json"))
         return tuple(json.loads(files[-1].read_text(encoding="utf-8"))["schedule"]["drop_order"])
 
-    def calibrated(self, curve: Schedule, speedup: int) -> Mapping[str, Schedule]:
-        """What a calibrated curve gives: its order under the paper's depths, itself, its order at one depth."""
+    def calibrated(self, found: Schedule, speedup: int) -> Mapping[str, Schedule]:
+        """What a calibrated schedule gives: its order under the paper's depths, and at one depth."""
         linear = Schedule.from_speedup(self.layers, speedup, self.seq_len)
-        flat = Schedule.constant(self.layers, round(self.layers / speedup), drop_order=curve.drop_order)
-        schedules = (replace(linear, drop_order=curve.drop_order), curve, flat)
+        flat = Schedule.constant(self.layers, round(self.layers / speedup), drop_order=found.drop_order)
+        schedules = (replace(linear, drop_order=found.drop_order), flat)
         return dict(zip(CALIBRATED, schedules, strict=True))
 
 
@@ -267,7 +267,7 @@ PLANS = {
             "cal-b": tuned(
                 "calibrated-5x",
                 _SECOND,
-                ["full", *files("calibrated", *_ALL), *files("curve", *_ALL), *files("pruned", 3, 5)],
+                ["full", *files("calibrated", *_ALL), *files("pruned", 3, 5)],
             ),
             "even-b": tuned("even-5x", _SECOND, [*files("even", *_ALL), *files("unified", 3, 5)]),
             "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "calm"]),

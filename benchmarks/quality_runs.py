@@ -149,7 +149,7 @@ class Steps:
         return out
 
     def calibrate(self) -> None:
-        """Drop order and a curve for each speed-up, all from one measurement on the start's weights in bf16."""
+        """The drop order, and a schedule for each speed-up, all from one measurement on the start's weights in bf16."""
         start = self.checkpoint(self.plan.start)
         rounded = start.with_name(f"{start.name}-bf16")
         if not self.dry_run and not (rounded / "tokenizer.json").exists():
@@ -165,8 +165,8 @@ class Steps:
             if not self.dry_run:
                 for kind in ("json", "png"):
                     shutil.copy(out / f"calibration.{kind}", out / f"calibration-{speedup}x.{kind}")
-                curve = Schedule.from_json((out / "schedule.json").read_text(encoding="utf-8"))
-                for name, schedule in self.plan.calibrated(curve, speedup).items():
+                found = Schedule.from_json((out / "schedule.json").read_text(encoding="utf-8"))
+                for name, schedule in self.plan.calibrated(found, speedup).items():
                     self.save(schedule, self.schedules / f"{name}-{speedup}x.json")
 
     def evaluate(self, name: str, methods: Sequence[str]) -> None:

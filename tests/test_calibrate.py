@@ -1,4 +1,4 @@
-"""`skipdecode calibrate` on tiny models: losses equal the parallel form, predictions hold, runs resume, bad input."""
+"""`skipdecode calibrate` on tiny models: losses equal the parallel form, runs resume, bad input."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -205,9 +206,6 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     assert all(v.request_speedup >= target - 1e-9 for v in found.verdicts[1:])
     assert found.verdicts[-1].measured == min(v.measured for v in found.verdicts if v.schedule.name[:5] == "calib")
     assert len(measured) == pytest.approx(trials(settings, goal)[0] * meter.batches, rel=0.15)
-    # A flat curve is predicted exactly, its first token too, which hangs on the layers of the last prompt token.
-    flat = next(v for v in found.verdicts if v.schedule.is_flat and v.schedule.projected)
-    assert flat.predicted == pytest.approx(flat.measured, rel=1e-6)
 
 
 def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Path, capsys: Any) -> None:
@@ -231,12 +229,10 @@ def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path:
     command += ["--prompt-depths", "5", "0-2,7", "--resume", "--json"]
     assert main(command) == 0
     first = json.loads(capsys.readouterr().out)
-    prompts = [each["prompt"] for each in first["losses_by_prompt"]]
-    assert len(prompts) == 2
-    assert len(prompts[0]) == 5
-    assert prompts[1] == [0, 1, 2, 7]
-    assert first["schedule"]["prompt"] in prompts
-    assert {v["prompt_layers"] for v in first["verdicts"][3:]} == {4, 5}
+    prompts = [each["schedule"]["prompt"] for each in first["verdicts"][3:]]
+    assert sorted(map(len, prompts)) == [4, 5]
+    assert [0, 1, 2, 7] in prompts
+    assert first["schedule"]["prompt"] == prompts[-1]
     size = (out / "measured.jsonl").stat().st_size
     assert main(command) == 0
     again = json.loads(capsys.readouterr().out)
@@ -269,38 +265,26 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert all(v["speedup"] >= 1.6 - 1e-9 for name, v in found.items() if name != "full")
     assert found["paper"]["speedup"] == pytest.approx(found["even"]["speedup"], rel=0.1)  # as near as whole layers go
     ours = [v["measured"] for name, v in found.items() if name.startswith("calibrated")]
+    assert not schedule.is_flat
+    assert {a - b for a, b in pairwise(schedule.budgets)} <= {0, 1}
     assert found["calibrated-1.6x-wall"]["measured"] == min(ours)
     assert image.imread(out / "calibration.png").shape[2] == 4
     assert "100%" not in printed.err
 
 
-def test_predictions_are_exact_where_only_one_position_has_a_depth(files: Files, tmp_path: Path, capsys: Any) -> None:
-    # One text token and the end: the second is predicted by position 0, the first by the prompt.
-    command = arguments(files, tmp_path / "out", "--nominal-speedup", "2", "--json", data="short")
-    assert main(command) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["steps_at_position"] == [1.0]
-    assert document["bucket_starts"] == [0]
-    for verdict in document["verdicts"]:
-        assert verdict["predicted"] == pytest.approx(verdict["measured"], rel=1e-6)
-
-
-def test_flat_schedules_are_predicted_exactly_and_continuous_use_gets_one(
-    files: Files, tmp_path: Path, capsys: Any
-) -> None:
-    command = arguments(files, tmp_path / "out", "--nominal-speedup", "2", "--use", "continuous", "--json")
+def test_continuous_use_gets_a_flat_schedule(files: Files, tmp_path: Path, capsys: Any) -> None:
+    command = arguments(
+        files, tmp_path / "out", "--nominal-speedup", "2", "--use", "continuous", "--json", data="short"
+    )
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out)
     assert Schedule.from_dict(document["schedule"]).is_flat
-    for verdict in document["verdicts"]:
-        assert verdict["predicted"] == pytest.approx(verdict["measured"], rel=1e-6)
 
 
 def test_block_influence_measures_less_and_the_report_is_for_people(files: Files, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     assert main(arguments(files, out, "--nominal-speedup", "2", "--method", "block-influence")) == 0
     printed = capsys.readouterr().out
-    assert "predicted" in printed
     assert "held out" in printed
     assert f"in the order {USELESS} " in printed
     assert str(out / "schedule.json") in printed

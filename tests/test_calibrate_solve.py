@@ -1,19 +1,15 @@
-"""Calibration's pure part: the curve is the optimum, never rises and fits; the greedy search; what a schedule costs."""
+"""Calibration's pure part: the greedy search, what a schedule costs, and the depth that a target leaves."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipdecode import Schedule
-from skipdecode.calibration import curve as curve_module
-from skipdecode.calibration.curve import LossTable, best_curve, best_flat, bucket_starts
-from skipdecode.calibration.goal import Goal, TextCost, deepest_flat, layers_only, paper_within, set_goal
+from skipdecode.calibration.goal import Goal, TextCost, flat_within, layers_only, linear_within, set_goal
 from skipdecode.calibration.order import greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.errors import DataError, TargetError, UsageError
@@ -21,67 +17,6 @@ from skipdecode.performance.cost import CostModel
 
 LAYERS = 12
 COST = CostModel.of_step(LAYERS, batch=4, fixed_seconds=2.0, layer_seconds=1.0, kv_seconds=0.0025)
-
-# ---------------------------------------------------------------------- the curve
-
-values = st.floats(0, 10, allow_nan=False)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[list[dict[int, float]], list[dict[int, float]], float]:
-    buckets, depths = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    losses = [{b + 2: draw(values) for b in range(depths)} for _ in range(buckets)]
-    costs = [{b + 2: draw(st.floats(0.1, 3)) * (b + 2) for b in range(depths)} for _ in range(buckets)]
-    least, most = sum(min(c.values()) for c in costs), sum(max(c.values()) for c in costs)
-    return losses, costs, draw(st.floats(0.8 * least, 1.1 * most))
-
-
-def total(table: list[dict[int, float]], curve: tuple[int, ...]) -> float:
-    return sum(entry[b] for entry, b in zip(table, curve, strict=True))
-
-
-@given(problems())
-@settings(max_examples=300, deadline=None)
-def test_the_curve_is_the_best_of_all_that_never_rise_and_fit(problem):
-    losses, costs, limit = problem
-    found = best_curve(losses, costs, limit)
-    falling = (c for c in itertools.product(losses[0], repeat=len(losses)) if all(a >= b for a, b in pairwise(c)))
-    fitting = [c for c in falling if total(costs, c) <= limit * (1 + 1e-12)]
-    if not fitting:
-        assert found is None
-        return
-    assert found is not None
-    assert all(a >= b for a, b in pairwise(found))
-    assert total(costs, found) <= limit * (1 + 1e-9)
-    assert total(losses, found) == pytest.approx(min(total(losses, c) for c in fitting), abs=1e-9)
-
-
-@given(problems())
-@settings(max_examples=100, deadline=None)
-def test_with_few_points_kept_it_still_fits_and_is_no_worse_than_flat(problem):
-    losses, costs, limit = problem
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curve_module, "MOST_POINTS", 3)
-        found = best_curve(losses, costs, limit)
-    flat = best_flat(losses, costs, limit)
-    if flat is None:
-        return
-    assert found is not None
-    assert all(a >= b for a, b in pairwise(found))
-    assert total(costs, found) <= limit * (1 + 1e-9)
-    assert total(losses, found) <= total(losses, (flat,) * len(losses)) + 1e-9
-
-
-def test_a_curve_of_real_size_is_solved_in_seconds():
-    losses = [{b: (1 + k) / b + math.sin(7 * b * (k + 1)) / 50 for b in range(2, 33)} for k in range(16)]
-    costs = [{b: (b + 0.37 * k / 16) * (1 - k / 40) for b in range(2, 33)} for k in range(16)]
-    found = best_curve(losses, costs, 130.0)
-    assert found is not None
-    assert total(costs, found) <= 130.0 + 1e-9
-    flat = best_flat(losses, costs, 130.0)
-    assert flat is not None
-    assert total(losses, found) < total(losses, (flat,) * 16)
-
 
 # ---------------------------------------------------------------------- the order
 
@@ -115,27 +50,7 @@ def test_equals_are_decided_by_the_cheaper_ranking():
     assert [r.dropped for r in rounds] == [2, 3, 1]
 
 
-# ---------------------------------------------------------------------- tables and costs
-
-
-def test_the_table_predicts_flat_curves_exactly_and_others_by_position():
-    table = LossTable((2, 2, 1), {4: (1.0, 2.0, 3.0), 2: (1.0, 4.0, 5.0)})
-    assert table.predict((4,)) == table.mean(4) == 6.0 / 5
-    assert table.predict((4, 2)) == 8.0 / 5
-    assert table.by_bucket((0, 1)) == [{4: 2.0, 2: 4.0}, {4: 3.0, 2: 5.0}]
-    # Where the last prompt token runs more layers under a larger budget, so does what predicts the first token.
-    by_budget = LossTable((2, 2, 1), {4: (1.0, 2.0, 3.0), 2: (1.5, 4.0, 5.0)})
-    assert by_budget.by_bucket((0, 1)) == [{4: 2.0, 2: 4.5}, {4: 3.0, 2: 5.0}]
-    with pytest.raises(ValueError, match="no loss was measured at 3 layers"):
-        table.predict((3,))
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40).map(lambda c: sorted(c, reverse=True)), st.integers(1, 12))
-def test_buckets_start_at_zero_and_rise(counts, buckets):
-    starts = bucket_starts(counts, buckets)
-    assert starts[0] == 0
-    assert len(starts) == min(len(counts), buckets) or len(starts) < buckets
-    assert all(a < b < len(counts) for a, b in pairwise(starts))
+# ---------------------------------------------------------------------- costs
 
 
 def test_texts_that_ended_cost_nothing_and_a_batch_waits_for_its_longest():
@@ -187,10 +102,10 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
 def test_baselines_reach_the_target_and_waste_little(target, lengths):
     workload = TextCost.of_lengths(COST, 10, lengths)
     limit = workload.full_seconds / target
-    flat = deepest_flat(workload, limit, 1)
+    flat = flat_within(workload, limit, 1)
     assert flat is not None
-    assert workload.speedup(Schedule.constant(LAYERS, flat)) >= target - 1e-9
-    paper = paper_within(workload, limit, 20, 1)
+    assert workload.speedup(flat) >= target - 1e-9
+    paper = linear_within(workload, limit, 20, 1)
     assert workload.speedup(paper) >= target - 1e-9
     # Rounding to whole layers leaves less than two layers at each position.
     assert (
@@ -211,7 +126,7 @@ def test_goals(tmp_path):
         streamed = CalibrationSettings(target_speedup=2.0, use="continuous", phase=phase)
         flat = set_goal(streamed, COST, 10, [20] * 4, LAYERS)
         assert flat.paper.is_flat
-        assert flat.least == min(most for sets in flat.prompts for most in sets.values())
+        assert flat.least <= flat.paper.budgets[0]
         assert flat.least == flat.paper.budgets[0] or phase == "request"
     with pytest.raises(TargetError, match=r"out of reach.*2 of 12 layers.*the bound is 3\.\d+x at batch 4"):
         set_goal(CalibrationSettings(target_speedup=9.0), COST, 10, [20] * 4, LAYERS)
@@ -220,3 +135,17 @@ def test_goals(tmp_path):
     with pytest.raises(UsageError, match="--least 1 is not accepted for 12 layers: give 2 to 12"):
         set_goal(CalibrationSettings(target_speedup=2.0, least=1), COST, 10, [20] * 4, LAYERS)
     assert layers_only(LAYERS).speedup(Schedule.constant(LAYERS, 4), 0, 9) == 3
+
+
+@pytest.mark.parametrize("use", ["lockstep", "continuous"])
+def test_schedules_in_the_learned_order_reach_the_target_and_keep_the_least_layers(use):
+    goal = set_goal(CalibrationSettings(target_speedup=1.8, use=use), COST, 60, [20] * 4, LAYERS)
+    order = (6, 3, 9, 4, 10, 2, 8, 1, 5, 7)[: LAYERS - goal.least]
+    found = [goal.schedule(order, prompt) for sets in goal.prompts for prompt in sets]
+    assert found
+    for schedule in found:
+        assert goal.workload.speedup(schedule) >= 1.8 - 1e-9
+        assert schedule.drop_order == order
+        assert min(schedule.budgets) >= LAYERS - len(order)
+    assert all(s.is_flat for s in found) == (use == "continuous")
+    assert replace(goal, limit=1.0).schedule(order, "full").budgets == (goal.least,)

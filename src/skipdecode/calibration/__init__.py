@@ -1,1 +1,1 @@
-"""Calibration: drop order and budget curve learned on the user's records, with losses predicted and then checked."""
+"""Calibration: the drop order and the prompt set learned on the user's records, the depth solved for a target."""

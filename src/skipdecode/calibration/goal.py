@@ -8,21 +8,23 @@ batch's rows goes on, in continuous use every row counts for itself. Pure Python
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import Self
 
-from skipdecode.calibration.curve import SLACK
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.errors import DataError, TargetError, UsageError
 from skipdecode.performance.cost import CostModel, Use
 from skipdecode.schedule import PromptDepth, Schedule
 from skipdecode.schedule.order import Order, bottom_up, least_budget, prompt_set
 
-__all__ = ["Goal", "TextCost", "check_layers", "deepest_flat", "layers_only", "paper_within", "prompt_sets", "set_goal"]
+__all__ = [
+    "Goal", "TextCost", "check_layers", "flat_within", "layers_only", "linear_within", "prompt_sets", "set_goal",
+]  # fmt: skip
 
+SLACK = 1 + 1e-12
 _MEANS = 2000
 _PROMPT_SHARES = (2 / 3, 1 / 2, 1 / 3)
 
@@ -96,21 +98,28 @@ class TextCost:
 
 @dataclass(frozen=True)
 class Goal:
-    """What the curve has to fit in, with texts and cost.
+    """What the schedule has to fit in, with texts and cost.
 
     `limit` is the most seconds (layers, for a nominal target) of what counts, `least` the fewest layers of the drop
-    order, `seq_len` the positions of the paper's curve. `paper` and `even` are baselines of this cost; flat in
-    continuous use. `prompts` are the prompt sets with which the target is in reach, those of one depth together, with
-    the most layers that all steps may run.
+    order, `seq_len` the positions of the linear decay; with `flat` (continuous use) all schedules are flat. `paper` and
+    `even` are baselines of this cost. `prompts` are the prompt sets with which the target is in reach, those of one
+    depth together.
     """
 
     workload: TextCost
     limit: float
     least: int
     seq_len: int
+    flat: bool
     paper: Schedule
     even: Schedule
-    prompts: tuple[Mapping[PromptDepth, int], ...]
+    prompts: tuple[tuple[PromptDepth, ...], ...]
+
+    def schedule(self, order: Sequence[int], prompt: PromptDepth) -> Schedule:
+        """The deepest schedule in a drop order, for a prompt set of `prompts`: linear or flat."""
+        fixed, warmup = (self.workload, self.limit), self.paper.warmup_layers
+        flat = flat_within(*fixed, warmup, prompt, order) if self.flat else None
+        return flat or linear_within(*fixed, self.seq_len, warmup, prompt, order)
 
 
 def prompt_sets(settings: CalibrationSettings, layers: int) -> list[tuple[PromptDepth, ...]]:
@@ -165,22 +174,24 @@ def set_goal(
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
     limit = _limit(settings, workload, seq_len)
     wanted = prompt_sets(settings, layers)
-    flats = {prompt: deepest_flat(workload, limit, warmup, prompt) for prompt in chain(*wanted)}
-    within = {prompt: most for prompt, most in flats.items() if most is not None and most >= (settings.least or floor)}
+    flats = {prompt: flat_within(workload, limit, warmup, prompt) for prompt in chain(*wanted)}
+    deepest = {prompt: flat.budgets[0] for prompt, flat in flats.items() if flat is not None}
+    within = {prompt: most for prompt, most in deepest.items() if most >= (settings.least or floor)}
     if not within:
         raise TargetError(_out_of_reach(settings, workload, floor, list(flats)))
-    prompts = tuple(filter(None, ({prompt: within[prompt] for prompt in sets if prompt in within} for sets in wanted)))
+    prompts = tuple(filter(None, (tuple(prompt for prompt in sets if prompt in within) for sets in wanted)))
     # Of baselines one prompt set is enough: the one that leaves both phases most.
-    prompt, flat = max(within.items(), key=lambda each: min(layers if each[0] == "full" else len(each[0]), each[1]))
+    prompt, most = max(within.items(), key=lambda each: min(layers if each[0] == "full" else len(each[0]), each[1]))
     if settings.use == "continuous":
-        paper = Schedule.constant(layers, flat, warmup_layers=warmup, prompt=prompt, name="paper")
-        even = paper.reordered("even", name="even")
-        least = settings.least or min(within.values())
+        least = min(within.values())
+        paper = Schedule.constant(layers, most, warmup_layers=warmup, prompt=prompt)
+        even = paper.reordered("even")
     else:
-        paper = paper_within(workload, limit, seq_len, warmup, prompt)
-        even = paper_within(workload, limit, seq_len, warmup, prompt, "even")
-        least = settings.least or max(floor, min(paper.budgets[-1], math.ceil(min(within.values()) / 2)))
-    return Goal(workload, limit, least, seq_len, paper, even, prompts)
+        paper = linear_within(workload, limit, seq_len, warmup, prompt)
+        even = linear_within(workload, limit, seq_len, warmup, prompt, "even")
+        least = max(floor, min(paper.budgets[-1], math.ceil(min(within.values()) / 2)))
+    baselines = replace(paper, name="paper"), replace(even, name="even")
+    return Goal(workload, limit, settings.least or least, seq_len, settings.use == "continuous", *baselines, prompts)
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:
@@ -206,37 +217,49 @@ def _out_of_reach(settings: CalibrationSettings, workload: TextCost, floor: int,
     )
 
 
-def paper_within(
+def linear_within(
     workload: TextCost,
     limit: float,
     seq_len: int,
     warmup_layers: int,
     prompt: PromptDepth = "full",
-    order: Order = "bottom-up",
+    order: Order | Sequence[int] = "bottom-up",
 ) -> Schedule:
-    """The paper's schedule (linear, in its order or another) of the largest mean depth that takes `limit` at most.
+    """The linear decay of the largest mean depth that takes `limit` at most; else the fewest layers everywhere.
 
-    The least flat schedule where none of them is that short.
+    `order` is one by its name, or a list of layers; layers that it does not name always run.
     """
-    name = "paper" if order == "bottom-up" else order
     layers = workload.cost.num_layers
-    floor = least_budget(layers, warmup_layers)
+    floor = least_budget(layers, warmup_layers) if isinstance(order, str) else layers - len(order)
+
+    def ordered(schedule: Schedule) -> Schedule:
+        if isinstance(order, str):
+            return schedule.reordered(order)
+        budgets = tuple(max(budget, floor) for budget in schedule.budgets)
+        return replace(schedule, drop_order=tuple(order), budgets=budgets)
+
     for step in range(_MEANS + 1):
         mean = layers - (layers - floor) * step / _MEANS
         linear = Schedule.from_speedup(layers, layers / mean, seq_len, warmup_layers=warmup_layers, prompt=prompt)
-        schedule = linear.reordered(order, name=name)
-        if workload.seconds(schedule) <= limit * SLACK:
+        if workload.seconds(schedule := ordered(linear)) <= limit * SLACK:
             return schedule
-    return Schedule.constant(layers, floor, warmup_layers=warmup_layers, prompt=prompt, name=name)
+    return ordered(Schedule.constant(layers, floor, warmup_layers=warmup_layers, prompt=prompt))
 
 
-def deepest_flat(workload: TextCost, limit: float, warmup_layers: int, prompt: PromptDepth = "full") -> int | None:
-    """The most layers that all steps may run within the limit, in any order; None if even the fewest take longer."""
+def flat_within(
+    workload: TextCost,
+    limit: float,
+    warmup_layers: int,
+    prompt: PromptDepth = "full",
+    order: Sequence[int] | None = None,
+) -> Schedule | None:
+    """The deepest flat schedule that takes `limit` at most, by default in the order that costs most; None if none."""
     layers = workload.cost.num_layers
-    # What prompts run goes first: then they project the most layers.
-    order = sorted(bottom_up(layers, warmup_layers), key=lambda layer: prompt != "full" and layer not in prompt)
-    for budget in range(layers, least_budget(layers, warmup_layers) - 1, -1):
+    if order is None:
+        # What prompts run goes first: then they project the most layers.
+        order = sorted(bottom_up(layers, warmup_layers), key=lambda layer: prompt != "full" and layer not in prompt)
+    for budget in range(layers, layers - len(order) - 1, -1):
         schedule = Schedule.constant(layers, budget, drop_order=order, warmup_layers=warmup_layers, prompt=prompt)
         if workload.seconds(schedule) <= limit * SLACK:
-            return budget
+            return schedule
     return None

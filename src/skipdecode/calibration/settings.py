@@ -45,16 +45,16 @@ class CalibrationSettings(Options):
         least=1,
     )
     use: Use = option(
-        "lockstep: all rows of a batch start together; continuous: rows of mixed ages, which asks for a flat schedule",
+        "lockstep: all sequences of a batch start together, so the depth falls linearly; continuous: sequences of "
+        "mixed ages, so it is flat",
         default="lockstep",
     )
     method: OrderMethod = option(
         "of the drop order: greedy by the measured loss, or block-influence, which takes one pass", default="greedy"
     )
     candidates: int = option("greedy: layers tried in each round after the first", default=6, least=1)
-    # By default half of what a flat curve would run, and no more than the least of the paper's curve.
+    # By default half of what a flat schedule would run, and no more than the least of the paper's.
     least: int | None = option("layers at which the drop order stops (default: by the target)", default=None, least=1)
-    buckets: int = option("groups of positions whose depth is solved for", default=8, least=1)
     warmup_layers: int = option("first layers that always run", default=1, least=0)
     seq_len: int | None = option(
         "positions over which the paper's depth falls (default: 95th percentile of the responses' lengths)",

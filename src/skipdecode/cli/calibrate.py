@@ -1,11 +1,11 @@
-"""Learn which layers to leave out, in which order and where in the text, on your own records.
+"""Learn which layers to leave out, and in which order, on your own records.
 
 Give records with responses and one target: a wall-clock speed-up of whole requests, prompts included
 (--target-speedup; with --phase decode of the steps after the prompt), or the nominal one (--nominal-speedup: as many
 layers as the paper's schedule of that number would run on these records). For whole requests the prompts' depth is
-learned too. Losses are teacher-forced and need no gradients. Writes schedule.json (for --schedule), calibration.json
-with all measurements, and calibration.png. The loss of every schedule is predicted, then measured, also on records
-held out.
+learned too. The depth falls linearly over the text, as far as the target asks. Losses are teacher-forced and need no
+gradients. Writes schedule.json (for --schedule), calibration.json with all measurements, and calibration.png. The loss
+of the schedule is measured next to the paper's and evenly spaced layers, also on records held out.
 """
 
 from __future__ import annotations
@@ -199,7 +199,6 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
         "records": records[0],
         "held_out_records": records[1],
         "prompt_len": workload.prompt_len,
-        "steps_at_position": list(workload.steps),
         "cost": workload.cost.to_dict(),
         "cost_origin": origin,
         "environment": environment(),
@@ -238,8 +237,7 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
         **(wall if document["options"]["target_speedup"] is not None else {"nominal speed-up": "{speedup:.2f}x"}),
         "prompt layers": "{prompt_layers}",
         "mean layers": "{mean_layers:.1f}",
-        "predicted": "{predicted:.4f}",
-        "measured": "{measured:.4f}",
+        "loss": "{measured:.4f}",
         "held out": "{held_out:.4f}",
     }
     lines = [
@@ -264,15 +262,8 @@ def _next(document: dict[str, Any], schedule_file: Path) -> list[str]:
 
 
 def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
-    """What the numbers do not say by themselves."""
+    """Baselines that lose no more."""
     chosen = verdicts[-1]
-    lines = [
-        f"the prediction was off by {chosen['predicted'] - chosen['measured']:+.4f} for {chosen['name']}: it takes a "
-        "token's loss to depend on its own depth, not on that of the tokens before it"
-    ]
-    key = "measured" if chosen["held_out"] is None else "held_out"
+    key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "the records held out")
     better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
-    if better:
-        where = "these records" if key == "measured" else "the records held out"
-        lines.append(f"on {where} the calibrated schedule is no better than: {', '.join(better)}")
-    return lines
+    return [f"on {where} the calibrated schedule is no better than: {', '.join(better)}"] if better else []

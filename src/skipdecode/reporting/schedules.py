@@ -25,8 +25,7 @@ _VERDICTS = {
     "decode": "{decode_speedup:.2f}x",
     "prompt layers": "{prompt_layers}",
     "mean layers": "{mean_layers:.1f}",
-    "predicted": "{predicted:.4f}",
-    "measured": "{measured:.4f}",
+    "loss": "{measured:.4f}",
     "held out": "{held_out:.4f}",
 }
 _CURVES = (
@@ -58,7 +57,7 @@ def _depth(schedule: Schedule) -> Picture:
 
 
 def calibration_section(source: Source) -> Section:
-    """What a calibration learned, and how its prediction held."""
+    """What a calibration learned, next to the baselines."""
     data, schedule = source.data, source.data["schedule"]
     what, importance = importance_of(data)
     most = max(importance, key=lambda layer: importance[layer], default=None)

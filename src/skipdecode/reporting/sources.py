@@ -25,7 +25,7 @@ NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "calibration": {
         "": {"schedule": dict},
-        "verdicts": {"name": str} | dict.fromkeys(("speedup", "mean_layers", "predicted", "measured"), _NUMBER),
+        "verdicts": {"name": str} | dict.fromkeys(("speedup", "mean_layers", "measured"), _NUMBER),
         "rounds": {"base": _NUMBER, "losses": dict},
     },
     "decode-speed": {"rows": _SPEED | {"predicted_speedup": _NUMBER}},
