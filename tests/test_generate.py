@@ -161,6 +161,8 @@ def test_stop_strings_end_and_cut_the_text(capsysbinary: Any, model_dir: str):
     row = json.loads(capsysbinary.readouterr().out)
     assert (row["text"], row["finish_reason"]) == (text[: text.index(stop)], "stop")
     assert row["new_tokens"] < 8
+    assert generate(model_dir, "hello", "--stop", stop, "--max-new-tokens", str(row["new_tokens"])) == 0
+    assert json.loads(capsysbinary.readouterr().out) == row
 
 
 def test_a_stop_text_takes_no_prompt_and_the_flag_repeats(capsysbinary: Any, model_dir: str):

@@ -88,6 +88,22 @@ def test_a_stop_text_ends_and_cuts(llm: LLM):
     assert len(cut.tokens) < len(whole.tokens)
 
 
+def test_a_stop_text_that_the_last_allowed_token_completes_is_a_stop(llm: LLM):
+    end = llm.generate("hello", 12)[0].text[3:5]
+    (cut,) = llm.generate("hello", 12, stop=end)
+    assert llm.generate("hello", len(cut.tokens), stop=end) == [cut]
+    stream = llm.stream("hello", len(cut.tokens), stop=end)
+    assert ("".join(stream), stream.finish_reason) == (cut.text, "stop")
+
+
+def test_a_stop_text_that_is_a_special_token_is_that_token(llm: LLM):
+    options = {"stop": ["never", "<s>"], "logit_bias": {1: 100}}
+    (out,) = llm.generate("hello", 12, **options)
+    assert (out.text, out.tokens, out.finish_reason) == ("", [1], "stop")
+    stream = llm.stream("hello", 12, **options)
+    assert ("".join(stream), stream.tokens, stream.finish_reason) == ("", [1], "stop")
+
+
 def test_statistics_say_layers_memory_and_time(llm: LLM):
     llm = LLM(llm.loaded)
     schedule = Schedule.from_speedup(LAYERS, 2, 9)

@@ -2,15 +2,71 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from checkpoints import byte_tokenizer
-from skipdecode.data.detokenizer import Detokenizer
+from skipdecode.data.detokenizer import Detokenizer, TokenTexts
+from skipdecode.data.stopping import StopStrings
 from skipdecode.engine import StepOutput
+from skipdecode.errors import UsageError
 
 TOKENIZER = byte_tokenizer()
+SPECIAL = ["<unk>", "<s>", "</s>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["a", "b", "n", "t", "s", "'", ".", ",", "?", "'s", "n't", " ", "do", "é", "\u200d", "👩", "\ufffd"]
+
+
+def tokenizer_of(model, decoder, *, clean_up=False):
+    backend = Tokenizer(model)
+    if decoder is not None:
+        backend.decoder = decoder
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens([AddedToken("<tool call>", special=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=clean_up
+    )
+
+
+def numbered(words):
+    return {word: i for i, word in enumerate(dict.fromkeys([*SPECIAL, *words]))}
+
+
+def byte_level():
+    merged = [word for word in TOKENIZER.backend_tokenizer.get_vocab() if len(word) == 1]
+    pairs = [f"{first}{second}" for first in merged[::40] for second in merged[::30]]
+    return tokenizer_of(models.BPE(vocab=numbered([*merged, *pairs]), merges=[]), decoders.ByteLevel())
+
+
+def metaspace(decoder):
+    words = [*WORDS, *("▁" + word for word in WORDS), "▁", "▁▁▁"]
+    vocab = numbered([*BYTES, *words])
+    return tokenizer_of(models.BPE(vocab=vocab, merges=[], byte_fallback=True), decoder)
+
+
+def word_pieces(decoder, *, clean_up):
+    words = [*WORDS, *("##" + word for word in WORDS), "do not"]
+    model = models.WordPiece(vocab=numbered(words), unk_token="<unk>")
+    return tokenizer_of(model, decoder, clean_up=clean_up)
+
+
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+KINDS = {
+    "bytes": TOKENIZER,
+    "byte-level": byte_level(),
+    "metaspace": metaspace(decoders.Metaspace()),
+    "byte-fallback": metaspace(decoders.Sequence(LLAMA)),
+    "word-piece": word_pieces(decoders.WordPiece(cleanup=False), clean_up=False),
+    "word-piece-cleaned": word_pieces(decoders.WordPiece(cleanup=True), clean_up=False),
+    "word-piece-cleaned-twice": word_pieces(decoders.WordPiece(cleanup=True), clean_up=True),
+    "words-cleaned": word_pieces(None, clean_up=True),
+    "end-of-word": word_pieces(decoders.BPEDecoder(suffix="s"), clean_up=True),
+}
 
 
 def outputs(tokens):
@@ -21,9 +77,13 @@ def outputs(tokens):
     ]
 
 
-def pushed(tokens, stops=()):
+def detokenizer(stops=(), tokenizer=TOKENIZER):
+    return Detokenizer(TokenTexts(tokenizer), StopStrings(stops))
+
+
+def pushed(tokens, stops=(), tokenizer=TOKENIZER):
     """What each push returns, up to the end or a stop."""
-    stream = Detokenizer(TOKENIZER, stops)
+    stream = detokenizer(stops, tokenizer)
     parts = []
     for output in outputs(tokens):
         parts.append(stream.push(output))
@@ -48,19 +108,57 @@ def test_a_character_that_is_never_completed_comes_out_at_the_end():
     assert text_of(parts) == TOKENIZER.decode(tokens) == "ab\ufffd"
 
 
-@given(tokens=st.lists(st.integers(0, 258), min_size=1, max_size=40))
+def one_text(kind, tokens):
+    """The text of the tokens; of broken characters in single bytes, which take whole ones with them, None."""
+    text = KINDS[kind].decode(tokens, skip_special_tokens=True)
+    return None if kind == "byte-fallback" and "\ufffd" in text else text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
 @settings(max_examples=200)
-def test_text_is_that_of_all_tokens_together(tokens):
-    parts, _ = pushed(tokens)
-    assert text_of(parts) == TOKENIZER.decode(tokens, skip_special_tokens=True)
+def test_text_is_that_of_all_tokens_together(kind, data):
+    size = len(KINDS[kind])
+    tokens = data.draw(st.lists(st.integers(0, size + 1), min_size=1, max_size=40))
+    parts, _ = pushed(tokens, tokenizer=KINDS[kind])
+    text = one_text(kind, tokens)
+    assert text is None or text_of(parts) == text
     assert [p.output.token for part in parts for p in part] == tokens
+
+
+@given(text=st.text("aé€😀👩\u200d\n \ufffd", max_size=12))
+@settings(max_examples=200)
+def test_characters_in_single_bytes_are_those_of_all_tokens_together(text):
+    tokenizer = KINDS["byte-fallback"]
+    tokens = [tokenizer.convert_tokens_to_ids("▁")]
+    for character in text:
+        single = tokenizer.convert_tokens_to_ids(character)
+        written = [f"<0x{byte:02X}>" for byte in character.encode()]
+        tokens += tokenizer.convert_tokens_to_ids(written) if single in (None, 0) or character == "é" else [single]
+    parts, _ = pushed(tokens, tokenizer=tokenizer)
+    assert text_of(parts) == tokenizer.decode(tokens, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=100)
+def test_a_stop_ends_the_text_where_it_begins_in_all_of_it(kind, data):
+    tokens = data.draw(st.lists(st.integers(0, len(KINDS[kind]) - 1), min_size=1, max_size=30))
+    whole = one_text(kind, tokens)
+    if not whole:
+        return
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[start : start + data.draw(st.integers(1, 6))]
+    parts, stopped = pushed(tokens, (stop,), KINDS[kind])
+    assert stopped
+    assert text_of(parts) == whole[: whole.find(stop)]
 
 
 @given(text=st.text("ab", min_size=1, max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=300)
 def test_stop_strings_cut_and_nothing_of_them_shows(text, stops):
     tokens = TOKENIZER(text).input_ids
-    stream = Detokenizer(TOKENIZER, tuple(stops))
+    stream = detokenizer(stops)
     shown = ""
     for count, output in enumerate(outputs(tokens), 1):
         shown += "".join(piece.text for piece in stream.push(output))
@@ -86,3 +184,86 @@ def test_a_stop_over_a_multi_byte_character():
 def test_special_tokens_have_no_text(special):
     parts, _ = pushed([*TOKENIZER("ok").input_ids, special])
     assert [p.text for part in parts for p in part] == ["o", "k", ""]
+
+
+def test_a_stop_is_found_across_special_tokens():
+    parts, stopped = pushed([*TOKENIZER("xa").input_ids, 1, 1, 1, *TOKENIZER("bc").input_ids], ("ab",))
+    assert stopped
+    assert text_of(parts) == "x"
+
+
+@pytest.mark.parametrize("place", [2, 5])
+def test_a_stop_that_is_a_special_token_is_that_token(place):
+    tokens = TOKENIZER("hello").input_ids
+    tokens.insert(place, 1)
+    parts, stopped = pushed(tokens, ("never", "<s>"))
+    assert stopped
+    assert text_of(parts) == "hello"[:place]
+
+
+def test_a_stop_that_is_complete_with_the_last_token_is_a_stop():
+    parts, stopped = pushed(TOKENIZER("the END").input_ids, ("END",))
+    assert stopped
+    assert text_of(parts) == "the "
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "want"),
+    [
+        (("bc", "abcd"), "xabcd", "xa"),  # what is complete first
+        (("END", "THE END"), "x THE END", "x "),  # of two that are complete together the longest
+        (("aab", "aaab", "aaaab"), "aaaaaab", "aa"),
+        (("abab", "abac"), "ababac", ""),
+        (("👩\u200d", "\u200d👩"), "x👩\u200d👩", "x"),
+    ],
+)
+def test_stops_that_overlap(stops, text, want):
+    assert StopStrings(stops).cut(text) == want
+    parts, stopped = pushed(TOKENIZER(text).input_ids, stops)
+    assert stopped
+    assert text_of(parts) == want
+
+
+@pytest.mark.parametrize("stops", [("x", ""), ("x", 5), (None,)])
+def test_what_is_no_stop_is_refused(stops):
+    with pytest.raises(UsageError, match="stop"):
+        StopStrings(stops)
+
+
+def test_clean_up_is_the_one_of_transformers():
+    text = "do n't 've 're 's 'm ' a ? b ! , . ' s ' ' x  . 's"
+    words = KINDS["words-cleaned"]
+    tokens = [words.convert_tokens_to_ids(token) for token in text if token in WORDS]
+    parts, _ = pushed(tokens, tokenizer=words)
+    assert text_of(parts) == words.decode(tokens, skip_special_tokens=True)
+
+
+def work(stops, tokens):
+    """Lines of the package that run for a text, one after the other."""
+    lines = 0
+
+    def count(frame, event, _):
+        nonlocal lines
+        if "skipdecode" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return count
+
+    stream, new = detokenizer(stops), outputs(tokens)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for output in new:
+            stream.push(output)
+    finally:
+        sys.settrace(before)
+    assert not stream.stopped
+    return lines
+
+
+@pytest.mark.parametrize("text", ["another text", "a" * 12, "\x00" * 12])
+def test_the_work_for_a_token_is_small_whatever_the_stops(text):
+    tokens = TOKENIZER(text).input_ids * 40
+    stops = ["a" * (999 - i) + chr(65 + i) for i in range(16)]
+    assert work(stops, tokens) / len(tokens) < 200  # 16,000 for a look at each length of each stop
+    assert work(stops, tokens * 2) < 2.1 * work(stops, tokens)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.common.progress import note
-from skipdecode.data.detokenizer import Detokenizer, TextStream
+from skipdecode.data.detokenizer import TextStream, TokenTexts
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
 from skipdecode.data.records import Message
@@ -23,7 +23,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import end_tokens, open_engines
-from skipdecode.engine.requests import FinishReason, Sampling
+from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.loading.recipe import untuned_line
@@ -121,6 +121,7 @@ class LLM:
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
         self.tokenizer: Any = self.loaded.tokenizer
+        self._texts = TokenTexts(self.tokenizer)
         self.num_layers = self.loaded.num_layers
         self.stats: RunSummary | None = None
         self._schedule = schedule
@@ -181,7 +182,7 @@ class LLM:
         max_new_tokens: int = 128,
         *,
         schedule: Schedule | str | Path | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         template: bool | str = True,
         **sampling: Any,
     ) -> Outputs:
@@ -195,7 +196,7 @@ class LLM:
             Most new tokens of each; fewer where the context ends.
         schedule : Schedule or str, optional
             Of this call: see `schedule_of`.
-        stop : str or sequence of str
+        stop : str or sequence of str, optional
             Texts that end an output, cut off.
         template : bool or str
             Put texts and records into the template that the checkpoint was tuned on, if it names one; or into this one.
@@ -218,16 +219,22 @@ class LLM:
         start = time.perf_counter()
         options = {"schedule": schedule, "stop": stop, "template": template} | sampling
         encoded, how, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
-        engine = self._engine(chosen)
+        engine, readers = self._engine(chosen), [how.reader() for _ in encoded]
+        texts = [""] * len(encoded)
+
+        def take(place: int, out: StepOutput) -> bool:
+            texts[place] += "".join(piece.text for piece in readers[place].push(out))
+            return readers[place].stopped
+
         try:
-            rows = engine.decode([how.request(prompt) for prompt in encoded], how.stop, chosen)
+            rows = engine.decode([how.request(prompt) for prompt in encoded], take, chosen)
         except BaseException:
             engine.close()
             self._engines.remove(engine)  # what it keeps of prompts may be half done
             raise
         outputs = Outputs(
-            Output(prompt.text, how.text(row.tokens), row.tokens, row.finish_reason)
-            for prompt, row in zip(encoded, rows, strict=True)
+            Output(prompt.text, text, row.tokens, row.finish_reason)
+            for prompt, text, row in zip(encoded, texts, rows, strict=True)
         )
         outputs.stats = self._summed(engine, start, [row.tokens for row in rows])
         return outputs
@@ -239,9 +246,9 @@ class LLM:
         """
         start = time.perf_counter()
         (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
-        engine, reader = self._engine(chosen), Detokenizer(self.tokenizer, how.stop.strings if how.stop else ())
+        engine = self._engine(chosen)
         return TextStream(
-            engine, how.request(encoded), chosen, reader, lambda tokens: self._summed(engine, start, [tokens])
+            engine, how.request(encoded), chosen, how.reader(), lambda tokens: self._summed(engine, start, [tokens])
         )
 
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
@@ -261,7 +268,7 @@ class LLM:
         max_new_tokens: int,
         *,
         schedule: Schedule | str | Path | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = (),
         template: bool | str = True,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
@@ -269,13 +276,12 @@ class LLM:
         drawn = Sampling(**sampling)
         if drawn.temperature == 0 and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
             raise UsageError("top_k, top_p and min_p act on sampling only: give a temperature too, such as 0.7")
-        stops = StopStrings(self.tokenizer, (stop,) if isinstance(stop, str) else stop)
         how = Decoding(
-            tokenizer=self.tokenizer,
+            texts=self._texts,
             sampling=drawn,
             max_new_tokens=max_new_tokens,
             ends=self._ends,
-            stop=stops if stops.strings else None,
+            stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
         )
         asked = self.schedule_of(schedule, max_new_tokens)
         line = untuned_line([asked], self.loaded.recipe, self.loaded.name)

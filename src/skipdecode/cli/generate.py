@@ -239,6 +239,7 @@ def _job(
     engines: EngineSource,
     schedule: Schedule,
 ) -> Job:
+    from skipdecode.data.detokenizer import TokenTexts
     from skipdecode.data.prompts import PromptEncoder, asked, context_length
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
@@ -247,11 +248,11 @@ def _job(
     tokenizer = loaded.tokenizer
     chat = config.chat or config.system is not None
     return Job(
-        tokenizer=tokenizer,
+        texts=TokenTexts(tokenizer),
         sampling=sampling,
         max_new_tokens=config.max_new_tokens,
         ends=end_tokens(loaded.model, tokenizer),
-        stop=StopStrings(tokenizer, config.stop) if config.stop else None,
+        stop=StopStrings(config.stop),
         encoder=PromptEncoder(
             tokenizer, context_length(loaded.model.config), chat=chat, system=config.system, template=form.template
         ),

@@ -1,20 +1,27 @@
-"""Text of one row while its tokens come in: whole characters, and nothing that may turn out to be a stop string."""
+"""Text of a sequence while its tokens come in: whole characters, and nothing that may turn out to be a stop string."""
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from skipdecode.data.stopping import find_stop, held_back
+from skipdecode.data.stopping import StopSearch, StopStrings
 from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.schedule import Schedule
 
-__all__ = ["Detokenizer", "Piece", "TextStream"]
+__all__ = ["Detokenizer", "Piece", "TextStream", "TokenTexts"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8, and so the most tokens of one."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""What `clean_up_tokenization` of transformers takes the spaces from, in its order."""
 
 
 class Piece(NamedTuple):
@@ -24,13 +31,67 @@ class Piece(NamedTuple):
     text: str
 
 
+class TokenTexts:
+    """What a tokenizer says of single tokens; made once for a tokenizer.
+
+    Attributes
+    ----------
+    special : dict of int to str
+        Tokens that no text shows, and how they are written.
+    cleans_up : bool
+        Whether the tokenizer takes spaces out of its texts.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self._tokenizer = tokenizer
+        self.special = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+        self._falls_back_to_bytes = b'"ByteFallback"' in decoder
+        # The byte that each character of a token stands for, where tokens are written in bytes.
+        self._alphabet: dict[str, int] | None = None
+        if type(getattr(backend, "decoder", None)).__name__ == "ByteLevel":
+            self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+        self.cleans_up = bool(tokenizer.clean_up_tokenization_spaces) and (
+            type(getattr(backend, "model", None)).__name__ != "BPE"
+            or tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+        )
+        self._known: dict[int, bytes | None] = {}
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that a token stands for in every text, none if it never shows; None if other tokens decide."""
+        if token not in self._known:
+            self._known[token] = self._bytes_of(token)
+        return self._known[token]
+
+    def text(self, tokens: list[int]) -> str:
+        """Tokens' text, not cleaned up."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        written = None if token in self.special else self._tokenizer.convert_ids_to_tokens(token)
+        if written is None:
+            return b""
+        if self._alphabet is None:
+            byte = _BYTE_TOKEN.fullmatch(written) if self._falls_back_to_bytes else None
+            return None if byte is None else bytes([int(byte[1], 16)])
+        if any(character not in self._alphabet for character in written):
+            return str(written).encode()
+        return bytes(map(self._alphabet.__getitem__, written))
+
+
 class Detokenizer:
-    """Turns a choice's tokens into text.
+    """Turns a sequence's tokens into text: that of all of them together, up to the first stop string.
+
+    The text is what the tokenizer's `decode` gives for all tokens, with one exception: where tokens are single bytes,
+    a byte that belongs to no character makes `decode` drop the whole characters beside it too; here they stay.
 
     Parameters
     ----------
-    stops : tuple of str
-        The text ends before the first of them; none is empty.
+    stops : StopStrings
+        The text ends before the first of them, or before a special token that is written as one of them is.
 
     Attributes
     ----------
@@ -38,34 +99,35 @@ class Detokenizer:
         Whether a stop string was found; nothing may be pushed after that.
     """
 
-    def __init__(self, tokenizer: Any, stops: tuple[str, ...] = ()) -> None:
-        self._decoder = _Decoder(tokenizer)
-        self._stops = stops
+    def __init__(self, texts: TokenTexts, stops: StopStrings) -> None:
+        self._texts = texts
+        self._decoder = _Decoder(texts)
+        wanted = set(stops.strings)
+        self._stop_tokens = {token for token, text in texts.special.items() if wanted and text in wanted}
+        self._search = StopSearch(stops)
         self._pending: deque[Piece] = deque()
-        self._tail = ""  # text of the pending pieces
+        self._known = self._shown = 0  # characters that were decoded, and of released pieces
         self.stopped = False
 
     def push(self, output: StepOutput) -> list[Piece]:
         """Take the next token; returns those whose text is decided now. Of the last token all that is held back."""
+        last = output.finish_reason is not None or output.token in self._stop_tokens
         text = self._decoder.push(output.token)
-        last = output.finish_reason is not None
         if last:
             text += self._decoder.rest()
         self._pending.append(Piece(output, text))
-        self._tail += text
-        found = find_stop(self._tail, self._stops)
-        if found is not None:
-            self.stopped = True
-            return self._cut(found)
-        return self._release(0 if last else held_back(self._tail, self._stops))
+        self._known += len(text)
+        end = self._search.push(text) if text else None
+        self.stopped = end is not None or output.token in self._stop_tokens
+        if end is not None:
+            return self._cut(end - self._shown)
+        return self._release(0 if last else self._search.held)
 
     def _release(self, held: int) -> list[Piece]:
-        free = len(self._tail) - held
         pieces = []
-        while self._pending and len(self._pending[0].text) <= free:
-            free -= len(self._pending[0].text)
+        while self._pending and self._shown + len(self._pending[0].text) <= self._known - held:
             pieces.append(self._pending.popleft())
-        self._tail = "".join(piece.text for piece in self._pending)
+            self._shown += len(pieces[-1].text)
         return pieces
 
     def _cut(self, length: int) -> list[Piece]:
@@ -151,32 +213,63 @@ class TextStream(Iterator[str]):
 
 
 class _Decoder:
-    """Text of tokens one by one, for tokenizers whose text of a token depends on the tokens before it.
+    """Text of tokens one by one.
 
-    Decodes a window that begins at a token boundary where the text was whole. Text that ends in a replacement character
-    is held back: the character's other bytes may come.
+    What is no bytes is decoded behind the token before it, on which its space may depend.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
-        self._known_tokens = 0
-        self._known = ""
+        self._context = 0  # tokens of the window whose text is out
+        self._stages = [_Replacer(old, old.strip(" ")) for old in _CLEAN_UP] if texts.cleans_up else []
 
     def push(self, token: int) -> str:
-        self._window.append(token)
-        text = self._text(self._window)
-        if len(text) <= len(self._known) or text.endswith(_UNFINISHED):
+        """The text that is certain now and was not before."""
+        raw = self._texts.bytes_of(token)
+        if raw == b"":
             return ""
-        new = text[len(self._known) :]
-        self._window = self._window[self._known_tokens :]
-        self._known_tokens = len(self._window)
-        self._known = self._text(self._window)
-        return new
+        if raw is None:
+            return self._cleaned(self._utf8.decode(b"", final=True) + self._windowed(token))
+        text = self._new() + self._utf8.decode(raw)
+        self._window, self._context = [token], 1
+        return self._cleaned(text)
 
     def rest(self) -> str:
         """What is held back."""
-        return self._text(self._window)[len(self._known) :]
+        return self._cleaned(self._utf8.decode(b"", final=True) + self._new(), last=True)
 
-    def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+    def _windowed(self, token: int) -> str:
+        self._window.append(token)
+        text, tokens = self._new(), self._window[self._context :]
+        if text.endswith(_UNFINISHED) and len(tokens) < _LONGEST_CHARACTER:
+            return ""  # the character's other bytes may come
+        self._window, self._context = tokens, len(tokens)
+        return text
+
+    def _new(self) -> str:
+        if len(self._window) == self._context:
+            return ""
+        before = self._texts.text(self._window[: self._context])
+        return self._texts.text(self._window)[len(before) :]
+
+    def _cleaned(self, text: str, *, last: bool = False) -> str:
+        for stage in self._stages:
+            text = stage.push(text, last=last)
+        return text
+
+
+class _Replacer:
+    """`str.replace` for a text that comes in parts."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+        self._held = ""
+
+    def push(self, part: str, *, last: bool) -> str:
+        *done, rest = (self._held + part).split(self._old)
+        sizes = range(min(len(self._old) - 1, len(rest)), 0, -1)
+        held = 0 if last else next((size for size in sizes if rest.endswith(self._old[:size])), 0)
+        self._held = rest[len(rest) - held :]
+        return self._new.join([*done, rest[: len(rest) - held]])

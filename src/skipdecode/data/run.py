@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from skipdecode.data.detokenizer import Detokenizer, TokenTexts
 from skipdecode.data.output import RowWriter
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
@@ -42,25 +43,24 @@ class Decoding:
         Most new tokens of a row; rows near the end of the context have room for fewer.
     ends : frozenset of int
         A row ends after any of these tokens.
-    stop : StopStrings, optional
+    stop : StopStrings
         What ends a text; it is cut off with all that follows.
     """
 
-    tokenizer: Any
+    texts: TokenTexts
     sampling: Sampling
     max_new_tokens: int
     ends: frozenset[int]
-    stop: StopStrings | None = None
+    stop: StopStrings = field(default_factory=StopStrings)
 
     def request(self, prompt: EncodedPrompt) -> Request:
         """A row for the engine."""
         room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
         return Request(tuple(prompt.token_ids), room, self.sampling.for_row(prompt.record.index), self.ends)
 
-    def text(self, tokens: list[int]) -> str:
-        """The text of a row's new tokens."""
-        text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        return text if self.stop is None else self.stop.cut(text)
+    def reader(self) -> Detokenizer:
+        """What makes text of a sequence's tokens, and finds its end in it."""
+        return Detokenizer(self.texts, self.stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ class Job(Decoding):
     repeat: Callable[[EncodedPrompt], str] | None = None
     full_depth: Callable[[int], Engine] | None = None
 
-    def row(self, prompt: EncodedPrompt, tokens: list[int], finish_reason: FinishReason) -> dict[str, Any]:
+    def row(self, prompt: EncodedPrompt, text: str, tokens: int, finish_reason: FinishReason) -> dict[str, Any]:
         """The output of a row that went well."""
         return {
             "id": prompt.record.id,
             **({} if self.repeat is None else {"prompt": self.repeat(prompt)}),
-            "text": self.text(tokens),
-            "new_tokens": len(tokens),
+            "text": text,
+            "new_tokens": tokens,
             "finish_reason": finish_reason,
         }
 
@@ -99,6 +99,8 @@ class _Open:
     """A row that is being generated."""
 
     prompt: EncodedPrompt
+    reader: Detokenizer
+    text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
 
@@ -124,7 +126,7 @@ class _Run:
         self.summary.bad_rows += len(bad)
         good = [prompt for prompt in prompts if prompt.error is None]
         numbers = self.engine.submit([self.job.request(prompt) for prompt in good])
-        self.open |= {number: _Open(prompt) for number, prompt in zip(numbers, good, strict=True)}
+        self.open |= {number: _Open(prompt, self.job.reader()) for number, prompt in zip(numbers, good, strict=True)}
         return len(bad)
 
     def step(self) -> int:
@@ -144,15 +146,17 @@ class _Run:
         if row is None:
             return False  # of a row that a stop string has ended
         row.tokens.append(out.token)
+        row.text += [piece.text for piece in row.reader.push(out)]
         reason = out.finish_reason
-        if reason is None and self.job.stop is not None and self.job.stop(row.tokens):
+        if row.reader.stopped:
             reason = "stop"
             self.engine.cancel(out.request)
         if reason is None:
             return False
         del self.open[out.request]
         self.summary.ended_at_once += reason == "eos" and len(row.tokens) == 1
-        self.writer.put(row.prompt.record.index, self.job.row(row.prompt, row.tokens, reason))
+        told = self.job.row(row.prompt, "".join(row.text), len(row.tokens), reason)
+        self.writer.put(row.prompt.record.index, told)
         self.summary.rows += 1
         self._keep_for_comparison(row)
         return True

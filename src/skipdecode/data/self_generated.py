@@ -233,6 +233,7 @@ class SelfGeneratedData:
         self, file: str, records: Sequence[Record], encoder: type[PromptEncoder], sampling: Sampling, most: int
     ) -> list[dict[str, Any]]:
         """The output rows of records, from the file that an earlier run left or made now."""
+        from skipdecode.data.detokenizer import TokenTexts
         from skipdecode.data.run import Job, generate_rows
         from skipdecode.engine.opening import end_tokens
 
@@ -241,7 +242,7 @@ class SelfGeneratedData:
             about = self._begun()
             write_whole(self.directory / _ABOUT, json.dumps(about) + "\n")
             job = Job(
-                tokenizer=tokenizer,
+                texts=TokenTexts(tokenizer),
                 sampling=sampling,
                 max_new_tokens=most,
                 ends=end_tokens(model, tokenizer),

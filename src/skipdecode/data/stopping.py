@@ -1,54 +1,94 @@
-"""Stop strings: text that ends an output, found while tokens come in and cut off at the end."""
+"""Stop strings: texts that end an output. The search reads each character once and never looks back at the text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from skipdecode.errors import UsageError
 
-__all__ = ["StopStrings", "cut_at", "find_stop", "held_back"]
-
-
-def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first of the stop strings begins; None if the text has none of them."""
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
-
-
-def cut_at(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string."""
-    return text[: find_stop(text, stops)]
-
-
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that is the beginning of a stop string."""
-    lengths = (
-        size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])
-    )
-    return max(lengths, default=0)
+__all__ = ["StopSearch", "StopStrings"]
 
 
 class StopStrings:
-    """Finds stop strings in the decoded text of a row; called with the row's new tokens, tells whether it is to end.
+    """The stop strings of a request, with what the search for them needs; all of its sequences share them.
+
+    The text ends before the stop string that is complete first. Of several that are complete at the same character, the
+    longest counts.
 
     Parameters
     ----------
     strings : sequence of str
-        Texts that end a row, none of them empty; also an attribute.
+        None of them is empty; also an attribute.
+
+    Raises
+    ------
+    UsageError
+        A stop string is empty or no text.
     """
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
-        if not all(strings):
-            raise UsageError("--stop does not accept an empty text: leave it out")
-        self._tokenizer = tokenizer
-        self.strings = tuple(strings)
-        # A token holds at least one byte, so a stop string that ends in the last token starts within these.
-        self._tail = max((len(s.encode()) for s in strings), default=0) + 1
-
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        text = self._tokenizer.decode(tokens[-self._tail :], skip_special_tokens=True)
-        return find_stop(text, self.strings) is not None
+    def __init__(self, strings: Sequence[str] = ()) -> None:
+        for text in strings:
+            if not isinstance(text, str):
+                raise UsageError(f"stop does not accept {text!r}: give a text or a list of texts")
+            if not text:
+                raise UsageError("--stop does not accept an empty text: leave it out")
+        self.strings = tuple(dict.fromkeys(strings))
+        self.borders = tuple(_borders(text) for text in self.strings)
+        self.starts = frozenset(text[0] for text in self.strings)
 
     def cut(self, text: str) -> str:
-        """`text` up to the first stop string."""
-        return cut_at(text, self.strings)
+        """The text up to the first stop string."""
+        return text[: StopSearch(self).push(text)]
+
+
+class StopSearch:
+    """The search for stop strings in one text that comes in parts (Knuth, Morris and Pratt's, one state for each).
+
+    Attributes
+    ----------
+    held : int
+        Length of the longest end of the text that is the beginning of a stop string.
+    """
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._matched = [0] * len(stops.strings)  # characters of each stop string that the text ends with
+        self._length = 0
+        self.held = 0
+
+    def push(self, part: str) -> int | None:
+        """Take the next part; where in the whole text the first stop string begins, None if there is none yet."""
+        if not self.held and self._stops.starts.isdisjoint(part):
+            self._length += len(part)
+            return None
+        found: tuple[int, int] | None = None  # the end and the beginning of the best match
+        for number, (stop, borders) in enumerate(zip(self._stops.strings, self._stops.borders, strict=True)):
+            matched = self._matched[number]
+            if not matched and stop[0] not in part:
+                continue
+            for at, character in enumerate(part, self._length + 1):
+                while matched and stop[matched] != character:
+                    matched = borders[matched - 1]
+                matched += stop[matched] == character
+                if matched == len(stop):
+                    match = at, at - matched
+                    found = match if found is None else min(found, match)
+                    break
+            self._matched[number] = matched
+        self._length += len(part)
+        if found is not None:
+            return found[1]
+        self.held = max(self._matched, default=0)
+        return None
+
+
+def _borders(text: str) -> list[int]:
+    """For each beginning of the text, the length of its longest proper beginning that it also ends with."""
+    borders = [0] * len(text)
+    matched = 0
+    for at in range(1, len(text)):
+        while matched and text[at] != text[matched]:
+            matched = borders[matched - 1]
+        matched += text[at] == text[matched]
+        borders[at] = matched
+    return borders

@@ -14,7 +14,7 @@ from typing import Any
 
 from skipdecode.common.registry import near
 from skipdecode.data.records import Template
-from skipdecode.data.stopping import cut_at
+from skipdecode.data.stopping import StopStrings
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
 __all__ = ["HubSource", "Task", "load_task", "task_names"]
@@ -101,7 +101,7 @@ class Task:
 
     def cut(self, output: str) -> str:
         """The output text up to the first stop string, without white space around it."""
-        return cut_at(output.lstrip(), self.stop).strip()
+        return StopStrings(self.stop).cut(output.lstrip()).strip()
 
 
 def task_names() -> tuple[str, ...]:

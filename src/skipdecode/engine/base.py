@@ -21,8 +21,8 @@ ENGINES = ("auto", "fast", "transformers")
 """What a user may ask for; see `skipdecode.engine.opening.open_fast`."""
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
 
-StopCheck = Callable[[Sequence[int]], bool]
-"""Asked with a row's new tokens after each step; True ends the row with reason "stop"."""
+StopCheck = Callable[[int, StepOutput], bool]
+"""Told of each new token, with the place of its request; True ends the sequence with reason "stop"."""
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Engine(ABC):
                 tokens[place].append(out.token)
                 if out.finish_reason is not None:
                     reasons[place] = out.finish_reason
-                elif should_stop is not None and should_stop(tokens[place]):
+                if should_stop is not None and should_stop(place, out):
                     reasons[place] = "stop"
                     self.cancel(out.request)
         return [Decoded(*row) for row in zip(tokens, reasons, strict=True)]

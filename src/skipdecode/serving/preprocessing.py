@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from skipdecode.data.detokenizer import Detokenizer
+from skipdecode.data.detokenizer import Detokenizer, TokenTexts
 from skipdecode.data.forms import PromptField
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
+from skipdecode.data.stopping import StopStrings
 from skipdecode.engine.requests import Request, Sampling, row_seed
 from skipdecode.serving.catalog import Catalog
 from skipdecode.serving.errors import ApiError
@@ -56,7 +57,7 @@ class Preprocessor:
         use_template: bool = True,
     ) -> None:
         self.context = context
-        self._decoding = copy.deepcopy(tokenizer)
+        self._texts = TokenTexts(copy.deepcopy(tokenizer))
         # Without the context, which binds generation and not /tokenize: `_check_length` knows it.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = PromptEncoder(self._tokenizer, None)
@@ -94,11 +95,12 @@ class Preprocessor:
             deadline=arrived + self._limits.max_seconds,
             max_unread=self._limits.max_unread_tokens,
         )
+        stops = StopStrings(request.stops)
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
             new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
             engine_request = Request(tuple(prompt), new_tokens, sampling, self._end_tokens)
-            detokenizer = Detokenizer(self._decoding, request.stops)
+            detokenizer = Detokenizer(self._texts, stops)
             state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer))
         return state
 
