@@ -123,9 +123,8 @@ def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, 
     lengths = [max(2, len(tokenizer(row["texts"]["base"]).input_ids)) for row in rows]
     source = open_engines(loaded.model, "fast", note)
     methods = [Full(source), *(Scheduled(Schedule.load(str(file)), source) for file in schedules)]
-    full, *others = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=1)
-    found = (speed_entries(timing, full, EvaluationSettings(), {}) for timing in others)
-    return {method.name: entry for method, entry in zip(methods[1:], found, strict=True)}
+    turns = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=1)
+    return {m.name: speed_entries(turns, m, methods[0], EvaluationSettings(), {}) for m in methods[1:]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

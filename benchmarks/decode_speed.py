@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.performance.bench.workload import GEOMETRIES, build
 from skipdecode.performance.measure import measure_cost
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     cost = measure_cost(model, batch=options.batch, prompt_len=options.prompt, reuse=False, progress=True)
     schedules = {1.0: Schedule.full(layers)}
     schedules |= {s: Schedule.from_speedup(layers, s, options.new) for s in options.nominal}
-    seconds: dict[float, list[float]] = {s: [] for s in schedules}
+    watch = Stopwatch[float, float](schedules)
     held: dict[float, tuple[int, int]] = {}
     prompt = torch.randint(5, 1000, (options.batch, options.prompt))
     with attach(model, schedules[1.0]) as attachment:
@@ -55,30 +55,32 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits
         token = logits[:, -1:].argmax(-1)
         bar = tqdm(total=options.rounds * len(schedules), unit="run")
+
+        def lap(speedup: float) -> float:
+            attachment.schedule = schedules[speedup]
+            taken, filled = decode_seconds(model, cache, token, options.new)
+            held[speedup] = (filled.kv_bytes(), filled.kv_bytes_full())
+            bar.update()
+            return taken
+
         for _ in range(options.rounds):
-            for speedup, schedule in schedules.items():
-                attachment.schedule = schedule
-                taken, filled = decode_seconds(model, cache, token, options.new)
-                seconds[speedup].append(taken)
-                held[speedup] = (filled.kv_bytes(), filled.kv_bytes_full())
-                bar.update()
+            watch.lap(lap)
         bar.close()
-    medians = {s: statistics.median(values) for s, values in seconds.items()}
     rows = []
     for speedup, schedule in schedules.items():
         predicted = cost.speedup(schedule, options.prompt, options.new)
-        measured = medians[1.0] / medians[speedup]
+        measured = watch.ratio(1.0, speedup, float) or 0.0
         rows.append(
             {
                 "engine": "transformers",
                 "batch": options.batch,
                 "nominal_speedup": speedup,
                 "mean_layers": schedule.mean_budget(options.new - 1),
-                "decode_tokens_per_s": options.batch * (options.new - 1) / medians[speedup],
+                "decode_tokens_per_s": options.batch * (options.new - 1) / watch.seconds(speedup, float),
                 "decode_speedup": measured,
                 "predicted_speedup": predicted,
                 "measured_over_predicted": measured / predicted,
-                "seconds": seconds[speedup],
+                "seconds": watch.laps(speedup),
                 "kv_bytes": held[speedup][0],
                 "kv_bytes_full": held[speedup][1],
             }

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import encode_prompts
 from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
@@ -134,24 +135,27 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     for batch, nominal in itertools.product((1, 32), (1.0, 5.0)):
         schedule = loaded.schedule.with_speedup(nominal)
         requests = [Request(text, 41) for text in prompts[: options.speed_rows * (1 if batch == 1 else 8)]]
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        tokens: dict[bool, list[list[int]]] = {}
-        for turn in range(options.rounds + 1):
-            for on in (True, False) if turn % 2 else (False, True):
-                fast.head.short_from = 0 if on else math.inf
-                engine = FastEngine(fast, schedule, max_rows=batch)
-                tokens[on] = [row.tokens for row in engine.decode(requests)]
-                if turn:
-                    seconds[on].append(engine.stats.after_prompts / engine.stats.steps)
-        gains = [full / short for full, short in zip(seconds[False], seconds[True], strict=True)]
+        watch, tokens = Stopwatch[bool, float]((False, True)), dict[bool, list[list[int]]]()
+
+        def lap(
+            on: bool, schedule: Any = schedule, batch: int = batch, asked: Any = requests, said: Any = tokens
+        ) -> float:
+            fast.head.short_from = 0 if on else math.inf
+            engine = FastEngine(fast, schedule, max_rows=batch)
+            said[on] = [row.tokens for row in engine.decode(asked)]
+            return engine.stats.after_prompts / engine.stats.steps
+
+        lap(True), lap(False)
+        for _ in range(options.rounds):
+            watch.lap(lap)
         rows.append(
             {
                 "batch": batch,
                 "nominal_speedup": nominal,
-                "full_head_ms": 1000 * statistics.median(seconds[False]),
-                "ms": 1000 * statistics.median(seconds[True]),
-                "gain": statistics.median(gains),
-                "gains": gains,
+                "full_head_ms": 1000 * watch.seconds(False, float),
+                "ms": 1000 * watch.seconds(True, float),
+                "gain": watch.ratio(False, True, float),
+                "gains": [full / short for full, short in zip(watch.laps(False), watch.laps(True), strict=True)],
                 "same_tokens": tokens[True] == tokens[False],
             }
         )

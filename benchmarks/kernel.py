@@ -12,12 +12,12 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from skipdecode.common.kinds import heading
+from skipdecode.common.stopwatch import Stopwatch, timed
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.spec import LinearSpec
 
@@ -34,14 +34,8 @@ WORKING_SET = 150 * 2**20  # bytes of weights in turn: well beyond the last cach
 def read_bandwidth() -> float:
     """GB/s of a large sum, the median of 5."""
     data = torch.ones(32 * 2**20, dtype=torch.int64)
-    times = [seconds(data.sum) for _ in range(5)]
+    times = [timed(data.sum) for _ in range(5)]
     return data.nbytes / statistics.median(times) / 1e9
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, budget: float) -> dict[str, float]:
@@ -65,13 +59,12 @@ def measure(shape: tuple[int, int], rows: int, dtype: torch.dtype, budget: float
             functional.linear(narrow, w)
 
     candidates = {"skipdecode (native)": ours, "F.linear": torchs}
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+    watch = Stopwatch[str, float](candidates)
     end = time.perf_counter() + budget
-    while time.perf_counter() < end or len(times["F.linear"]) < 3:
-        for name, call in candidates.items():
-            times[name].append(seconds(call))
+    while time.perf_counter() < end or len(watch.laps("F.linear")) < 3:
+        watch.lap(lambda name: timed(candidates[name]))
     size = count * weights[0].nbytes
-    return {name: size / statistics.median(t) / 1e9 for name, t in times.items()}
+    return {name: size / watch.seconds(name, float) / 1e9 for name in candidates}
 
 
 def main() -> None:

@@ -60,16 +60,14 @@ def cell(
     methods = [Full(source), *(Scheduled(schedule, source) for schedule in chosen)]
     meter.run(3, 0.1)
     with progress_bar(ROUNDS * rows, "row", name=f"{lengths} x {batch}") as bar:
-        full, *others = time_equal_lengths(
-            model, methods, prompts, [new_tokens] * rows, batch_size=batch, progress=bar.update
-        )
+        lengths_of = [new_tokens] * rows
+        turns = time_equal_lengths(model, methods, prompts, lengths_of, batch_size=batch, progress=bar.update)
     meter.run(3, 0.1)
     cost = meter.cost()
-    return [
-        row(cost, schedule, (prompt_len, new_tokens), speed_entries(timing, full, EvaluationSettings(), {}))
-        | {"lengths": lengths, "batch": batch, "prompt_len": prompt_len, "new_tokens": new_tokens}
-        for schedule, timing in zip(chosen, others, strict=True)
-    ]
+    about = {"lengths": lengths, "batch": batch, "prompt_len": prompt_len, "new_tokens": new_tokens}
+    speeds = [speed_entries(turns, method, methods[0], EvaluationSettings(), {}) for method in methods[1:]]
+    tokens = prompt_len, new_tokens
+    return [row(cost, schedule, tokens, speed) | about for schedule, speed in zip(chosen, speeds, strict=True)]
 
 
 def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dict[str, Any]) -> dict[str, Any]:

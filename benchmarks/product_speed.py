@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn import functional
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
+from skipdecode.common.stopwatch import timed
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.feeds import TokenRows
 from skipdecode.models.families import unwrap
@@ -34,12 +34,6 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_products
 
 ROWS = 512
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def prompt_call(fast: FastModel, tokens: int) -> Callable[[], object]:
@@ -71,7 +65,7 @@ def linear_rate(fast: FastModel) -> float:
         for x, weight in zip(inputs, weights, strict=True):
             functional.linear(x, weight)
 
-    return 2 * ROWS * sum(weight.numel() for weight in weights) / min(seconds(all_of_them) for _ in range(5))
+    return 2 * ROWS * sum(weight.numel() for weight in weights) / min(timed(all_of_them) for _ in range(5))
 
 
 @torch.inference_mode()
@@ -92,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rates["bfloat16"] += [best] * kept
         rates["w8a8"] += [measure_products("w8a8")] * kept
         for key, call in calls.items():
-            prompts[key] += [min(seconds(call) for _ in range(3))] * kept
+            prompts[key] += [min(timed(call) for _ in range(3))] * kept
         for name, batch in steps:
             rows = Rows(batch, options.prompt, 9)
             took = statistics.median(peers[name].step_seconds(full, rows))

@@ -30,7 +30,7 @@ from skipdecode.engine.opening import open_engines
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import ROUNDS, WHAT, Timing, speed_entries, time_equal_lengths
+from skipdecode.evaluation.speed import ROUNDS, WHAT, Turns, medians_of, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
 
 
@@ -75,9 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts, lengths = records_of(runs[0].path, options.limit)
     size = options.batch_size
     with progress_bar(ROUNDS * len(prompts), "record") as bar:
-        timings = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=size, progress=bar.update)
+        turns = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=size, progress=bar.update)
     about = {"records": len(prompts), "batch_size": size, "dtype": options.dtype, "engine": source.name}
-    write_whole(options.out, json.dumps(document(timings, works, about), indent=1) + "\n")
+    write_whole(options.out, json.dumps(document(turns, works, about), indent=1) + "\n")
     return 0
 
 
@@ -98,13 +98,13 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [row["work"] for row in read_result(out, "schedule-speed")["rows"]]
 
 
-def document(timings: Sequence[Timing], works: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+def document(turns: Turns, works: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
     """What is written; full depth's times come first."""
-    full, *others = timings
+    full, *others = turns.sides
     rows = []
     theirs = others[len(works)] if len(others) > len(works) else None
-    for timing, work in zip(others, works, strict=False):
-        found = speed_entries(timing, full, EvaluationSettings(), {})
+    for method, work in zip(others, works, strict=False):
+        found = speed_entries(turns, method, full, EvaluationSettings(), {})
         bounds = {name: value and [value["low"], value["high"]] for name, value in found.items() if "_interval" in name}
         rows.append({"work": work, **found, **bounds})
         del rows[-1]["full_depth_speed"]
@@ -114,8 +114,8 @@ def document(timings: Sequence[Timing], works: Sequence[dict[str, Any]], about: 
         "what": WHAT,
         "rounds": ROUNDS,
         **about,
-        "full_depth": full.to_dict(),
-        "transformers": theirs and theirs.to_dict(),
+        "full_depth": medians_of(turns, full),
+        "transformers": theirs and medians_of(turns, theirs),
         "rows": rows,
     }
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from skipdecode import Schedule, attach
 from skipdecode.common.allocator import keep_freed_memory
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
+from skipdecode.common.stopwatch import Stopwatch, timed
 from skipdecode.data.prompts import Example
 from skipdecode.performance.bench.workload import GEOMETRIES, build
 from skipdecode.tuning.collate import collate
@@ -51,26 +50,27 @@ def measure(full: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
         for i in range(options.batch)
     ]
     batch = collate(examples, 0).to(accelerator.device)
-    seconds: dict[float, list[float]] = {s: [] for s in schedules}
+    watch = Stopwatch[float, float](schedules)
     bar = tqdm(total=(options.rounds + 1) * len(schedules), unit="step", desc="full" if full else "lora")
-    for number in range(options.rounds + 1):
-        for speedup, schedule in schedules.items():
-            attachment.schedule = schedule
-            start = time.perf_counter()
-            step([batch], config.learning_rate)
-            if number:  # The first round warms up.
-                seconds[speedup].append(time.perf_counter() - start)
-            bar.update()
+
+    def lap(speedup: float) -> float:
+        attachment.schedule = schedules[speedup]
+        bar.update()
+        return timed(lambda: step([batch], config.learning_rate))
+
+    for speedup in schedules:
+        lap(speedup)
+    for _ in range(options.rounds):
+        watch.lap(lap)
     bar.close()
     attachment.detach()
-    medians = {s: statistics.median(values) for s, values in seconds.items()}
     return [
         {
             "weights": "all" if full else "lora",
             "nominal_speedup": speedup,
-            "tokens_per_s": batch.tokens / medians[speedup],
-            "speedup": medians[1.0] / medians[speedup],
-            "seconds": seconds[speedup],
+            "tokens_per_s": batch.tokens / watch.seconds(speedup, float),
+            "speedup": watch.ratio(1.0, speedup, float),
+            "seconds": watch.laps(speedup),
         }
         for speedup in schedules
     ]

@@ -18,7 +18,7 @@ from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.results import Run, load_run
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
+from skipdecode.evaluation.speed import medians_of, speed_entries, time_equal_lengths
 from tiny import LAYERS, tiny_model
 
 
@@ -101,11 +101,11 @@ def test_every_method_gives_each_row_the_same_number_of_tokens(drafts: bool):
     methods = [Full(), Untouched(), Scheduled(Schedule.constant(LAYERS, 4)), *others]
     size = 1 if drafts else 2
     seen: list[int] = []
-    timings = time_equal_lengths(model, methods, prompts, lengths, batch_size=size, progress=seen.append)
+    turns = time_equal_lengths(model, methods, prompts, lengths, batch_size=size, progress=seen.append)
     assert sum(seen) == 3 * len(prompts)
-    for timing in timings:
-        assert timing.to_dict()["fed_tokens"] == sum(lengths) - len(lengths)
-        assert len(timing.batches) == (3 if drafts else 2)
-        found = speed_entries(timing, timings[0], EvaluationSettings(resamples=20), {})
+    for method in methods:
+        assert len(turns.rounds(method)) == (3 if drafts else 2)
+        found = speed_entries(turns, method, methods[0], EvaluationSettings(resamples=20), {})
+        assert found["speed"]["fed_tokens"] == sum(lengths) - len(lengths)
         assert found["measured_speedup"] > 0 < found["measured_speedup_with_prompt"]
-    assert timings[2].to_dict()["layers_per_token"] == 4
+    assert medians_of(turns, methods[2])["layers_per_token"] == 4

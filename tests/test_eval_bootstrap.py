@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import sacrebleu
 
+from skipdecode.common.bootstrap import compare, interval
 from skipdecode.errors import DataError, UsageError
-from skipdecode.evaluation.bootstrap import compare, interval
 from skipdecode.evaluation.metrics import make_metrics
 
 

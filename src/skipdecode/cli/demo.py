@@ -14,11 +14,11 @@ import json
 import shlex
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
 from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
@@ -29,8 +29,9 @@ from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.common.stopwatch import Stopwatch
     from skipdecode.data.prompts import EncodedPrompt
-    from skipdecode.engine.base import Engine, EngineStats
+    from skipdecode.engine.base import EngineStats
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
@@ -68,7 +69,7 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
 
     model: str = option(MODEL, default=_DEFAULT)
     max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
-    rounds: int = option("times that every schedule runs, in turn; the fastest counts", default=2, least=1)
+    rounds: int = option("times that every schedule runs, in turn; medians count", default=3, least=1)
     quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)
     json: bool = option("print one JSON document instead", default=False)
 
@@ -92,7 +93,7 @@ def run(config: Config) -> int:
         for part, setting in zip(parts, settings, strict=True):
             print("\n".join(_lines(part, setting, width)))
         speeds = "; ".join(f"{name}: {counts}" for name, counts in SPEEDUPS.items())
-        speeds += f". Times are measured, full depth / schedule, the fastest of --rounds {config.rounds}."
+        speeds += f". Times are measured, full depth / schedule, medians of --rounds {config.rounds}."
         print("\n".join(["", *textwrap.wrap(speeds, width), "", *_next_steps(config)]))
     return 0
 
@@ -105,6 +106,13 @@ class _Run:
     loaded: LoadedModel
     schedule: Schedule
     shown: bool = True
+
+
+class _Lap(NamedTuple):
+    """What decoding of all prompts under a schedule took, and the new tokens of each."""
+
+    stats: EngineStats
+    tokens: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -214,35 +222,39 @@ def _once(line: str) -> None:
 def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     """Every run on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
     from skipdecode.common.progress import progress_bar
+    from skipdecode.common.stopwatch import Stopwatch
     from skipdecode.engine.opening import end_tokens, open_engines
     from skipdecode.engine.requests import Request
 
     models = {id(run.loaded): run.loaded for run in setting.runs}
     sources = {key: open_engines(each.model, config.engine, _once, config.quantization) for key, each in models.items()}
 
-    def decode(run: _Run, rows: int, tokens: int) -> tuple[Engine, list[list[int]]]:
+    def decode(run: _Run, rows: int, tokens: int) -> _Lap:
         engine = sources[id(run.loaded)].engine(run.schedule, max_rows=rows)
         decoded = engine.decode([Request(tuple(p.token_ids), tokens) for p in setting.prompts[:rows]])
-        return engine, [row.tokens for row in decoded]
+        return _Lap(engine.stats, [row.tokens for row in decoded])
 
     for each in {id(run.loaded): run for run in setting.runs}.values():
         decode(each, 1, 2)
-    found: list[list[tuple[Engine, list[list[int]]]]] = [[] for _ in setting.runs]
-    with progress_bar(config.rounds * len(found), "run", leave=False) as bar:
+    watch = Stopwatch[int, _Lap](range(len(setting.runs)))
+    with progress_bar(config.rounds * len(setting.runs), "run", leave=False) as bar:
+
+        def lap(number: int) -> _Lap:
+            bar.update()
+            return decode(setting.runs[number], len(setting.prompts), config.max_new_tokens)
+
         for _ in range(config.rounds):
-            for each, results in zip(setting.runs, found, strict=True):
-                results.append(decode(each, len(setting.prompts), config.max_new_tokens))
-                bar.update()
+            watch.lap(lap)
     first = setting.runs[0].loaded
     ends = end_tokens(first.model, first.tokenizer)
     shown = [
         {
             "name": each.name,
             "schedule": each.schedule.to_dict(),
-            **_figures([engine.stats for engine, _ in results], [engine.stats for engine, _ in found[0]]),
-            "texts": [_text(first.tokenizer, tokens, ends) for tokens in results[0][1]],
+            **_figures(watch, number),
+            "texts": [_text(first.tokenizer, tokens, ends) for tokens in watch.laps(number)[0].tokens],
         }
-        for each, results in zip(setting.runs, found, strict=True)
+        for number, each in enumerate(setting.runs)
     ]
     asked = [
         {"id": str(p.record.id), "prompt": str(p.record.prompt).removeprefix(_INSTRUCTION).strip()}
@@ -251,20 +263,22 @@ def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     return {"title": setting.title, "engine": sources[id(first)].name, "prompts": asked, "runs": shown}
 
 
-def _figures(rounds: Sequence[EngineStats], full: Sequence[EngineStats]) -> dict[str, float]:
-    """What the rounds of one schedule gave, next to those of full depth."""
-    one = rounds[0]
-    # Whatever else the machine does can only slow a run down.
-    decode, full_decode = (min(stats.after_prompts for stats in each) for each in (rounds, full))
-    request, full_request = (min(stats.seconds for stats in each) for each in (rounds, full))
+_CLOCKS: dict[str, Callable[[_Lap], float]] = {
+    "decode": lambda lap: lap.stats.after_prompts,
+    "request": lambda lap: lap.stats.seconds,
+}
+
+
+def _figures(watch: Stopwatch[int, _Lap], number: int) -> dict[str, float | None]:
+    """What the rounds of one schedule gave, next to those of full depth, the first."""
+    one, full = watch.laps(number)[0].stats, watch.laps(0)[0].stats
+    seconds = {name: watch.seconds(number, clock) for name, clock in _CLOCKS.items()}
     return {
         "layers_per_token": one.token_layers / one.fed_tokens,
-        "nominal_speedup": full[0].token_layers / one.token_layers,
-        "measured_decode_speedup": full_decode / decode,
-        "measured_request_speedup": full_request / request,
-        "decode_s": decode,
-        "request_s": request,
-        "decode_tokens_per_s": one.fed_tokens / decode,
+        "nominal_speedup": full.token_layers / one.token_layers,
+        **{f"measured_{name}_speedup": watch.ratio(0, number, clock) for name, clock in _CLOCKS.items()},
+        **{f"{name}_s": value for name, value in seconds.items()},
+        "decode_tokens_per_s": one.fed_tokens / seconds["decode"],
         "kv_bytes": one.kv_bytes_peak,
         "kv_saved_share": 1 - one.kv_bytes_peak / one.kv_bytes_full_peak,
     }

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +20,7 @@ from skipdecode.data.prompts import EncodedPrompt, PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary, SpeedComparison
-from skipdecode.engine.base import Engine
+from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
 from skipdecode.errors import DataError, WorkError
 
@@ -237,23 +238,22 @@ def _windows(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
 def _compared(
     batches: list[list[Request]], ours: Callable[[int], Engine], full: Callable[[int], Engine]
 ) -> SpeedComparison:
-    """Time both sides on each batch for as many steps as its longest row took; every other batch in the other order."""
+    """Time both sides on each batch for as many steps as its longest row took."""
     found = SpeedComparison()
+    engines: dict[Literal["schedule", "full"], Callable[[int], Engine]] = {"schedule": ours, "full": full}
+
+    def decode(side: Literal["schedule", "full"], batch: list[Request], tokens: int) -> EngineStats:
+        engine = engines[side](len(batch))
+        engine.decode([Request(request.prompt, tokens) for request in batch])
+        return engine.stats
+
     warm = False
     for batch in batches:
         tokens = max(request.max_new_tokens for request in batch)
         if tokens < 2:
             continue  # without decode steps it tells nothing
-        for side in () if warm else (ours, full):
-            _timed(side, batch, min(tokens, _WARM_UP_TOKENS))
+        for side in () if warm else engines:
+            decode(side, batch, min(tokens, _WARM_UP_TOKENS))
         warm = True
-        sides = [(ours, found.ours), (full, found.full)]
-        for side, stats in sides if len(found.ours) % 2 else sides[::-1]:
-            stats.append(_timed(side, batch, tokens).stats)
+        found.lap(partial(decode, batch=batch, tokens=tokens))
     return found
-
-
-def _timed(side: Callable[[int], Engine], batch: list[Request], tokens: int) -> Engine:
-    engine = side(len(batch))
-    engine.decode([Request(request.prompt, tokens) for request in batch])
-    return engine

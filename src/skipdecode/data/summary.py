@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from skipdecode.common.progress import note
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import EncodedPrompt
 from skipdecode.engine.base import EngineStats
 from skipdecode.schedule import Schedule
@@ -16,39 +16,30 @@ __all__ = ["BadRows", "RunSummary", "SpeedComparison", "schedule_line", "summary
 _BAD_ROWS_SHOWN = 20
 
 
-@dataclass
-class SpeedComparison:
-    """The same batches under the schedule and at full depth, for as many steps, in alternating order.
+class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
+    """The same batches under the schedule and at full depth, for as many steps, in turn: a round each."""
 
-    Parameters
-    ----------
-    ours, full : list of EngineStats
-        Of each batch, under the schedule and at full depth.
-    """
-
-    ours: list[EngineStats] = field(default_factory=list)
-    full: list[EngineStats] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(("schedule", "full"))
 
     def to_dict(self) -> dict[str, Any] | None:
         """JSON-ready; None if no batch had a decode step."""
-        if not self.ours:
+        ours, full = self.laps("schedule"), self.laps("full")
+        if not ours:
             return None
-        pairs = list(zip(self.full, self.ours, strict=True))
-        fed, layers, full_layers = (
-            sum(getattr(stats, name) for stats in side)
-            for side, name in ((self.ours, "fed_tokens"), (self.ours, "token_layers"), (self.full, "token_layers"))
-        )
+        fed, layers = sum(stats.fed_tokens for stats in ours), sum(stats.token_layers for stats in ours)
+        full_layers = sum(stats.token_layers for stats in full)
         return {
-            "batches": len(pairs),
+            "batches": len(ours),
             "full_layers_per_token": full_layers / fed,
             "layers_per_token": layers / fed,
             "nominal_speedup": full_layers / layers,
-            "full_decode_tokens_per_s": fed / sum(stats.after_prompts for stats in self.full),
-            "decode_tokens_per_s": fed / sum(stats.after_prompts for stats in self.ours),
-            "measured_decode_speedup": statistics.median(f.after_prompts / o.after_prompts for f, o in pairs),
-            "full_request_tokens_per_s": _rate(self.full),
-            "request_tokens_per_s": _rate(self.ours),
-            "measured_request_speedup": statistics.median(f.seconds / o.seconds for f, o in pairs),
+            "full_decode_tokens_per_s": fed / sum(stats.after_prompts for stats in full),
+            "decode_tokens_per_s": fed / sum(stats.after_prompts for stats in ours),
+            "measured_decode_speedup": self.ratio("full", "schedule", lambda stats: stats.after_prompts),
+            "full_request_tokens_per_s": _rate(full),
+            "request_tokens_per_s": _rate(ours),
+            "measured_request_speedup": self.ratio("full", "schedule", lambda stats: stats.seconds),
         }
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from skipdecode.common.bootstrap import Interval, Paired, compare
 from skipdecode.errors import DataError
-from skipdecode.evaluation.bootstrap import Interval, Paired, compare
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.scores import FIDELITY, IN_NATS, scorer_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode.common.journal import KeptValues
 from skipdecode.evaluation.methods.base import Generation, Method
-from skipdecode.evaluation.speed import Timing, batches
+from skipdecode.evaluation.speed import batches, timing_of
 
 __all__ = ["Outputs", "generate_all"]
 
@@ -18,14 +18,18 @@ _LEAST_TURNS = 8  # where there are records enough: what an interrupted run keep
 
 @dataclass(frozen=True)
 class Outputs:
-    """What one method gave: tokens of every record in the order of the prompts, and the times.
+    """What one method gave: tokens of every record in the order of the prompts, and what each batch took.
 
     `full` are full depth's tokens, to compare with; empty if it was not run, or for full depth itself.
     """
 
     tokens: list[list[int]]
-    timing: Timing
+    batches: list[Generation]
     full: list[list[int]] = field(default_factory=list)
+
+    def timing(self) -> dict[str, float | None]:
+        """JSON-ready sums over the batches, and rates."""
+        return timing_of(self.batches)
 
 
 def generate_all(
@@ -59,4 +63,4 @@ def generate_all(
             for index, row in zip(indices, generation.tokens, strict=True):
                 outputs[index] = row
         progress(len(indices))
-    return [Outputs(given, Timing(generations)) for given, generations in zip(tokens, taken, strict=True)]
+    return [Outputs(*each) for each in zip(tokens, taken, strict=True)]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from skipdecode.common.bootstrap import Table, ratio_of_sums
 from skipdecode.common.registry import Registry
 from skipdecode.errors import DataError, ModelLoadError
-from skipdecode.evaluation.bootstrap import Table, ratio_of_sums
 from skipdecode.evaluation.settings import MetricOptions
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "check_metrics", "make_metrics"]

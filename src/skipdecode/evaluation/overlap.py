@@ -7,8 +7,8 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from skipdecode.common.bootstrap import Table
 from skipdecode.errors import MissingExtraError
-from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.metrics import MeanMetric, Metric
 from skipdecode.evaluation.settings import MetricOptions
 

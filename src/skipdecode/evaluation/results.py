@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from skipdecode.common.bootstrap import Table
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import KeptValues, is_begun
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.errors import DataError, OutputError
-from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def run_document(
         # Evenly over the data, the same for every run on it.
         "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
         # Times of outputs that end where the method ends them: no measure of its speed.
-        "free_running": outputs.timing.to_dict(),
+        "free_running": outputs.timing(),
         "outputs": OUTPUTS_FILE,
         "config": about,
         "environment": environment(),

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from skipdecode.common.bootstrap import Table
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.prompts import encode_prompts, prompt_room, response_ids
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.evaluation.bootstrap import Table
 from skipdecode.evaluation.generate import Outputs, generate_all
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.metrics import Metric

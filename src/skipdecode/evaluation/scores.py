@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.common.registry import check_name
-from skipdecode.evaluation.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.evaluation.metrics import METRICS
 
 __all__ = ["FIDELITY", "IN_NATS", "Scored", "free_running", "ratio_score", "scorer_of", "table_of"]

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from skipdecode.common.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.evaluation.bootstrap import Table, compare, interval, ratio_of_sums
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.scores import ratio_score, table_of
 from skipdecode.evaluation.settings import EvaluationSettings

@@ -6,53 +6,55 @@ a token. So their times are no measure of a method's speed. Here the lengths are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
-from skipdecode.evaluation.bootstrap import Table, compare
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.evaluation.methods.base import Generation, Method
 from skipdecode.evaluation.settings import EvaluationSettings
 
-__all__ = ["ROUNDS", "WHAT", "Timing", "batches", "measured_speeds", "speed_entries", "time_equal_lengths"]
+__all__ = [
+    "ROUNDS",
+    "WHAT",
+    "Turns",
+    "batches",
+    "measured_speeds",
+    "medians_of",
+    "speed_entries",
+    "time_equal_lengths",
+    "timing_of",
+]
 
 ROUNDS = 3
 WHAT = "outputs of the lengths of the references, all methods in turn on the same batches, medians of rounds"
 _WARM_UP_TOKENS = 4
 _BATCHES = 4
 _LEAST_ROWS = 16
-_SPEEDUPS = {
-    "measured_speedup_with_prompt": ("prompt_seconds", "decode_seconds"),
-    "measured_speedup": ("decode_seconds",),
+_SPEEDUPS: dict[str, Callable[[Generation], float]] = {
+    "measured_speedup_with_prompt": lambda g: g.prompt_seconds + g.decode_seconds,
+    "measured_speedup": lambda g: g.decode_seconds,
 }
 
+Turns = Stopwatch[Method, Generation]
+"""Methods in turn on the same batches."""
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds and work of one method, batch by batch."""
 
-    batches: Sequence[Generation]
-
-    def seconds(self, parts: Sequence[str]) -> Table:
-        """Seconds of each batch, (batches, 1)."""
-        return np.asarray([[sum(getattr(g, part) for part in parts)] for g in self.batches], dtype=np.float64)
-
-    def to_dict(self) -> dict[str, float | None]:
-        """JSON-ready sums over batches, and rates; `tokens_per_s` is of decoding."""
-        names = ("prompt_seconds", "decode_seconds", "positions", "fed_tokens", "layer_tokens")
-        prompt, decode, positions, fed, layers = (float(sum(getattr(g, n) for g in self.batches)) for n in names)
-        return {
-            "seconds": prompt + decode,
-            **dict(zip(names, (prompt, decode, positions, fed, layers), strict=True)),
-            "layers_per_token": layers / fed if fed else None,
-            "ms_per_position": 1000 * decode / positions if positions else None,
-            "tokens_per_s": fed / decode if decode else None,
-        }
+def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:
+    """JSON-ready sums over the batches of one method, and rates; `tokens_per_s` is of decoding."""
+    done = list(batches)
+    names = ("prompt_seconds", "decode_seconds", "positions", "fed_tokens", "layer_tokens")
+    prompt, decode, positions, fed, layers = (float(sum(getattr(g, n) for g in done)) for n in names)
+    return {
+        "seconds": prompt + decode,
+        **dict(zip(names, (prompt, decode, positions, fed, layers), strict=True)),
+        "layers_per_token": layers / fed if fed else None,
+        "ms_per_position": 1000 * decode / positions if positions else None,
+        "tokens_per_s": fed / decode if decode else None,
+    }
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -70,36 +72,41 @@ def time_equal_lengths(
     batch_size: int,
     kept: KeptValues | None = None,
     progress: Callable[[int], None] = lambda rows: None,
-) -> list[Timing]:
-    """The times of methods, in their order; of each batch the median of `ROUNDS` rounds.
+) -> Turns:
+    """Have methods take turns on each batch, `ROUNDS` times.
 
     `prompts` are token ids of each row, `lengths` how many new tokens it gets. `kept` has turns that an earlier,
     interrupted run finished, and takes those of this one. `progress` is told the rows of each turn of all methods.
     """
     groups = batches([len(prompt) for prompt in prompts], batch_size)
-    turns: list[list[list[Generation]]] = [[] for _ in groups]
+    turns = Turns(methods)
     warm = False
     for turn in range(ROUNDS * len(groups)):
-        indices = groups[turn % len(groups)]
-        rows, each = [prompts[i] for i in indices], [lengths[i] for i in indices]
-        done = [Generation(**g) for g in (kept and kept.get(f"speed {turn}")) or ()]
-        if not done:
+        number = turn % len(groups)
+        rows, each = [prompts[i] for i in groups[number]], [lengths[i] for i in groups[number]]
+        if done := kept and kept.get(f"speed {turn}"):
+            turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
+        else:
             for method in () if warm else methods:
                 method.generate(model, rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
             warm = True
-            order = [(turn + i) % len(methods) for i in range(len(methods))]
-            found = {i: methods[i].generate(model, rows, max_new_tokens=each, eos=set()) for i in order}
-            done = [replace(found[i], tokens=[]) for i in range(len(methods))]
+
+            def generate(method: Method, rows: Any = rows, each: Any = each) -> Generation:
+                return replace(method.generate(model, rows, max_new_tokens=each, eos=set()), tokens=[])
+
+            found = turns.lap(generate, number)
             if kept is not None:
-                kept.put(f"speed {turn}", [asdict(g) for g in done])
-        turns[turn % len(groups)].append(done)
-        progress(len(indices))
-    return [Timing([_median([done[i] for done in rounds]) for rounds in turns]) for i in range(len(methods))]
+                kept.put(f"speed {turn}", [asdict(g) for g in found.values()])
+        progress(len(rows))
+    return turns
 
 
-def _median(rounds: Sequence[Generation]) -> Generation:
-    seconds = {name: median(getattr(g, name) for g in rounds) for name in ("prompt_seconds", "decode_seconds")}
-    return replace(rounds[0], **seconds)
+def medians_of(turns: Turns, method: Method) -> dict[str, float | None]:
+    """`timing_of` a method, with the median of the rounds for each batch."""
+    return timing_of(
+        replace(rounds[0], **{n: median(getattr(g, n) for g in rounds) for n in ("prompt_seconds", "decode_seconds")})
+        for rounds in turns.rounds(method)
+    )
 
 
 def measured_speeds(
@@ -124,32 +131,28 @@ def measured_speeds(
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
     each = [min(max(lengths[i], 2), most) for i in chosen]
     with progress_bar(ROUNDS * wanted, "record", name="speed", shown=progress) as bar:
-        timings = time_equal_lengths(model, methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
+        turns = time_equal_lengths(model, methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
-    by_engine = {method.engine: timing for method, timing in zip(methods, timings, strict=True) if method.full_depth}
+    full = {method.engine: method for method in methods if method.full_depth}
     return {
-        method: speed_entries(timing, None if method.full_depth else by_engine[method.engine], settings, about)
-        for method, timing in zip(methods, timings, strict=True)
-        if method.engine in by_engine
+        method: speed_entries(turns, method, method if method.full_depth else full[method.engine], settings, about)
+        for method in methods
+        if method.engine in full
     }
 
 
 def speed_entries(
-    ours: Timing, full: Timing | None, settings: EvaluationSettings, about: Mapping[str, Any]
+    turns: Turns, method: Method, full: Method, settings: EvaluationSettings, about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a result says of a method's speed, JSON-ready: full depth's seconds over its own, for the same batches.
+    """What a result says of a method's speed, JSON-ready: how many times as long full depth takes for the same batches.
 
     With prompts, and of decoding alone; None where no time passed. Intervals are over batches: of one there is none.
-    `full` is None for full depth itself; `about` says how it was measured.
+    `about` says how it was measured.
     """
-    found: dict[str, Any] = {"speed": {**about, **ours.to_dict()}, "full_depth_speed": full and full.to_dict()}
-    for name, parts in _SPEEDUPS.items():
-        gain = None
-        if full is not None:
-            times = ours.seconds(parts), full.seconds(parts)
-            gain = compare(
-                *times, lambda total: float(total[0]), resamples=settings.resamples, seed=settings.seed
-            ).ratio
-        found[name] = 1.0 if full is None else None if gain is None else gain.estimate
-        found[f"{name}_interval"] = None if gain is None or len(ours.batches) < 2 else asdict(gain)
+    beside = None if method is full else medians_of(turns, full)
+    found: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": beside}
+    for name, clock in _SPEEDUPS.items():
+        bounds = turns.interval(full, method, clock, resamples=settings.resamples, seed=settings.seed)
+        found[name] = turns.ratio(full, method, clock)
+        found[f"{name}_interval"] = None if method is full or bounds is None else asdict(bounds)
     return found

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skipdecode.evaluation.bootstrap import Table
+from skipdecode.common.bootstrap import Table
 from skipdecode.evaluation.scores import table_of
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule

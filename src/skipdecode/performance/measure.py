@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -23,6 +23,7 @@ import transformers
 from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import progress_bar
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import context_length
 from skipdecode.engine import kernels
 from skipdecode.engine.fast_model import FastModel
@@ -138,6 +139,18 @@ def _read(path: Path, key: dict[str, Any]) -> CostModel | None:
         return None
 
 
+class _Kind(NamedTuple):
+    """What is timed: steps behind cached tokens, or a forward over prompts, of so many rows with so many tokens each.
+
+    `depth` are the layers that run; prompts' other layers are projected.
+    """
+
+    work: Literal["step", "prompt"]
+    rows: int
+    tokens: int
+    depth: int
+
+
 class CostMeter:
     """Times steps and prompts of a model, round after round.
 
@@ -184,17 +197,16 @@ class CostMeter:
         self._length = steps
         # Step k of a run finds the prompt, the first token and the k tokens before it in the cache.
         self._grown = (steps + 1) / 2 + 1
-        # By rows and cached tokens, seconds by depth: full, half and few layers, and full depth behind a longer text.
-        self._steps: dict[tuple[int, int], dict[int, list[float]]] = {}
-        for count in rows:
-            self._steps[count, prompt_len] = {depth: [] for depth in sorted(depths, reverse=True)}
-            if more:
-                self._steps[count, prompt_len + more] = {layers: []}
+        # Full, half and few layers, and full depth behind a longer text.
+        steps_of = [
+            _Kind("step", count, tokens, depth)
+            for count in rows
+            for tokens in (prompt_len, *([prompt_len + more] if more else []))
+            for depth in (sorted(depths, reverse=True) if tokens == prompt_len else (layers,))
+        ]
         sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
-        # By rows, tokens of each, and the layers that they run; the others are projected.
-        self._prompts: dict[tuple[int, int, int], list[float]] = {
-            (*size, depth): [] for size in sizes for depth in (layers, (layers + 1) // 2)
-        }
+        prompts_of = [_Kind("prompt", *size, depth) for size in sizes for depth in (layers, (layers + 1) // 2)]
+        self._watch = Stopwatch[_Kind, list[float]](dict.fromkeys([*steps_of, *prompts_of]))
         self._peer = GatedPeer(model) if fast is None else FastPeer(model, fast)
 
     def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
@@ -202,38 +214,39 @@ class CostMeter:
 
         Steps of well under a millisecond are so timed more often: a single disturbance must not count.
         """
-        kinds = [times for depths in self._steps.values() for times in depths.values()]
-        total = (rounds + 1) * (len(kinds) + len(self._prompts))
-        with progress_bar(total, "run", name="calibrating", shown=progress) as bar:
-            for attempt in range(_MOST_REPEATS * rounds):
-                if attempt > rounds and min(map(sum, kinds)) >= least_seconds:
-                    break
-                self._round(bar, keep=attempt > 0)
+        kinds = self._watch.sides
+        with progress_bar((rounds + 1) * len(kinds), "run", name="calibrating", shown=progress) as bar:
 
-    def _round(self, bar: Any, *, keep: bool) -> None:
-        for (rows, tokens), depths in self._steps.items():
-            for depth, times in depths.items():
-                schedule = Schedule.constant(self._geometry.num_layers, depth, warmup_layers=0)
-                seconds = self._peer.step_seconds(schedule, Rows(rows, tokens + 1, self._length + 1))
-                times += seconds if keep else []
+            def seconds(kind: _Kind) -> list[float]:
                 bar.update()
-        layers = self._geometry.num_layers
-        for (rows, tokens, run), times in self._prompts.items():
-            schedule = Schedule.full(layers) if run == layers else Schedule.split(layers, run, layers)
-            took = self._peer.prompt_seconds(schedule, rows, tokens)
-            times += [took] if keep else []
-            bar.update()
+                return self._seconds(kind)
+
+            for kind in kinds:
+                seconds(kind)
+            for done in range(_MOST_REPEATS * rounds - 1):
+                if done >= rounds and min(sum(self._all(k)) for k in kinds if k.work == "step") >= least_seconds:
+                    break
+                self._watch.lap(seconds)
+
+    def _seconds(self, kind: _Kind) -> list[float]:
+        """Of one prompt, or of each step of a run."""
+        layers, run = self._geometry.num_layers, kind.depth
+        if kind.work == "step":
+            schedule = Schedule.constant(layers, run, warmup_layers=0)
+            return self._peer.step_seconds(schedule, Rows(kind.rows, kind.tokens + 1, self._length + 1))
+        schedule = Schedule.full(layers) if run == layers else Schedule.split(layers, run, layers)
+        return [self._peer.prompt_seconds(schedule, kind.rows, kind.tokens)]
+
+    def _all(self, kind: _Kind) -> list[float]:
+        return [seconds for lap in self._watch.laps(kind) for seconds in lap]
 
     def cost(self) -> CostModel:
         """From the medians of all rounds so far, to plan for the most rows; UsageError before the first round."""
-        if not all(times for depths in self._steps.values() for times in depths.values()):
+        if not self._watch.laps(self._watch.sides[0]):
             raise UsageError("nothing was timed yet: run a round first")
-        steps = {
-            (rows, depth, tokens + self._grown): statistics.median(times)
-            for (rows, tokens), depths in self._steps.items()
-            for depth, times in depths.items()
-        }
-        prompts = {size: statistics.median(times) for size, times in self._prompts.items()}
+        medians = {kind: statistics.median(self._all(kind)) for kind in self._watch.sides}
+        steps = {(k.rows, k.depth, k.tokens + self._grown): s for k, s in medians.items() if k.work == "step"}
+        prompts = {(k.rows, k.tokens, k.depth): s for k, s in medians.items() if k.work == "prompt"}
         return fitted(self._geometry, steps, prompts)
 
 

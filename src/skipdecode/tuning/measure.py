@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from skipdecode.common.stopwatch import Stopwatch, timed
 from skipdecode.models.attach import Attachment
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
@@ -79,21 +80,25 @@ def compare_speed(
     batches : sequence of Batch
         Two or more; the first warms up and is not counted.
     """
-    before = attachment.schedule
-    candidates = (schedule, Schedule.full(schedule.num_layers))
-    seconds = [0.0, 0.0]
-    objective = Objective()
-    for number, batch in enumerate(batches):
-        for which, candidate in enumerate(candidates):
-            attachment.schedule = candidate
-            start = time.perf_counter()
-            losses = objective(model, batch)
-            accelerator.backward(losses.total / max(1, losses.tokens))
-            losses.total.item()  # waits for the device
-            elapsed = time.perf_counter() - start
-            model.zero_grad(set_to_none=True)
-            if number:
-                seconds[which] += elapsed
+    before, objective = attachment.schedule, Objective()
+    watch = Stopwatch[Schedule, float]((schedule, Schedule.full(schedule.num_layers)))
+
+    def step(candidate: Schedule, batch: Batch) -> float:
+        attachment.schedule = candidate
+        seconds = timed(partial(run, batch))
+        model.zero_grad(set_to_none=True)
+        return seconds
+
+    def run(batch: Batch) -> None:
+        losses = objective(model, batch)
+        accelerator.backward(losses.total / max(1, losses.tokens))
+        losses.total.item()  # waits for the device
+
+    for candidate in watch.sides:
+        step(candidate, batches[0])
+    for number, batch in enumerate(batches[1:]):
+        watch.lap(partial(step, batch=batch), number)
     attachment.schedule = before
     tokens = sum(batch.tokens for batch in batches[1:])
-    return SpeedReport(schedule.name, tokens / seconds[0], tokens / seconds[1], len(batches) - 1)
+    ours, full = (tokens / sum(watch.laps(candidate)) for candidate in watch.sides)
+    return SpeedReport(schedule.name, ours, full, len(batches) - 1)

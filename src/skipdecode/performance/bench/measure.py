@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipdecode.common.progress import progress_bar
+from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.errors import UsageError
 from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.bench.workload import Workload
@@ -34,18 +35,21 @@ class _Run(NamedTuple):
     schedule: Schedule
 
 
-class _Times(NamedTuple):
-    """Of each round, the seconds of a run's steps and of its prompts, the bandwidth and the rate of products."""
+class _Lap(NamedTuple):
+    """Of a round, the seconds of a run's steps and prompts (None: not timed), the bandwidth, the rate of products."""
 
-    seconds: list[float]
-    prompts: list[float]
-    bandwidth: list[float]
-    products: list[float]
+    steps: float
+    prompts: float | None
+    bandwidth: float
+    products: float
 
     @property
-    def requests(self) -> list[float]:
-        """Seconds of prompts and steps together; none where prompts were not timed."""
-        return [sum(pair) for pair in zip(self.seconds, self.prompts, strict=False)]
+    def request(self) -> float:
+        """Seconds of prompts and steps together."""
+        return self.steps + (self.prompts or 0.0)
+
+
+_Watch = Stopwatch[_Run, _Lap]
 
 
 def measure(
@@ -65,22 +69,22 @@ def measure(
     total = sum(len(runs) for _, runs in cells) * workload.rounds
     with progress_bar(total, "run", shown=progress) as bar:
         for rows, runs in cells:
-            times = {run: _Times([], [], [], []) for run in runs}
-            # An engine's schedules in a row, and every other round backwards: memory's speed may change within a round.
-            order = sorted(runs, key=lambda run: peers.index(run.peer))
-            for number in range(workload.rounds):
+            # An engine's schedules in a row: memory's speed may change within a round.
+            watch = _Watch(sorted(runs, key=lambda run: peers.index(run.peer)))
+            for _ in range(workload.rounds):
                 rates = {kind: measure_products(kind, device) for kind in {run.peer.arithmetic for run in runs}}
-                before = measure_bandwidth(device)
-                for run in order[:: -1 if number % 2 else 1]:
-                    times[run].seconds.append(run.peer.decode_seconds(run.schedule, rows))
-                    if workload.prompts and run.peer.times_prompts:
-                        times[run].prompts.append(run.peer.prompt_seconds(run.schedule, rows.batch, rows.prompt))
-                    after = measure_bandwidth(device)
-                    times[run].bandwidth.append((before + after) / 2)
-                    times[run].products.append(rates[run.peer.arithmetic])
-                    before = after
+                reads = [measure_bandwidth(device)]
+
+                def lap(run: _Run, rows: Rows = rows, rates: Any = rates, reads: Any = reads) -> _Lap:
+                    steps = run.peer.decode_seconds(run.schedule, rows)
+                    timed = workload.prompts and run.peer.times_prompts
+                    prompts = run.peer.prompt_seconds(run.schedule, rows.batch, rows.prompt) if timed else None
+                    reads.append(measure_bandwidth(device))
                     bar.update()
-            found += [_row(rows, times, run) for run in runs]
+                    return _Lap(steps, prompts, sum(reads[-2:]) / 2, rates[run.peer.arithmetic])
+
+                watch.lap(lap)
+            found += [_row(rows, watch, run) for run in runs]
     if not found:
         raise UsageError("; ".join(_notes(peers, workload)))
     bandwidth = statistics.median(b for row in found for b in row["bandwidth_gb_s"])
@@ -111,40 +115,41 @@ def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
     ]
 
 
-def _row(rows: Rows, times: dict[_Run, _Times], run: _Run) -> dict[str, Any]:
-    steps, peer = rows.new - 1, run.peer
-    full = {r.peer.name: found for r, found in times.items() if r.nominal == 1}
-    seconds, prompts, bandwidth, products = times[run]
-    median = statistics.median(seconds)
+def _row(rows: Rows, watch: _Watch, run: _Run) -> dict[str, Any]:
+    steps, peer, laps = rows.new - 1, run.peer, watch.laps(run)
+    full = {r.peer.name: r for r in watch.sides if r.nominal == 1}
     reference = next((full[name] for name in _REFERENCES if name in full), None)
+    median = watch.seconds(run, lambda lap: lap.steps)
     read, flops = peer.step_bytes(run.schedule, rows), peer.step_flops(run.schedule, rows)
-    limits = [(read / b, flops / p) for b, p in zip(bandwidth, products, strict=True)]
+    limits = [(read / lap.bandwidth, flops / lap.products) for lap in laps]
     return {
         "engine": peer.name,
         "weights": peer.weights,
         **rows._asdict(),
         "nominal_speedup": run.nominal,
         "mean_layers": peer.mean_layers(run.schedule, rows),
-        "request_speedup": _ratio(full[peer.name].requests, times[run].requests),
-        "request_speedup_over_transformers": reference and _ratio(reference.requests, times[run].requests),
+        "request_speedup": _request_speedup(watch, full[peer.name], run),
+        "request_speedup_over_transformers": _request_speedup(watch, reference, run),
         "decode_tokens_per_s": rows.batch * steps / median,
         "ms_per_step": median / steps * 1e3,
-        "decode_speedup": _ratio(full[peer.name].seconds, seconds),
-        "speedup_over_transformers": reference and _ratio(reference.seconds, seconds),
+        "decode_speedup": watch.ratio(full[peer.name], run, lambda lap: lap.steps),
+        "speedup_over_transformers": reference and watch.ratio(reference, run, lambda lap: lap.steps),
         "amdahl_bound": peer.reads(rows.batch).speedup(run.schedule, rows.prompt, rows.new),
         "bytes_per_step": read,
         "flops_per_step": flops,
         "limit": "bytes" if statistics.median(a / b for a, b in limits) >= 1 else "arithmetic",
-        "roofline_share": statistics.median(max(wall) / (s / steps) for s, wall in zip(seconds, limits, strict=True)),
-        "seconds": seconds,
-        "prompt_seconds": prompts,
-        "bandwidth_gb_s": [b / 1e9 for b in bandwidth],
-        "products_gflop_s": [p / 1e9 for p in products],
+        "roofline_share": statistics.median(
+            max(wall) / (lap.steps / steps) for lap, wall in zip(laps, limits, strict=True)
+        ),
+        "seconds": [lap.steps for lap in laps],
+        "prompt_seconds": [lap.prompts for lap in laps if lap.prompts is not None],
+        "bandwidth_gb_s": [lap.bandwidth / 1e9 for lap in laps],
+        "products_gflop_s": [lap.products / 1e9 for lap in laps],
     }
 
 
-def _ratio(over: list[float], under: list[float]) -> float | None:
-    """The median of the rounds' ratios; None where there are none."""
-    if not over or not under:
+def _request_speedup(watch: _Watch, over: _Run | None, run: _Run) -> float | None:
+    """Of whole requests; None where there is nothing to compare with, or prompts were not timed."""
+    if over is None or any(lap.prompts is None for side in (over, run) for lap in watch.laps(side)):
         return None
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    return watch.ratio(over, run, lambda lap: lap.request)
