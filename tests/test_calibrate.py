@@ -398,7 +398,7 @@ def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path, capsy
 def test_a_loss_that_is_no_number_stops_the_run(files: Files, tmp_path: Path, capsys: Any) -> None:
     model = tuning_model()
     with torch.no_grad():
-        decoder_layers(model)[2].mlp.up_proj.weight.fill_(float("nan"))
+        decoder_layers(model)[2].mlp.up_proj.weight.fill_(3e38)
     directory = save_model(tmp_path / "model")
     model.save_pretrained(directory)
     command = arguments(files | {"model": str(directory)}, tmp_path / "out", "--nominal-speedup", "2")

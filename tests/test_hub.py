@@ -101,6 +101,38 @@ def test_missing_weights_are_refused_not_made_up(checkpoint: Path) -> None:
         load_model(str(checkpoint))
 
 
+def test_weights_that_do_not_fit_the_config_or_are_not_finite_are_refused_by_name(checkpoint: Path) -> None:
+    file, config = checkpoint / "model.safetensors", checkpoint / "config.json"
+    weights, text = load_file(file), config.read_text()
+    up, renamed = "model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.upper.weight"
+
+    def refused(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError) as caught:
+            load_model(str(checkpoint))
+        return str(caught.value)
+
+    config.write_text(json.dumps(json.loads(text) | {"num_hidden_layers": 6}))
+    assert "18 weights are not in the model, such as model.layers.6.input_layernorm.weight" in refused(weights)
+    config.write_text(text)
+    said = refused({renamed if name == up else name: tensor for name, tensor in weights.items()})
+    assert f"1 weights are missing, such as {up}; 1 weights are not in the model, such as {renamed}" in said
+    assert f"have another shape, such as {up} ((47, 32) in the file, (48, 32) in" in refused(
+        weights | {up: weights[up][:47].clone()}
+    )
+    for value in (float("nan"), float("inf")):
+        broken = weights[up].clone()
+        broken[1, 1] = value
+        assert f"1 weights are not finite, such as {up}" in refused(weights | {up: broken})
+
+
+def test_large_weights_of_half_precision_are_finite(tmp_path: Path) -> None:
+    model = tiny_model("llama").to(torch.float16)
+    model.lm_head.weight.data.fill_(60000)  # the sum is beyond float16
+    model.save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), require_tokenizer=False).num_layers == LAYERS
+
+
 def test_a_cut_off_weights_file_is_one_line(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
@@ -191,6 +223,27 @@ def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> No
     loaded = load_model(str(tmp_path / "adapter"), dtype="float32", device="cpu")
     torch.testing.assert_close(logits(loaded.model), logits(tuned))
     assert loaded.schedule == SCHEDULE
+
+
+def test_an_adapter_whose_tensors_do_not_fit_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
+    save_adapter(tmp_path / "adapter", str(checkpoint))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = "base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"
+
+    def refused(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, file)
+        with pytest.raises(ModelLoadError) as caught:
+            load_model(str(tmp_path / "adapter"))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "1 weights are missing, such as" in refused({key: w for key, w in weights.items() if key != name})
+    said = refused({key.replace("q_proj", "query"): w for key, w in weights.items()})
+    assert f"{2 * LAYERS} weights are missing" in said
+    assert f"{2 * LAYERS} weights are not in the model, such as base_model.model.model.layers.0.self_attn.query" in said
+    assert "layers.3.self_attn.q_proj.lora_A" in refused(weights | {name: weights[name][:, :3].clone()})
+    assert f"1 weights are not finite, such as {name}" in refused(weights | {name: weights[name] * float("nan")})
 
 
 def test_an_adapter_knows_the_weights_it_was_tuned_on(tmp_path: Path, checkpoint: Path, capsys: Any) -> None:

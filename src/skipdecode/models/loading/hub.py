@@ -6,6 +6,7 @@ Knows nothing about how a schedule is applied; it only hands over the one a chec
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.base_weights import check_base
 from skipdecode.models.loading.locate import Place, adapter_dir, base_name, locate
 from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, ran_in_bf16
+from skipdecode.models.loading.tensors import check_tensors
 from skipdecode.schedule import Schedule
 
 __all__ = ["DTYPES", "LoadedModel", "choose_device", "load_config", "load_model", "load_recipe", "weights_dtype"]
@@ -116,11 +118,21 @@ def load_model(
     kind = weights_dtype(name, dtype, target)
     with _told(place.where, "its weights do not load"), without_foreign_bars():
         model, loading = AutoModelForCausalLM.from_pretrained(
-            place.where, config=config, dtype=kind, output_loading_info=True, **place.options
+            place.where,
+            config=config,
+            dtype=kind,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **place.options,
         )
-    if missing := sorted(loading["missing_keys"]):
-        raise ModelLoadError(f"{place.where}: {len(missing)} weights are missing, such as {missing[0]}; fetch it again")
     model.to(target)
+    check_tensors(
+        place.where,
+        model.named_parameters(),
+        missing=loading["missing_keys"],
+        unexpected=loading["unexpected_keys"],
+        mismatched=loading["mismatched_keys"],
+    )
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
     if adapter is not None:
@@ -227,13 +239,19 @@ def choose_device(device: str | None) -> Any:
 
 
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
-    from peft import PeftModel
+    import peft
 
+    # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
+    options: dict[str, Any] = {"torch_device": str(device), "autocast_adapter_dtype": False}
     with _told(str(adapter), "the adapter does not go on its base model"), without_foreign_bars():
-        # Adapter weights in the base's dtype: this is for decoding, where mixed dtypes only cost casts.
-        return PeftModel.from_pretrained(
-            model, str(adapter), torch_device=str(device), autocast_adapter_dtype=False
-        ).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of missing tensors, which are refused below
+            adapted = peft.PeftModel.from_pretrained(model, str(adapter), **options)
+        # Again, as only this returns which tensors did not fit.
+        found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
+        tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    check_tensors(str(adapter), tensors.items(), missing=found.missing_keys, unexpected=found.unexpected_keys)
+    return adapted.eval()
 
 
 def _carried(adapter: Path | None, place: Place, config: Any) -> tuple[Schedule | None, Recipe | None]:
