@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import replace
 
 import pytest
@@ -261,4 +262,26 @@ def test_library_is_built_once_and_a_failed_build_leaves_nothing(kernels, monkey
             build.load_library()
         assert list((tmp_path / "cache").iterdir()) == [path]
     finally:
+        build.load_library.cache_clear()
+
+
+def test_a_damaged_library_is_built_again_and_others_may_read_it(kernels, monkeypatch, tmp_path):
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "cache"))
+    mask = os.umask(0o022)
+    try:
+        build.load_library.cache_clear()
+        build.load_library()
+        (path,) = (tmp_path / "cache").iterdir()
+        assert path.stat().st_mode & 0o777 == 0o644
+        whole = path.read_bytes()
+        for size in (len(whole) // 2, 0):
+            path.unlink()  # this process has it mapped
+            path.write_bytes(whole[:size])
+            build.load_library.cache_clear()
+            build.load_library()
+            (again,) = (tmp_path / "cache").iterdir()
+            assert len(again.read_bytes()) == len(whole)
+            path = again
+    finally:
+        os.umask(mask)
         build.load_library.cache_clear()

@@ -68,6 +68,8 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         # mkstemp makes private files; these are ordinary ones.
         mask = os.umask(0)
         os.umask(mask)

@@ -1,8 +1,9 @@
 """Builds the C++ kernels on first use with the system's compiler, into the user's cache directory, and loads them.
 
 The cache key is a hash of the sources, the compiler's version, the flags and this CPU's features, so an upgrade or
-another machine on the same home directory builds its own. The file appears under its name by an atomic rename, so
-processes that build at the same time do no harm.
+another machine on the same home directory builds its own. The file's name holds a digest of its content, which is
+checked before it is loaded: a damaged file is removed and built again. It appears under its name by an atomic rename,
+so processes that build at the same time do no harm.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-from skipdecode.common.files import cache_dir
+from skipdecode.common.files import cache_dir, write_whole
+from skipdecode.errors import WriteError
 
 __all__ = ["KernelBuildError", "load_library"]
 
@@ -47,7 +49,7 @@ def load_library() -> ctypes.CDLL:
     try:
         path = _built(_compiler())
         return ctypes.CDLL(str(path))
-    except OSError as error:
+    except (OSError, WriteError) as error:
         raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
 
 
@@ -59,27 +61,30 @@ def _compiler() -> str:
 
 
 def _built(compiler: str) -> Path:
-    folder = Path(__file__).parent
+    sources = Path(__file__).parent
     target = ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64") else ("-mcpu=native",)
-    command = [compiler, *_FLAGS, *target, *(str(folder / name) for name in _SOURCES)]
+    command = [compiler, *_FLAGS, *target, *(str(sources / name) for name in _SOURCES)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    sources = "".join((folder / name).read_text() for name in _SOURCES + _HEADERS)
-    key = hashlib.sha256("\0".join([sources, version, *_FLAGS, *target, _cpu_features()]).encode()).hexdigest()[:20]
-    path = cache_dir() / f"kernels-{key}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    os.close(handle)
-    try:
-        result = subprocess.run([*command, "-o", temporary], capture_output=True, text=True)
+    text = "".join((sources / name).read_text() for name in _SOURCES + _HEADERS)
+    key = hashlib.sha256("\0".join([text, version, *_FLAGS, *target, _cpu_features()]).encode()).hexdigest()[:20]
+    for path in cache_dir().glob(f"kernels-{key}-*.so"):
+        if path == _place(key, path.read_bytes()):
+            return path
+        path.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "kernels.so"
+        result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
             raise KernelBuildError(f"{compiler} could not build the CPU kernels ({first}): {_HINT}")
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        content = built.read_bytes()
+    path = _place(key, content)
+    write_whole(path, content)
     return path
+
+
+def _place(key: str, content: bytes) -> Path:
+    return cache_dir() / f"kernels-{key}-{hashlib.sha256(content).hexdigest()[:20]}.so"
 
 
 def _cpu_features() -> str:
