@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from checkpoints import byte_tokenizer
 from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
-from skipdecode.errors import DivergedError
+from skipdecode.errors import DivergedError, OutputError
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
@@ -177,6 +177,36 @@ def test_an_adapter_is_small_loads_on_its_base_and_merges(tmp_path: Path) -> Non
     with torch.no_grad():
         torch.testing.assert_close(adapter.model(ids).logits, merged.model(ids).logits, atol=1e-4, rtol=1e-4)
         assert not torch.allclose(merged.model(ids).logits, load_model(str(base)).model(ids).logits, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_truncated_checkpoint_gives_way_to_the_one_before(tmp_path: Path, kind: str, capsys: Any) -> None:
+    tune(tmp_path / "unbroken", changes=KINDS[kind])
+    broken = tmp_path / "broken"
+    with pytest.raises(KeyboardInterrupt):
+        tune(broken, train=Interrupted(TRAIN), changes=KINDS[kind])
+    newest = broken / "checkpoints" / "step-000006"
+    for file in sorted(newest.iterdir())[:2]:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    tune(broken, resume=True, changes=KINDS[kind])
+    assert "step-000006 cannot be read" in capsys.readouterr().err
+    assert losses(broken) == losses(tmp_path / "unbroken")
+    for name, tensor in weights(tmp_path / "unbroken").items():
+        assert torch.equal(tensor, weights(broken)[name]), name
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        tune(tmp_path, train=Interrupted(TRAIN))
+    for file in (tmp_path / "checkpoints").glob("step-*/*"):
+        file.write_bytes(b"")
+    with pytest.raises(OutputError, match="no checkpoint of"):
+        tune(tmp_path, resume=True)
+
+
+def test_all_weights_are_saved_without_foreign_bars(tmp_path: Path, capsys: Any) -> None:
+    tune(tmp_path, changes={"full": True})
+    assert "Writing model shards" not in capsys.readouterr().err
 
 
 def test_the_checkpoints_stay_until_the_result_is_recorded(tmp_path: Path) -> None:

@@ -213,9 +213,7 @@ class KeptValues(Journal[list[Any]]):
         self, path: Path, settings: Mapping[str, Any], *, pieces: str, remedy: str, restart: bool = False
     ) -> None:
         self._values: dict[str, Any] = {}
-        super().__init__(
-            path, settings, parse=json.loads, take=self._take, pieces=pieces, remedy=remedy, restart=restart
-        )
+        super().__init__(path, settings, parse=_pair, take=self._take, pieces=pieces, remedy=remedy, restart=restart)
 
     def get(self, key: str) -> Any:
         """The value of a key; None if there is none."""
@@ -228,6 +226,14 @@ class KeptValues(Journal[list[Any]]):
 
     def _take(self, piece: list[Any]) -> None:
         key, self._values[key] = piece
+
+
+def _pair(line: bytes) -> list[Any]:
+    """The key and the value of a line; ValueError where it holds something else."""
+    pair = json.loads(line)
+    if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
+        raise ValueError(f"{pair!r} is no key with a value")
+    return pair
 
 
 def _as_json(settings: Mapping[str, Any]) -> Any:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from skipdecode.common.progress import note, without_foreign_bars
+from skipdecode.errors import OutputError
 from skipdecode.models.carried import SCHEDULE_FILE, carry
 from skipdecode.schedule import Schedule
 
@@ -90,12 +92,31 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
 
     def resume(self) -> bool:
-        """Go back to the newest checkpoint; False if there is none."""
+        """Go back to the newest checkpoint that can be read; False if there is none at all.
+
+        Raises
+        ------
+        OutputError
+            There are some, and none can be read.
+        """
         found = self._found()
-        if not found:
-            return False
-        self._accelerator.load_state(str(found[-1]))
-        return True
+        for checkpoint in reversed(found):
+            try:
+                self._accelerator.load_state(str(checkpoint))
+            except Exception as e:  # Of many classes: safetensors', pickle's, torch's and the file system's.
+                reason = " ".join(str(e).split())[:200] or type(e).__name__
+            else:
+                return True
+            if checkpoint == found[0]:
+                break
+            note(f"{checkpoint} cannot be read ({reason}): the run goes on from the checkpoint before")
+            self._accelerator.wait_for_everyone()
+            if self._accelerator.is_main_process:
+                # Not among those that are counted and kept, and there for who wants to look.
+                os.replace(checkpoint, checkpoint.with_suffix(".damaged"))
+        if found:
+            raise OutputError(f"no checkpoint of {self._directory} can be read ({reason}): give another --out")
+        return False
 
     def remove(self) -> None:
         """Delete all checkpoints: the run is finished."""
@@ -103,7 +124,7 @@ class Checkpoints:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def _found(self) -> list[Path]:
-        return sorted(p for p in self._directory.glob("step-*") if p.is_dir() and p.suffix != ".partial")
+        return sorted(p for p in self._directory.glob("step-*") if p.is_dir() and not p.suffix)
 
     # accelerate's hooks: an entry taken off the list is a model that accelerate neither stores nor loads.
 
@@ -166,7 +187,8 @@ def save_tuned(
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's card, an empty form
     else:
         model.config.skipdecode = schedule.to_dict()
-        model.save_pretrained(partial, state_dict=state_dict)
+        with without_foreign_bars():
+            model.save_pretrained(partial, state_dict=state_dict)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     shutil.rmtree(directory, ignore_errors=True)
