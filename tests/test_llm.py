@@ -258,11 +258,31 @@ def test_wrong_values_name_the_field(llm: LLM):
         with pytest.raises(OptionError) as error:
             llm.generate("hello", **options)
         assert error.value.name == field
-    for options in ({"top_k": 3}, {"stop": [""]}):
-        with pytest.raises(UsageError):
+    biases = ({99999: 5}, {-1: 5}, {"5": 5}, {5: float("nan")}, {5: None}, [5])
+    stops = ([""], "", 5, [None], [b"x"])
+    for options in ({"top_k": 3}, *({"logit_bias": bias} for bias in biases), *({"stop": stop} for stop in stops)):
+        with pytest.raises(UsageError, match=r"top_k|logit_bias|vocabulary|stop"):
             llm.generate("hello", **options)
+        with pytest.raises(UsageError):
+            next(llm.stream("hello", **options))
+    for name in ("x" * 10_000, "\0", "1e999x", "9" * 400 + "x"):
+        with pytest.raises(ScheduleError):
+            llm.generate("hello", schedule=name)
     with pytest.raises(TypeError, match="temprature"):
         llm.generate("hello", temprature=1)
+
+
+def test_values_that_say_nothing_are_as_good_as_left_out(llm: LLM):
+    expected = llm.generate("hello", 6)
+    for options in ({"stop": None}, {"stop": []}, {"temperature": 1e-40}, {"temperature": 1e-3, "seed": 1}):
+        assert llm.generate("hello", 6, **options) == expected
+        assert "".join(llm.stream("hello", 6, **options)) == expected[0].text
+
+
+def test_a_token_that_no_model_has_is_refused_through_transformers_too(model_dir: str):
+    for options in ({"logit_bias": {99999: 5}}, {"logit_bias": {259: 5}}):
+        with pytest.raises(UsageError, match="0 to 258"):
+            LLM(model_dir, device="cpu", engine="transformers").generate("hello", **options)
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path):

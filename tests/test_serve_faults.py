@@ -61,7 +61,7 @@ def test_api_keys(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     hashes = [hashlib.sha256(key).hexdigest() for key in (b"from-the-file", b"from-sha256sum")]
     file.write_text(f"# ours\n{hashes[0]}  # laptop\n\n{hashes[1]}  -\n")
-    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "from-the-environment, second")
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "from-the-environment, second, \udcff-not-utf-8")
     with running(tiny_service(), ApiKeys.read(str(file))) as client:
         for key in ("from-the-file", "from-sha256sum", "from-the-environment", "second"):
             for path in ("/v1/models", "/metrics"):
@@ -71,6 +71,7 @@ def test_api_keys(tmp_path, monkeypatch):
                 assert call.status_code == 401
                 assert call.json()["error"]["code"] == "invalid_api_key"
                 assert call.headers["www-authenticate"] == "Bearer"
+        assert client.get("/v1/models", headers={"authorization": b"Bearer \xff-not-utf-8"}).status_code == 200
         assert client.post(COMPLETIONS, json=SHORT).status_code == 401
         assert client.post("/tokenize", json={"prompt": "x"}).status_code == 401
         assert client.get("/").status_code == client.get("/health").status_code == 200

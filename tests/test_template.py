@@ -190,3 +190,13 @@ def test_a_served_text_that_no_template_takes_is_refused_by_field(recipe: Recipe
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == ("skipdecode.template" if recipe is None else "prompt")
         assert text(client, "red car", template=False) == offline("red car", 6)[1]
+
+
+def test_a_template_is_refused_where_it_would_change_nothing() -> None:
+    chat = {"messages": [{"role": "user", "content": "name[X]"}]}
+    with running(service(Recipe("{mr}\n"))) as client:
+        for path, body in (("completions", {"prompt": [5, 6]}), ("chat/completions", chat)):
+            answer = client.post(f"/v1/{path}", json=greedy(max_tokens=2, skipdecode={"template": True}, **body))
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "skipdecode.template")
+            for extension in ({"template": False}, {"template": None}, {}):
+                assert client.post(f"/v1/{path}", json=greedy(max_tokens=2, skipdecode=extension, **body)).is_success

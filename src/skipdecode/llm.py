@@ -5,6 +5,7 @@ What a prompt is made of, and where a text ends, `skipdecode.data` decides, as f
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import warnings
@@ -162,12 +163,12 @@ class LLM:
             schedule = asked
         elif name in self.schedules:
             schedule = self.schedules[name]
-        elif (speedup := _SPEEDUP.fullmatch(name)) is None and Path(name).is_file():
+        elif (speedup := _SPEEDUP.fullmatch(name)) is None and os.path.isfile(name):
             schedule = Schedule.load(name)
         elif speedup is None:
             raise ScheduleError(
-                f"schedule {name!r} is not known: accepted are {', '.join(map(repr, self.schedules))}, a speed-up such "
-                "as '2x', a schedule file"
+                f"schedule {name[:80]!r} is not known: accepted are {', '.join(map(repr, self.schedules))}, a speed-up "
+                "such as '2x', a schedule file"
             )
         elif carried is not None and carried.drop_order:
             schedule = carried.with_speedup(float(speedup[1]))
@@ -274,7 +275,7 @@ class LLM:
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """Token ids, what they are decoded with and under which schedule; raises for what cannot be done."""
         drawn = Sampling(**sampling)
-        if drawn.temperature == 0 and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
+        if drawn.is_greedy and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
             raise UsageError("top_k, top_p and min_p act on sampling only: give a temperature too, such as 0.7")
         how = Decoding(
             texts=self._texts,

@@ -27,8 +27,9 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
-        for text in strings:
-            if not isinstance(text, str):
+        listed = isinstance(strings, Sequence)
+        for text in strings if listed else [strings]:
+            if not listed or not isinstance(text, str):
                 raise UsageError(f"stop does not accept {text!r}: give a text or a list of texts")
             if not text:
                 raise UsageError("--stop does not accept an empty text: leave it out")

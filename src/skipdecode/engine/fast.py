@@ -171,9 +171,7 @@ class FastEngine(Engine):
     def _size(self, number: int, request: Request, schedule: Schedule) -> RequestSize:
         prompt, total = len(request.prompt), len(request.prompt) + request.max_new_tokens
         self.model.ensure_positions(total)
-        wrong = next((t for t in request.prompt if not 0 <= t < self.model.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(f"token {wrong} is outside the model's vocabulary of {self.model.vocab_size}")
+        request.check_vocabulary(self.model.vocab_size)
         kv = self.kv
         held = len(self._order.prompt(schedule).held)
         pages = max(held * kv.pages_for(prompt), schedule.budget(0) * kv.pages_for(total))

@@ -82,6 +82,8 @@ class GatedEngine(Engine):
         if wanted not in self._queues:
             self._queues[wanted] = Scheduler(self._max_rows, in_order=self._in_order)
         new = dict(enumerate(requests, self._submitted))
+        for request in new.values():
+            request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
         self._submitted += len(new)
         self._requests |= {number: (request, wanted) for number, request in new.items()}
         self._queues[wanted].submit(RequestSize(r.max_new_tokens, len(r.prompt), number) for number, r in new.items())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Self
 
 from skipdecode.common.options import Options, option
-from skipdecode.errors import UsageError
+from skipdecode.errors import OptionError, UsageError
 
 __all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "finish_reason", "row_seed"]
 
 FinishReason = Literal["eos", "length", "stop"]
 """Why a row ends: with an end token, at its limit, or because whoever reads it saw a text that stops it."""
+
+
+_LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class Sampling(Options):
     Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
     """
 
-    temperature: float = option("0 is greedy; above, logits are divided by it", default=0.0, least=0)
+    temperature: float = option("below 0.01 greedy; above, logits are divided by it", default=0.0, least=0)
     top_k: int = option("only the k most likely tokens; 0 is all", default=0, least=0)
     top_p: float = option(
         "only the most likely tokens whose probabilities reach p together", default=1.0, above=0, most=1
@@ -49,14 +53,27 @@ class Sampling(Options):
         "log-probabilities of each new token and of this many likeliest ones are wanted", default=None, least=0
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.logit_bias, Mapping):
+            raise OptionError("logit_bias", self.logit_bias, "token ids with a number each, such as {7: 5.0}")
+        for token, value in self.logit_bias.items():
+            if not isinstance(token, int) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise OptionError("logit_bias", {token: value}, "a token id with a finite number, such as {7: 5.0}")
+
     def for_row(self, key: int) -> Self:
         """With a seed of the row's own, made from this one's and the row's key: the draws depend on no batch."""
         return self if self.seed is None else replace(self, seed=row_seed(self.seed, key))
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken: logits divided by less would overflow."""
+        return self.temperature < _LEAST_TEMPERATURE
+
+    @property
     def is_plain_greedy(self) -> bool:
         """Whether the most likely token of the untouched logits is the answer."""
-        return self.temperature == 0 and not self.penalises and not self.logit_bias
+        return self.is_greedy and not self.penalises and not self.logit_bias
 
     @property
     def penalises(self) -> bool:
@@ -79,6 +96,12 @@ class Request(Options):
         object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
         if not self.prompt:
             raise UsageError("a prompt without tokens is not accepted: give at least one token id")
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise UsageError for a token of the prompt or of `logit_bias` that a model of `size` tokens does not have."""
+        wrong = next((t for t in (*self.prompt, *self.sampling.logit_bias) if not 0 <= t < size), None)
+        if wrong is not None:
+            raise UsageError(f"token {wrong} is outside the model's vocabulary: give token ids from 0 to {size - 1}")
 
 
 class StepOutput(NamedTuple):

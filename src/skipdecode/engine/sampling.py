@@ -44,13 +44,13 @@ class RowSampler:
         self._output: Counter[int] | None = Counter() if sampling.penalises else None
         self.top = 0
         if not (sampling.penalises or sampling.logit_bias or sampling.top_logprobs is not None):
-            self.top = 1 if sampling.temperature == 0 else sampling.top_k if sampling.top_k <= _MOST_TOP else 0
+            self.top = 1 if sampling.is_greedy else sampling.top_k if sampling.top_k <= _MOST_TOP else 0
         self._bias: tuple[Tensor, Tensor] | None = None
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias.items(), strict=True)
             self._bias = torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
         self._generator: torch.Generator | None = None
-        if sampling.temperature > 0:
+        if not sampling.is_greedy:
             self._generator = torch.Generator()
             if sampling.seed is None:
                 self._generator.seed()

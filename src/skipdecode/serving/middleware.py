@@ -76,7 +76,7 @@ class ApiKeys:
             if not hashes:
                 raise UsageError(f"{path} holds no key: leave --api-keys out to need none")
         keys = os.environ.get(ENVIRONMENT_VARIABLE, "").split(",")
-        hashes += [_hash(key.strip().encode()) for key in keys if key.strip()]
+        hashes += [_hash(os.fsencode(key.strip())) for key in keys if key.strip()]
         return cls(tuple(hashes))
 
     def __bool__(self) -> bool:

@@ -21,7 +21,6 @@ from skipdecode.serving.request_state import Choice, RequestState
 __all__ = ["Preprocessor"]
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
-_LEAST_TEMPERATURE = 0.01  # below, the likeliest token wins, and logits divided by it would overflow
 
 
 class Preprocessor:
@@ -85,6 +84,9 @@ class Preprocessor:
         template = self._use_template if asked.template is None else asked.template
         if template and self._form.template is None:
             message = "this checkpoint names no template that it was tuned on: leave it out"
+            raise ApiError(400, "invalid_value", message, "skipdecode.template")
+        if asked.template and not all(isinstance(source, str) for source in sources):
+            message = "only a text goes into the checkpoint's template, no chat and no token ids: leave template out"
             raise ApiError(400, "invalid_value", message, "skipdecode.template")
         prompts = [self._checked(source, template) for source in sources]
         state = RequestState(
@@ -175,9 +177,8 @@ class Preprocessor:
     def _sampling(self, request: GenerationRequest, index: int) -> Sampling:
         bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
         self._check_ids(bias, "logit_bias")
-        temperature = 1.0 if request.temperature is None else request.temperature
         return Sampling(
-            temperature=temperature if temperature >= _LEAST_TEMPERATURE else 0.0,
+            temperature=1.0 if request.temperature is None else request.temperature,
             top_k=max(0, request.top_k or 0),
             top_p=1.0 if request.top_p is None else request.top_p,
             min_p=request.min_p or 0.0,

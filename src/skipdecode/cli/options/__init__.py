@@ -85,7 +85,7 @@ class ModelOptions(Options):
 class SamplingOptions(Options):
     """How the next token is chosen."""
 
-    temperature: float = option("0 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
+    temperature: float = option("below 0.01 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
     top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
     top_p: float = option(
         "sample from the likeliest tokens that together have this probability", default=1.0, above=0, most=1
