@@ -4,8 +4,9 @@
     python benchmarks/gpu_round.py --rehearse --out rehearsal
 
 1. The tests marked `gpu`.
-2. Engine against transformers, and vLLM where it is installed, at the sizes of OPT-1.3B and OPT-6.7B with random
-   weights: batch 1, 8, 32, 128, full depth and 2x, 3x, 5x, with shares of the bandwidth; without CUDA graphs.
+2. transformers under schedules ("gated") against transformers' own `generate`, and vLLM where it is installed, at the
+   sizes of OPT-1.3B and OPT-6.7B with random weights: batch 1, 8, 32, 128, full depth and 2x, 3x, 5x, with shares of
+   the bandwidth.
 3. E2E, CNN/DailyMail and TL;DR: all weights tuned for 1x, 2x, 3x and 5x at once, evaluated at each. `--data` holds
    folders e2e, cnn_dm and tldr with train.jsonl, dev.jsonl and test.jsonl; a task without its folder is left out.
 
@@ -137,8 +138,6 @@ def steps(options: argparse.Namespace, work: Path) -> Iterator[Step]:
             yield Step(
                 f"bench-{geometry}-b{batch}", 1, lambda _, made, g=geometry, b=batch: _bench(options, g, b, made)
             )
-    graphs = [sys.executable, __file__, "--graphs-of", geometries[0]] + (["--rehearse"] if options.rehearse else [])
-    yield Step("graphs", 1, lambda _, made: [*graphs, "--out", str(made)])
     for task, definition in TASKS.items():
         data = options.data / task
         if (data / "train.jsonl").is_file():
@@ -163,7 +162,7 @@ def _tests(made: Path) -> list[str]:
 
 
 def _bench(options: argparse.Namespace, geometry: str, batch: str, made: Path) -> list[str]:
-    engines = ["fast", "transformers", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
+    engines = ["gated", "transformers", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
     size = ["--prompt", "4", "--new", "4", "--rounds", "1"] if options.rehearse else ["--prompt", "64", "--new", "128"]
     head = [*SKIPDECODE, "bench", "--geometry", geometry, "--batches", batch, *size]
     return [*head, "--nominal", "1", *SPEEDUPS, "--engines", *engines, "--out", str(made)]
@@ -192,29 +191,6 @@ def _eval(options: argparse.Namespace, task: str, data: Path, tuned: Path, made:
 
 
 # ---------------------------------------------------------------------- what children of this script do
-
-
-def graphs_of(options: argparse.Namespace) -> None:
-    """Decode steps as captured graphs and operator by operator, in turn."""
-    import torch
-
-    from skipdecode.common.kinds import heading
-    from skipdecode.engine.fast_model import DenseModel
-    from skipdecode.performance.bench.measure import measure
-    from skipdecode.performance.bench.peers.own import FastPeer
-    from skipdecode.performance.bench.workload import Workload, build
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(options.graphs_of, torch.bfloat16, device)
-    eager = DenseModel(model)
-    eager._new_capture = None
-    peers = [FastPeer(model, DenseModel(model)), FastPeer(model, eager)]
-    peers[1].name = "fast-eager"
-    tiny = {"batches": (1,), "prompt": (4,), "new": 4, "rounds": 1}
-    work = Workload(**(tiny if options.rehearse else {"batches": (1, 8, 32), "prompt": (64,), "new": 64}))
-    found = measure(peers, work, model.config.num_hidden_layers, device, progress=True)
-    document = heading("bench") | {"environment": environment(), "config": {"geometry": options.graphs_of}} | found
-    write_whole(options.out, json.dumps(document, indent=1) + "\n")
 
 
 def tune(options: argparse.Namespace) -> None:
@@ -315,7 +291,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory for the results")
     parser.add_argument("--work", type=Path, help="directory for weights (default: a new one among temporary files)")
     parser.add_argument("--rehearse", action="store_true", help="all steps with tiny sizes, on a CPU too")
-    for child in ("--graphs-of", "--tune", "--eval", "--seconds"):
+    for child in ("--tune", "--eval", "--seconds"):
         parser.add_argument(child, type=float if child == "--seconds" else str, help=argparse.SUPPRESS)
     options = parser.parse_args()
     child = next((run for name, run in _CHILDREN.items() if getattr(options, name)), None)
@@ -330,7 +306,7 @@ def main() -> None:
     print(f"results: {options.out}; weights: {running.work}")
 
 
-_CHILDREN = {"graphs_of": graphs_of, "tune": tune, "eval": evaluate}
+_CHILDREN = {"tune": tune, "eval": evaluate}
 
 if __name__ == "__main__":
     main()

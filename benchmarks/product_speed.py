@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds; returns the result document."""
     model = unwrap(load_model(options.model, dtype="bfloat16", require_tokenizer=False).model)
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
-    models = {"bfloat16": open_model(model, "native"), "w8a8": open_model(model, "native", "w8a8")}
+    models = {"bfloat16": open_model(model), "w8a8": open_model(model, "w8a8")}
     peers = {name: FastPeer(model, fast) for name, fast in models.items()}
     full = Schedule.full(geometry.num_layers)
     calls = {(name, n): prompt_call(fast, n) for n in options.tokens for name, fast in models.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skipdecode.engine import base, fast, gated, sampling
-from skipdecode.engine.fast_model import DenseModel, NativeModel
+from skipdecode.engine.fast_model import FastModel
 
 FIXED, LAYER, TOKEN, CACHED, STORED = 1.0, 0.25, 0.0625, 2**-10, 2**-6
 """Seconds of a forward of the fast engine, of each layer that it runs, of each token in it, of each cached token read,
@@ -24,7 +24,7 @@ def count_time(monkeypatch: Any) -> SimpleNamespace:
     for module in (base, fast, gated, sampling):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     call = GradientCheckpointingLayer.__call__
-    forwards = {kind: kind.forward for kind in (NativeModel, DenseModel)}
+    forward = FastModel.forward
 
     def counted_forward(model: Any, rows: Any, kv: Any) -> Any:
         clock.now += FIXED
@@ -33,13 +33,12 @@ def count_time(monkeypatch: Any) -> SimpleNamespace:
             clock.now += LAYER + count * TOKEN
             if len(set(rows.slots)) == len(rows.slots):  # a decode step: prompts are not charged for attention
                 clock.now += CACHED * sum(position + 1 for position in rows.positions[:count])
-        return forwards[type(model)](model, rows, kv)
+        return forward(model, rows, kv)
 
     def counted_layer(layer: Any, *arguments: Any, **keywords: Any) -> Any:
         clock.now += 1.0
         return call(layer, *arguments, **keywords)
 
-    for kind in forwards:
-        monkeypatch.setattr(kind, "forward", counted_forward)
+    monkeypatch.setattr(FastModel, "forward", counted_forward)
     monkeypatch.setattr(GradientCheckpointingLayer, "__call__", counted_layer)
     return clock

@@ -42,14 +42,13 @@ def main() -> None:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     engine = decode(model, ROWS, float(sys.argv[1]))
-    if engine.model.kernel == "native" and (short := engine.model.head.short) is not None:
+    if (short := engine.model.head.short) is not None:
         weights += short.nbytes
     figures = {
         "before": before,
         "weights": weights,
         "kv": engine.stats.kv_bytes_peak,
         "peak": resident("VmHWM"),
-        "kernel": engine.model.kernel,
     }
     print(json.dumps(figures))
 

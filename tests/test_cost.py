@@ -516,7 +516,7 @@ def test_a_fit_of_nonsense_is_refused():
 def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatch):
     count_time(monkeypatch)
     model = tiny_model("llama")
-    meter = CostMeter(model, open_model(model, "dense"), rows=(1, 5), prompt_len=8, prompts=(8, 40), steps=4)
+    meter = CostMeter(model, open_model(model), rows=(1, 5), prompt_len=8, prompts=(8, 40), steps=4)
     with pytest.raises(UsageError, match="run a round first"):
         meter.cost()
     meter.run(1)
@@ -561,7 +561,7 @@ def test_calibrations_of_both_engines_are_kept_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
     clock = count_time(monkeypatch)
     model = tiny_model("llama")
-    fast = open_model(model, "dense")
+    fast = open_model(model)
     own = measure_cost(model, fast, batch=2, prompt_len=40, repeats=1, steps=4)
     theirs = measure_cost(model, batch=2, prompt_len=40, repeats=1, steps=4)
     assert own.step.layer_seconds == pytest.approx(LAYER + 2 * TOKEN)

@@ -11,7 +11,7 @@ from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request, Sampling
-from skipdecode.engine.fast_model import NativeModel
+from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
 from tiny import LAYERS, VOCAB, tiny_model
@@ -53,11 +53,10 @@ def tokens(outputs):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("kernel", ["auto", "dense"])
 @pytest.mark.parametrize("family", sorted(READERS))
-def test_greedy_output_is_the_oracles(family, kernel, schedule):
+def test_greedy_output_is_the_oracles(family, schedule):
     model = tiny_model(family)
-    rows = decode(model, schedule, [Request(p, NEW) for p in PROMPTS], kernel=kernel)
+    rows = decode(model, schedule, [Request(p, NEW) for p in PROMPTS])
     for prompt, row in zip(PROMPTS, rows, strict=True):
         text = torch.tensor([[*prompt, *(o.token for o in row)]])
         active = active_tokens(schedule, len(prompt), text.shape[1])
@@ -114,12 +113,11 @@ def test_mixed_ages_run_each_row_at_its_own_depth():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("kernel", ["auto", "dense"])
-def test_prompts_that_share_forwards_with_rows_of_all_ages_change_nothing(kernel, schedule):
+def test_prompts_that_share_forwards_with_rows_of_all_ages_change_nothing(schedule):
     model, prompts = tiny_model("llama"), [*PROMPTS, tuple(range(90, 20, -1))]
     alone = [tokens(decode(model, schedule, [Request(p, NEW)]))[0] for p in prompts]
     # 9 tokens of prompts a forward: the second row's prompt begins and the third's runs while the first decodes, …
-    run = engine(model, schedule, join_below=1, in_order=True, prompt_tokens=9, kernel=kernel)
+    run = engine(model, schedule, join_below=1, in_order=True, prompt_tokens=9)
     rows = [[] for _ in prompts]
     for out in run.run([Request(p, NEW) for p in prompts]):
         rows[out.request].append(out.token)
@@ -160,7 +158,7 @@ def test_prompts_that_only_project_at_the_top_change_nothing(family, prompt_toke
     kernels_or_skip()
     found = []
     for projects in (True, False):
-        monkeypatch.setattr(NativeModel, "projects", projects)
+        monkeypatch.setattr(FastModel, "projects", projects)
         rows = decode(tiny_model(family), SCHEDULES["linear"], requests_of(), prompt_tokens=prompt_tokens)
         found.append([(o.token, o.logprob, o.layers) for row in rows for o in row])
     assert found[0] == found[1]
@@ -256,5 +254,5 @@ def test_refusals_name_the_reason():
         run.submit([Request((3,) * 250, 20)])
     with pytest.raises(UsageError, match=f"token {VOCAB} "):
         run.submit([Request((VOCAB,), 20)])
-    with pytest.warns(UserWarning, match="float16"):
+    with pytest.raises(UnfitModelError, match="float16"):
         FastEngine(tiny_model("llama").half(), SCHEDULES["full"])

@@ -35,7 +35,7 @@ def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, 
     model = tiny_model(family)
     ends = {method.generate(model, PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
     expected = method.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
-    fast = method.on(EngineSource(model, open_model(model), print))
+    fast = method.on(EngineSource(model, open_model(model)))
     found = fast.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
     assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
         expected.tokens,

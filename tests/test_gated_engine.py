@@ -40,7 +40,7 @@ def test_it_samples_stops_and_numbers_like_the_fast_engine():
     samplings = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.7, top_k=9, seed=4), Sampling()]
     requests = [Request(p, 9, s, frozenset(range(60, 70))) for p, s in zip(PROMPTS, samplings, strict=True)]
     slow = [(*o[:3], o.layers, o.finish_reason) for o in GatedEngine(model, SCHEDULE).run(requests)]
-    fast = [(*o[:3], o.layers, o.finish_reason) for o in FastEngine(model, SCHEDULE, kernel="dense").run(requests)]
+    fast = [(*o[:3], o.layers, o.finish_reason) for o in FastEngine(model, SCHEDULE).run(requests)]
     assert sorted(slow) == sorted(fast)
     assert any(reason == "eos" for *_, reason in slow)
 

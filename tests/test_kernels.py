@@ -11,11 +11,12 @@ import torch
 
 from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
 from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.kernels import build, native_kernels
+from skipdecode.engine.kernels import build
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
-from skipdecode.errors import UsageError
+from skipdecode.engine.opening import open_fast
+from skipdecode.errors import UnfitModelError, UsageError
 from tiny import tiny_model
 
 CPU = torch.device("cpu")
@@ -220,25 +221,20 @@ def test_likeliest_tokens_match_torch_and_ties_go_to_the_first(kernels, vocabula
     torch.testing.assert_close(torch.tensor(logprobs), logits.log_softmax(-1).max(-1).values, rtol=1e-5, atol=1e-5)
 
 
-def test_where_they_cannot_serve_the_reason_is_told_and_the_model_runs_in_torch(monkeypatch, tmp_path):
+def test_where_they_cannot_serve_the_reason_is_told(monkeypatch, tmp_path):
     model = tiny_model("llama")
-    with pytest.raises(UsageError, match="accepted are auto, native, dense"):
-        open_model(model, "torch")
-    kernels, reason = native_kernels(CPU, torch.float16)
-    assert kernels is None
-    assert "float16" in reason
-    assert open_model(model, "dense").hint == ""
+    with pytest.raises(UnfitModelError, match="float16"):
+        open_model(tiny_model("llama").half())
+    with pytest.raises(UnfitModelError, match="runs on CPUs, and the model is on meta"):
+        open_model(tiny_model("llama").to("meta"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     build.load_library.cache_clear()
     try:
-        fast = open_model(model)
-        assert fast.kernel == "dense"
-        assert "no C++ compiler was found" in fast.hint
-        with pytest.raises(UsageError, match="CXX"):
-            open_model(model, "native")
-        with pytest.raises(UsageError, match="int8 weights need the fast engine's kernels: no C\\+\\+ compiler"):
-            open_model(model, quantization="int8")
+        with pytest.raises(UnfitModelError, match=r"no C\+\+ compiler was found: .*CXX"):
+            open_model(model)
+        with pytest.raises(UsageError, match=r"--quantization int8 needs the fast engine.*no C\+\+ compiler"):
+            open_fast(model, "auto", print, "int8")
     finally:
         build.load_library.cache_clear()
 

@@ -8,7 +8,7 @@ from skipdecode.engine.kv import PagedKV
 
 
 def store(pages=20, slots=2, tokens=16):
-    kv = PagedKV(3, 2, 8, torch.bfloat16, torch.device("cpu"), page_tokens=4)
+    kv = PagedKV(3, 2, 8, torch.bfloat16, page_tokens=4)
     kv.reserve(slots, tokens, pages)
     return kv
 

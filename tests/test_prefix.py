@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -17,10 +16,8 @@ from serve_tools import metric, offline, running, tiny_service, until
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.depth import PromptLayers
-from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import EngineSource
 from skipdecode.engine.prefix import PrefixKV
-from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
 NEW = 10
@@ -209,7 +206,7 @@ def test_rows_dropped_in_the_midst_of_their_prompts_lose_no_page():
 
 
 def test_least_recently_used_prompts_go_first_and_from_their_ends():
-    kv = PrefixKV(2, 1, 4, torch.float32, torch.device("cpu"), 4, most_bytes=0)
+    kv = PrefixKV(2, 1, 4, torch.float32, 4, most_bytes=0)
     kv._most_idle = 2 * 5  # five blocks of two layers
     kv.reserve(4, 64, 64)
     prompts = [(1,) * 13, (2,) * 9, (3,) * 5]  # three, two and one full pages of 4
@@ -234,7 +231,7 @@ def test_least_recently_used_prompts_go_first_and_from_their_ends():
 def test_no_page_is_written_by_two_or_lost_whatever_happens():
     """Rows come, match, run, keep, leave layers, go; each reads its own tokens from its pages all the time."""
     rng, layers = random.Random(1), PromptLayers((0, 1, 2))
-    kv = PrefixKV(3, 1, 1, torch.float32, torch.device("cpu"), 4, most_bytes=30 * 32)
+    kv = PrefixKV(3, 1, 1, torch.float32, 4, most_bytes=30 * 32)
     kv.reserve(6, 64, 6 * 3 * 8)
     rows: dict[int, dict[str, Any]] = {}
     for step in range(1500):
@@ -304,11 +301,7 @@ def test_the_server_keeps_prompts_between_requests_unless_told_not_to(cached: bo
     assert [group.cached_bytes > 0 for group in groups] == [cached, cached]
 
 
-def test_where_there_are_no_pages_it_is_refused_or_left_out():
-    model = tiny_model("llama")
-    with pytest.raises(UsageError, match="prefix_cache"):
-        FastEngine(model, PAPER, kernel="dense", prefix_cache=True)
-    for fast in (None, open_model(copy.deepcopy(model), "dense")):
-        engine = EngineSource(model, fast, print).engine(PAPER, prefix_cache=True)
-        engine.decode([Request(PROMPTS[0], 3)] * 2)
-        assert (engine.stats.prefix_hit_tokens, engine.cached_bytes) == (0, 0)
+def test_through_transformers_it_is_left_out():
+    engine = EngineSource(tiny_model("llama"), None).engine(PAPER, prefix_cache=True)
+    engine.decode([Request(PROMPTS[0], 3)] * 2)
+    assert (engine.stats.prefix_hit_tokens, engine.cached_bytes) == (0, 0)

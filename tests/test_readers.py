@@ -57,33 +57,27 @@ def decode(engine: FastEngine, prompts: list[tuple[int, ...]]) -> list[list[Any]
     return [rows[number] for number in sorted(rows)]
 
 
-@pytest.mark.filterwarnings("ignore:decoding through torch")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("kernel", ["auto", "dense"])
 @pytest.mark.parametrize("family", sorted(READERS))
-def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(
-    family: str, kernel: Any, schedule: Schedule
-) -> None:
+def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(family: str, schedule: Schedule) -> None:
     model = uneven_model(family)
-    fast = open_model(model, kernel)
+    fast = open_model(model)
     batch = decode(FastEngine(fast, schedule, max_rows=2, join_below=1, prompt_tokens=7), PROMPTS)
-    engine = FastEngine(fast, schedule, prefix_cache=fast.has_pages)
+    engine = FastEngine(fast, schedule, prefix_cache=True)
     for prompt, row in zip(PROMPTS, batch, strict=True):
         check_against_oracle(model, schedule, prompt, row)
         (alone,) = decode(engine, [prompt])
         assert [out.token for out in alone] == [out.token for out in row]
         second = (*prompt, *(out.token for out in row), 8, 9, 10)
         check_against_oracle(model, schedule, second, decode(engine, [second])[0])
-    assert (engine.stats.prefix_hit_tokens > 0) == fast.has_pages
+    assert engine.stats.prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("kernel", ["auto", "dense"])
-@pytest.mark.filterwarnings("ignore:decoding through torch")
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral", "phi3", "qwen2"])
-def test_tokens_behind_the_window_are_not_seen_by_layers_that_slide(family: str, kernel: Any) -> None:
+def test_tokens_behind_the_window_are_not_seen_by_layers_that_slide(family: str) -> None:
     """Through the last layer alone, which slides, a prompt's last token sees a window and nothing before it."""
     schedule = Schedule(LAYERS, tuple(range(LAYERS - 1)), (1,), warmup_layers=0, prompt="max_exit")
-    engine = FastEngine(uneven_model(family), schedule, kernel=kernel)
+    engine = FastEngine(uneven_model(family), schedule)
     prompt = PROMPTS[0]
     behind, within = (
         (*prompt[: -WINDOW - 1], 99, *prompt[-WINDOW:]),
@@ -98,10 +92,9 @@ def test_bf16_rows_are_the_same_alone_and_in_any_batch(family: str) -> None:
     fast, schedule = open_model(uneven_model(family).bfloat16()), SCHEDULES["nested"]
     together = decode(FastEngine(fast, schedule, prompt_tokens=16), PROMPTS)
     alone = [decode(FastEngine(fast, schedule), [prompt])[0] for prompt in PROMPTS]
-    if fast.kernel == "native":
-        assert [[(o.token, o.logprob) for o in row] for row in together] == [
-            [(o.token, o.logprob) for o in row] for row in alone
-        ]
+    assert [[(o.token, o.logprob) for o in row] for row in together] == [
+        [(o.token, o.logprob) for o in row] for row in alone
+    ]
 
 
 def test_embeddings_are_scaled_as_far_as_the_weights_type_tells() -> None:

@@ -47,7 +47,7 @@ def test_schedules_of_one_drop_order_share_a_batch():
 def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
     kernels_or_skip()
     model = tiny_model("llama", max_position_embeddings=1024)
-    source = EngineSource(model, open_model(model), print)
+    source = EngineSource(model, open_model(model))
     (group,) = make_groups(source, [SCHEDULES[1]], 4)
     engine = group._make()
     first, long = engine.submit([Request(PROMPTS[0], 20), Request(tuple(3 + i % 90 for i in range(600)), 1)])

@@ -218,7 +218,7 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
     cost = CostModel.of_step(layers, 3, 0.01, 0.001)
     for (policy, (join_below, in_order)), chunk in itertools.product(POLICIES.items(), (7, 512)):
         engine = engine_module.FastEngine(
-            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, kernel="dense", prompt_tokens=chunk
+            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, prompt_tokens=chunk
         )
         model = engine.model
         for _ in engine.run([Request((1,) * a.prompt_tokens, a.new_tokens) for a in trace]):

@@ -112,7 +112,7 @@ class UnsupportedFeatureError(SkipDecodeError, ValueError):
 
 
 class UnfitModelError(SkipDecodeError):
-    """The fast engine does not cover this model; the message says what it met."""
+    """The fast engine does not cover this model, or cannot run here; the message says what it met."""
 
 
 class RefusedEngineError(SkipDecodeError):

@@ -289,12 +289,11 @@ class LLM:
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=3)
-        chosen = self._source.suited(asked)
         encoded = self.encode(prompts, template=template)
         for index, prompt in enumerate(encoded):
             if prompt.error is not None:
                 raise DataError(prompt.error, index=index)
-        return encoded, how, chosen
+        return encoded, how, asked
 
     def _engine(self, schedule: Schedule) -> Engine:
         """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""

@@ -259,7 +259,7 @@ def _tell(chosen: dict[Path, tuple[Method, str]], recipe: Recipe | None, model: 
 
     for method, origin in chosen.values():
         note(f"{method.name}: {origin}")
-    schedules = [method.asked for method, _ in chosen.values() if method.asked is not None]
+    schedules = [method.schedule for method, _ in chosen.values() if method.schedule is not None]
     if line := untuned_line(schedules, recipe, model):
         note(line)
 

@@ -52,7 +52,7 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         default=None,
     )
     engine: str = option(
-        "fast: the package's own engine (CPUs, CUDA GPUs; `info` lists its model types); auto: fast where it "
+        "fast: the package's own engine (CPUs; `info` lists its model types); auto: fast where it "
         "covers the model, else transformers; vllm: start vLLM's own server with the plugin instead",
         default="auto",
         choices=(*ENGINES, "vllm"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,9 +12,8 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.feeds import EngineRow, Feed, token_rows
-from skipdecode.engine.kernels import KernelChoice
 from skipdecode.engine.kernels.head import Candidates
-from skipdecode.engine.kv import KV
+from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.requests import Request, StepOutput
 from skipdecode.engine.sampling import put_out
 from skipdecode.engine.scheduler import PROMPT_TOKENS, RequestSize, Scheduler
@@ -26,7 +24,7 @@ __all__ = ["FastEngine"]
 
 
 class FastEngine(Engine):
-    """Decodes requests on the package's own kernels, or on a GPU's graphs; rows of any age share a step.
+    """Decodes requests on the package's own kernels, on CPUs; rows of any age share a step.
 
     Parameters
     ----------
@@ -42,24 +40,18 @@ class FastEngine(Engine):
         Admit in order of submission instead of by length.
     kv_bytes : int, optional
         Most bytes of keys and values; requests wait for room. Default: what `max_rows` of the largest requests need.
-        Not on GPUs.
-    kernel : {"auto", "native", "dense"}
-        See `open_model`.
     prompt_tokens : int
         Most prompt tokens of one forward: bounds the buffers, and how long a row waits for its next token.
     prefix_cache : bool
         Keep prompts' keys and values, and run no token of a prompt that begins as one before did (see
-        `skipdecode.engine.prefix`): the same tokens come out. Prompts share only what runs the same layers. Only where
-        keys and values are pages: on CPUs, with the C++ kernels.
+        `skipdecode.engine.prefix`): the same tokens come out. Prompts share only what runs the same layers.
 
     Raises
     ------
     UnfitModelError
-        If the model has no fast path.
+        If the model has no fast path, or the kernels cannot run here.
     ScheduleError
         If the schedule is for another number of layers.
-    UsageError
-        If the kernels cannot serve here, or there are no pages for `kv_bytes` or `prefix_cache`.
     """
 
     def __init__(
@@ -71,25 +63,18 @@ class FastEngine(Engine):
         join_below: float = 0.0,
         in_order: bool = False,
         kv_bytes: int | None = None,
-        kernel: KernelChoice = "auto",
         prompt_tokens: int = PROMPT_TOKENS,
         prefix_cache: bool = False,
     ) -> None:
-        self.model = model if isinstance(model, FastModel) else open_model(model, kernel)
-        if self.model.hint:
-            warnings.warn(f"decoding through torch, at a fraction of the speed: {self.model.hint}", stacklevel=2)
+        self.model = model if isinstance(model, FastModel) else open_model(model)
         self.name = self.model.name
         schedule.check_fits(self.model.num_layers)
         super().__init__(schedule)
         self._order = DepthOrder(self.schedule)
         self._prompt_tokens = prompt_tokens
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
-        if kv_bytes is not None and not self.model.has_pages:
-            raise UsageError("kv_bytes bounds pages, and this device keeps whole rows: leave it out, lower max_rows")
-        if prefix_cache and not self.model.has_pages:
-            raise UsageError("prefix_cache shares pages, and this device keeps whole rows: leave it out")
         self._prefix_cache = prefix_cache
-        self.kv: KV = self.model.new_kv(prefix_cache)
+        self.kv: PagedKV = self.model.new_kv(prefix_cache)
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
         self._requests: dict[int, tuple[Request, Schedule]] = {}
         self._submitted = 0
@@ -152,13 +137,12 @@ class FastEngine(Engine):
     def step(self) -> list[StepOutput]:
         """Admit what may join, then one forward: a part of the prompts that are due, and one token of every row.
 
-        Where steps are graphs (`FastModel.shares`), and where prompts have layers of their own, they have a forward of
-        their own, and rows step after it only if it put out nothing.
+        Prompts with layers of their own have a forward of their own, and rows step after it only if it put out nothing.
         """
         start = time.perf_counter()
         self._admit()
         prompts, outputs = self._due(), list[StepOutput]()
-        if prompts and (prompts[0].row.prompt.own or not self.model.shares):
+        if prompts and prompts[0].row.prompt.own:
             outputs = self._run(prompts)
             prompts = []
         if prompts or (self._running and not outputs):
@@ -251,8 +235,6 @@ class FastEngine(Engine):
         logits = self.model.forward(batch, self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.fell_back
-        if len(due) < len(batch.tokens):
-            self.model.wait()
         for row, _ in feeds:
             if not row.output:
                 # The last token, where it runs more layers than the others, is none that they could share.
@@ -277,8 +259,7 @@ class FastEngine(Engine):
             stats.layer_reads += max(row.budget for row in rows)
         held = self.kv.bytes_held
         pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running) - self.kv.overlap
-        # Where whole rows are kept at full depth, that is what is held.
-        stats.note_kv(held, max(held, pages * self.num_layers * self.kv.page_bytes))
+        stats.note_kv(held, pages * self.num_layers * self.kv.page_bytes)
 
     def _make_room(self, row: EngineRow, tokens: int) -> None:
         """Room for tokens to be fed; a row that decodes first gives back layers that it leaves."""

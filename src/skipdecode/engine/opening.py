@@ -7,7 +7,6 @@ rounded once more in the weights' type.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,25 +25,18 @@ __all__ = ["EngineSource", "end_tokens", "open_engines", "open_fast"]
 class EngineSource:
     """Engines of one model, for any number of schedules; all share its weights.
 
-    They run on its fast path, or through transformers without one. `note` is told one line where a schedule runs
-    otherwise than it says.
+    They run on its fast path, or through transformers without one.
     """
 
-    def __init__(self, model: Any, fast: FastModel | None, note: Callable[[str], None]) -> None:
+    def __init__(self, model: Any, fast: FastModel | None) -> None:
         self.model = model
         self.fast = fast
         self.num_layers = len(decoder_layers(unwrap(model)))
-        self._note = note
-        self._told: set[Schedule] = set()
 
     @property
     def name(self) -> str:
         """ "fast" (with quantised weights "fast-int8" and the like) or "transformers"."""
         return GatedEngine.name if self.fast is None else self.fast.name
-
-    def suited(self, schedule: Schedule) -> Schedule:
-        """What runs where a job asks for a schedule: on some devices one of fewer budgets (`FastModel.suited`)."""
-        return schedule if self.fast is None else self.fast.suited(schedule)
 
     def engine(
         self,
@@ -58,43 +50,31 @@ class EngineSource:
     ) -> Engine:
         """A new engine; `schedule` None is full depth, the rest as in `FastEngine`.
 
-        There is no prefix cache where it has none: on GPUs, without the C++ kernels, and through transformers.
-        `prompt_tokens` counts where prompts share forwards with rows that decode.
+        Through transformers there is no prefix cache, and prompts run whole.
         """
         asked = Schedule.full(self.num_layers) if schedule is None else schedule
         asked.check_fits(self.num_layers)
-        suited = self.suited(asked)
         if self.fast is None:
             return GatedEngine(self.model, asked, max_rows=max_rows, in_order=in_order)
-        if suited != asked and asked not in self._told:
-            self._told.add(asked)
-            before, after = (len(set(s.budgets)) for s in (asked, suited))
-            self._note(
-                f"{before} different depths are rounded up to {after}, since each is recorded apart on this device: "
-                f"{asked.mean_budget():.2f} layers on average become {suited.mean_budget():.2f}"
-            )
         return FastEngine(
             self.fast,
-            suited,
+            asked,
             max_rows=max_rows,
             join_below=join_below,
             in_order=in_order,
-            prefix_cache=prefix_cache and self.fast.has_pages,
-            prompt_tokens=prompt_tokens if self.fast.shares else PROMPT_TOKENS,
+            prefix_cache=prefix_cache,
+            prompt_tokens=prompt_tokens,
         )
 
     def for_order(self, order: tuple[int, ...], **options: Any) -> Engine:
         """An engine whose rows bring schedules of their own, which drop layers in this order; `options` of `engine`."""
         stand_in = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
-        with warnings.catch_warnings():
-            # Said once, when the model was opened.
-            warnings.simplefilter("ignore", UserWarning)
-            return self.engine(stand_in, **options)
+        return self.engine(stand_in, **options)
 
 
 def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> EngineSource:
     """A model's engines; see `open_fast`."""
-    return EngineSource(model, open_fast(model, engine, note, quantization), note)
+    return EngineSource(model, open_fast(model, engine, note, quantization))
 
 
 def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> FastModel | None:
@@ -105,8 +85,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
     model : PreTrainedModel or PeftModel
         Its projection weights may be fused in place; it stays usable.
     engine : {"auto", "fast", "transformers"}
-        auto: fast where it covers the model and the C++ kernels run or the device is a GPU, else transformers, with a
-        note why.
+        auto: fast where it covers the model and its C++ kernels can run, else transformers, with a note why.
     note : callable
         Told one line where the choice needs a word.
     quantization : {"none", "int8", "int4", "w8a8"}
@@ -127,27 +106,21 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
             raise UsageError(f"--quantization {kind} needs the fast engine: leave out --engine transformers")
         return None
     try:
-        fast = open_model(_merged_copy(model) if hasattr(model, "get_base_model") else unwrap(model), quantization=kind)
+        return open_model(_merged_copy(model) if hasattr(model, "get_base_model") else unwrap(model), kind)
     except UnfitModelError as e:
         if engine == "fast":
-            raise UsageError(f"--engine fast does not cover this model: {e}; give --engine auto") from None
+            raise UsageError(f"--engine fast cannot run this model here: {e}; give --engine auto") from None
         if kind:
-            raise UsageError(
-                f"--quantization {kind} needs the fast engine, which does not cover this model: {e}"
-            ) from None
-        note(f"decoding through transformers, several times slower than the fast engine: {e}")
+            raise UsageError(f"--quantization {kind} needs the fast engine, which cannot run here: {e}") from None
+        slower = ", several times slower than the fast engine" if unwrap(model).device.type == "cpu" else ""
+        note(f"decoding through transformers{slower}: {e}")
         return None
-    if fast.hint and engine == "auto":
-        note(f"decoding through transformers: {fast.hint}")
-        return None
-    if fast.hint:
-        note(f"the fast engine runs without its kernels: {fast.hint}")
-    return fast
 
 
 def _merged_copy(model: Any) -> Any:
     """The plain model with a PEFT adapter added to its weights."""
-    unwrap(model)  # Refuses prompt learning, which has no weights to merge.
+    if unwrap(model).device.type != "cpu":  # `unwrap` refuses prompt learning, which has no weights to merge.
+        return unwrap(model)  # which the fast engine refuses: no copy is made for it
     twin = copy.deepcopy(model)
     merge = getattr(twin, "merge_and_unload", None)
     if merge is None:

@@ -100,7 +100,7 @@ def _key(model: Any, fast: FastModel | None) -> dict[str, Any]:
     settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
     engine = "transformers"
     if fast is not None:
-        engine = f"fast, {fast.kernel} kernels {kernels_version()}, {fast.quantization or 'own'} weights"
+        engine = f"fast, kernels {kernels_version()}, {fast.quantization or 'own'} weights"
     return {
         "model": hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest(),
         "attention": str(config._attn_implementation),

@@ -47,7 +47,7 @@ class EngineOptions(Options):
     """What runs the model."""
 
     engine: str = option(
-        "what runs the model; fast: the package's own engine (CPUs, CUDA GPUs; `info` lists its model types); "
+        "what runs the model; fast: the package's own engine (CPUs; `info` lists its model types); "
         "auto: fast where it covers the model, else transformers",
         default="auto",
         choices=ENGINES,

@@ -1,21 +1,15 @@
-"""Kernels that decode: C++ at memory speed on CPUs, built on first use; torch operators in CUDA graphs on GPUs.
-
-`native_kernels` gives the C++ ones where they can serve, else says why not. The torch operators work on a static KV
-cache (dense.py, static_cache.py) in steps of fixed shape, which GPUs capture as graphs (graphs.py).
-"""
+"""Kernels that decode: C++ at memory speed on CPUs, built on first use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
     from skipdecode.engine.kernels.native import NativeKernels
 
-__all__ = ["KernelChoice", "native_kernels"]
-
-KernelChoice = Literal["auto", "native", "dense"]
+__all__ = ["native_kernels"]
 
 
 def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKernels | None, str]:
@@ -24,10 +18,10 @@ def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKern
     from skipdecode.engine.kernels.native import WEIGHT_DTYPES, NativeKernels
 
     if device.type != "cpu":
-        return None, f"the C++ kernels run on CPUs, the model is on {device.type}"
+        return None, f"the fast engine runs on CPUs, and the model is on {device.type}"
     if dtype not in WEIGHT_DTYPES:
         name = str(dtype).removeprefix("torch.")
-        return None, f"the C++ kernels read bfloat16 and float32 weights, the model has {name}"
+        return None, f"the fast engine reads bfloat16 and float32 weights, and the model has {name}"
     try:
         return NativeKernels(dtype), ""
     except KernelBuildError as error:

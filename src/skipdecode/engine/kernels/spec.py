@@ -1,4 +1,4 @@
-"""What the kernels compute, as data: one description for the C++ kernels and for torch operators."""
+"""What the kernels compute, as data."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class Method(ABC):
     ----------
     name : str
         Label in tables.
-    schedule, asked : Schedule or None
-        The schedule that runs, where the method is one, and the one that was asked for.
+    schedule : Schedule or None
+        The schedule that runs, where the method is one.
     max_batch : int or None
         Most rows of a batch; None for any number.
     full_depth : bool
@@ -70,7 +70,6 @@ class Method(ABC):
 
     name: str
     schedule: Schedule | None = None
-    asked: Schedule | None = None
     max_batch: int | None = None
     full_depth: bool = False
     engine: str = GenerateEngine.name

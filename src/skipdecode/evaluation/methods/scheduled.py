@@ -31,30 +31,28 @@ class Scheduled(Method):
     """
 
     def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
-        self.asked, self._source = schedule, source
-        self._runs = schedule if source is None or schedule is None else source.suited(schedule)
-        self.schedule = self._runs
+        self.schedule, self._source = schedule, source
         self.name = "full" if schedule is None else schedule.name
         self.engine = GatedEngine.name if source is None else source.name
 
     def on(self, source: EngineSource) -> Scheduled:
         """The same, decoded by the engines of a model."""
-        return Scheduled(self.asked, source)
+        return Scheduled(self.schedule, source)
 
     def make_engine(self, model: Any, max_rows: int) -> Engine:
-        schedule = self._runs or Schedule.full(len(decoder_layers(unwrap(model))))
+        schedule = self.schedule or Schedule.full(len(decoder_layers(unwrap(model))))
         if self._source is None:
             return GatedEngine(model, schedule, max_rows=max_rows)
         return self._source.engine(schedule, max_rows=max_rows)
 
     def settings(self) -> dict[str, Any]:
         """The name, and the schedule itself."""
-        return super().settings() | ({} if self.asked is None else {"schedule": self.asked.to_dict()})
+        return super().settings() | ({} if self.schedule is None else {"schedule": self.schedule.to_dict()})
 
     def check_shape(self, model_type: str, num_layers: int) -> None:
         """Raises ScheduleError if the schedule is for another number of layers."""
-        if self.asked is not None:
-            self.asked.check_fits(num_layers)
+        if self.schedule is not None:
+            self.schedule.check_fits(num_layers)
 
 
 class Full(Scheduled):

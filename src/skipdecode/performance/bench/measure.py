@@ -103,7 +103,7 @@ def measure(
 
 def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -> list[_Run]:
     fit = [p for p in peers if p.max_batch is None or batch <= p.max_batch]
-    return [_Run(p, n, p.suited(s)) for n, s in schedules.items() for p in fit if p.skips or n == 1]
+    return [_Run(p, n, s) for n, s in schedules.items() for p in fit if p.skips or n == 1]
 
 
 def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:

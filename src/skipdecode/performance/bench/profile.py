@@ -13,7 +13,7 @@ from transformers import Cache
 
 from skipdecode.engine import sampling
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import DenseModel, NativeModel
+from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels.spec import LayerSpec, StackInput
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.bench.peers import Peer, Rows, token_times
@@ -61,7 +61,7 @@ def profile(peers: Sequence[Peer], workload: Workload, num_layers: int, bandwidt
             for nominal, schedule in workload.schedules(num_layers).items():
                 if nominal > 1 and not peer.skips:
                     continue
-                recorder = _recorded(peer, peer.suited(schedule), rows)
+                recorder = _recorded(peer, schedule, rows)
                 runs += 1
                 what = {"engine": peer.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
                 found += [what | row for row in recorder.table(bandwidth)]
@@ -83,20 +83,16 @@ def _recorded(peer: Peer, schedule: Schedule, rows: Rows) -> Recorder:
 
 
 def _of_fast(engine: FastEngine, recorder: Recorder, tokens: float) -> list[Call]:
-    model, calls = engine.model, list[Call]()
-    if isinstance(model, NativeModel):
-        calls += [
-            (model, "_embed", recorder.timed("embedding", model._embed)),
-            (model, "_stack", _noted_stack(model, recorder, tokens * engine.kv.token_bytes)),
-            (model, "_head", recorder.timed("head", model._head, num_bytes=model.head.bytes_read(1))),
-        ]
-    elif isinstance(model, DenseModel):
-        # A step of fixed shape is one call: nothing inside it can be timed.
-        calls.append((model, "_decode", recorder.timed("layer", model._decode)))
+    model = engine.model
+    calls: list[Call] = [
+        (model, "_embed", recorder.timed("embedding", model._embed)),
+        (model, "_stack", _noted_stack(model, recorder, tokens * engine.kv.token_bytes)),
+        (model, "_head", recorder.timed("head", model._head, num_bytes=model.head.bytes_read(1))),
+    ]
     return calls + [(engine.kv, name, recorder.timed("cache", getattr(engine.kv, name))) for name in _CACHE_CALLS]
 
 
-def _noted_stack(model: NativeModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
+def _noted_stack(model: FastModel, recorder: Recorder, cached: float) -> Callable[..., Any]:
     """The layers' call, whose kernels tell the time of their phases."""
     layers, stack = model._spec.layers, model._stack
     arguments = stack._args

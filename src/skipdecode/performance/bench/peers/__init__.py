@@ -68,10 +68,6 @@ class Peer(ABC):
         """What the rows ask for."""
         return [Request((5,) * rows.prompt, rows.new)] * rows.batch
 
-    def suited(self, schedule: Schedule) -> Schedule:
-        """The schedule that it runs where it is asked for `schedule`."""
-        return schedule
-
     def run(self, schedule: Schedule, rows: Rows) -> list[float]:
         """Decode; returns the times of `token_times`."""
         if self.warms and (schedule, rows) not in self._warm:

@@ -11,13 +11,13 @@ import torch
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, NativeModel, open_model
+from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.quantize import Quantization
 from skipdecode.engine.kernels.spec import LinearSpec
-from skipdecode.engine.kv import KV
+from skipdecode.engine.kv import PagedKV
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.plan import PROMPT
 from skipdecode.performance.bench.peers import Peer, Rows
@@ -54,7 +54,6 @@ class FastPeer(Peer):
             raise UsageError(
                 f"the engine {self.name!r} does not cover this model: {e}; leave it out of --engines"
             ) from None
-        self.warms = self.fast.captures_graphs
 
     def engine(self, schedule: Schedule, rows: Rows) -> FastEngine:
         """See `Peer`; all prompts in one forward, so that rows that begin together stay together."""
@@ -66,7 +65,7 @@ class FastPeer(Peer):
         """See `Peer`: zeros."""
         forward = self.fast.forward
 
-        def made_up(rows: TokenRows, kv: KV) -> torch.Tensor | Candidates:
+        def made_up(rows: TokenRows, kv: PagedKV) -> torch.Tensor | Candidates:
             if len(rows.wanted) == len(rows.tokens):
                 return forward(rows, kv)
             kv.fill()
@@ -75,17 +74,13 @@ class FastPeer(Peer):
         with replaced([(self.fast, "forward", made_up)]):
             yield
 
-    def suited(self, schedule: Schedule) -> Schedule:
-        return self.fast.suited(schedule)
-
     def reads(self, batch: int) -> CostModel:
         """See `Peer`; of the weights as the engine holds them."""
         spec, geometry = self.fast._spec, self._geometry
         layers = sum(_bytes(linear) for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
         rows = batch * spec.embedding.shape[1] * spec.embedding.element_size()
         head = _bytes(spec.head)
-        if isinstance(self.fast, NativeModel):
-            head += self.fast.head.bytes_read(batch) - spec.head.weight.nbytes
+        head += self.fast.head.bytes_read(batch) - spec.head.weight.nbytes
         step = StepCost(batch, head + rows, layers / geometry.num_layers, geometry.kv_bytes_per_token())
         return replace(super().reads(batch), steps=(step,))
 
