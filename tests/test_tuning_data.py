@@ -69,6 +69,12 @@ def test_nothing_usable_is_an_error_even_when_bad_records_are_skipped(tmp_path: 
         load(tmp_path / "none.jsonl")
 
 
+def test_a_record_with_several_responses_is_bad(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [*records(2), {"colour": "red", "thing": "car", "ref": ["x", "y"]}])
+    with pytest.raises(DataError, match="line 3: several responses"):
+        load(path)
+
+
 @pytest.mark.parametrize("text", ["no field", "{", "{a.__class__}", "{a!r}", "{a:>9}", "{}", "{0}", "{a[0]}"])
 def test_templates_hold_plain_fields_only(text: str) -> None:
     with pytest.raises(UsageError, match="prompt template"):

@@ -61,6 +61,8 @@ WRONG = {
     "tune hollow": "--train",
     f"tune hollow {RECORDS}": "--task",
     f"tune adapter --task e2e {RECORDS}": "--merge",
+    f"tune hollow --prompt-field m --response-field ref {RECORDS}": "'m'; the record has 'mr', 'ref'",
+    "calibrate hollow --data rec.jsonl --out new --prompt-field m --response-field ref --nominal-speedup 2": "'m'",
     # Schedules and lengths that do not fit the model.
     "plan hollow --nominal-speedup 99": "at most 4.00",
     "generate hollow x --nominal-speedup 99": "at most 4.00",

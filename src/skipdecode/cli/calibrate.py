@@ -24,7 +24,7 @@ from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import MODEL, check_out, layers_of, read_cost
-from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
+from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
@@ -81,13 +81,15 @@ def run(config: Config) -> int:
         raise UsageError(f"--cost {config.cost} is for batches of {cost.batch}: leave out --batch {config.batch}")
     from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
 
-    check_records(config, "data")
+    template = make_template(config)
     check_layers(config, layers)
     prompt_sets(config, layers)
     if config.nominal_speedup is not None:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
+    file = read_files(config, template, data=None)["data"]
     loaded = load(config)
-    learn, check = draw(config, loaded)
+    examples, _ = encode_file(config, template, "data", file, loaded.model, loaded.tokenizer)
+    learn, check = draw(config, examples)
     # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin = "layers only"
@@ -118,9 +120,8 @@ def load(config: Config) -> LoadedModel:
     return load_model(config.model, dtype="auto" if torch.cuda.is_available() else "float32")
 
 
-def draw(config: Config, loaded: LoadedModel) -> tuple[list[Example], list[Example]]:
+def draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
-    examples, _ = read_examples(config, make_template(config), "data", loaded.model, loaded.tokenizer)
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)

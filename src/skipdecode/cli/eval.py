@@ -28,7 +28,7 @@ from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_fil
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
-from skipdecode.data.self_generated import SelfGeneratedOptions, check_prompts
+from skipdecode.data.self_generated import SelfGeneratedOptions, open_prompts
 from skipdecode.errors import SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 
@@ -94,11 +94,11 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, ModelOptio
 
 def run(config: Config) -> int:
     """Evaluate or compare."""
-    check_prompts(config)
+    prompts = open_prompts(config)
     if config.self:
         from skipdecode.cli.eval_self import evaluate_self
 
-        return evaluate_self(config)
+        return evaluate_self(config, prompts)
     if config.compare:
         if config.model or config.task or config.out or config.methods:
             raise UsageError("--compare reads finished runs: leave out MODEL, --task, --methods and --out")

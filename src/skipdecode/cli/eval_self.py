@@ -30,7 +30,7 @@ from skipdecode.data.self_generated import (
     default_template,
     forget_prompts,
 )
-from skipdecode.data.source import Records
+from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.requests import row_seed
@@ -70,8 +70,8 @@ _COLUMNS = {
 }
 
 
-def evaluate_self(config: Config) -> int:
-    """Measure, save and show; returns 0."""
+def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
+    """Measure on `prompts`, or drawn ones, save and show; returns 0."""
     for name in ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"):
         if getattr(config, name):
             raise UsageError(f"--self takes no {flag(name)}: see --prompts, --self-records and --self-tokens")
@@ -89,7 +89,7 @@ def evaluate_self(config: Config) -> int:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     except ModelLoadError as e:
         raise type(e)(f"the base model: {e} (--base names another)") from None
-    document, rows = _measured(config, loaded, base, *_methods(config, loaded))
+    document, rows = _measured(config, prompts, loaded, base, *_methods(config, loaded))
     save_run(out, document, rows)
     forget_prompts(out)
     print(json.dumps(document, indent=1) if config.json else "\n".join(_lines(document, out)))
@@ -119,13 +119,18 @@ def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]
 
 
 def _measured(
-    config: Config, loaded: LoadedModel, base: LoadedModel, methods: list[Method], full: Method
+    config: Config,
+    source: PromptSource | None,
+    loaded: LoadedModel,
+    base: LoadedModel,
+    methods: list[Method],
+    full: Method,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document, and the texts as rows."""
     note(f"base model: {base.name}; engine: {full.engine}")
     yardstick = full if base is loaded else Full(open_engines(base.model, config.engine, note, config.quantization))
     reference = Variant("base", base.model, yardstick)
-    template, records, prompts = _prompts(config, loaded, base, partial(yardstick.make_engine, base.model))
+    template, records, prompts = _prompts(config, source, loaded, base, partial(yardstick.make_engine, base.model))
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
     about = {name: getattr(config, name) for name in ("name", "model", "quantization")} | {
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -161,13 +166,17 @@ def _measured(
 
 
 def _prompts(
-    config: Config, loaded: LoadedModel, base: LoadedModel, make_engine: Callable[[int], Engine]
+    config: Config,
+    source: PromptSource | None,
+    loaded: LoadedModel,
+    base: LoadedModel,
+    make_engine: Callable[[int], Engine],
 ) -> tuple[Template, list[Record], list[list[int]]]:
     """The template, prompts that the checkpoint was not tuned on, and their tokens."""
     asked = Template("{prompt}", chat=True) if config.chat else recipe_template(loaded.recipe)
     template, options = default_template(base.tokenizer, asked), config.part(SelfGeneratedOptions)
     seed, skip_bad = row_seed(config.seed, _HELD_OUT), config.bad_records == "skip"
-    data = SelfGeneratedData(base, make_engine, template, options, Path(config.out or ""), seed, skip_bad)
+    data = SelfGeneratedData(base, make_engine, template, options, source, Path(config.out or ""), seed, skip_bad)
     known = (
         row
         for file in (TRAIN_FILE, DEV_FILE)

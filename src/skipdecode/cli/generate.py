@@ -224,7 +224,7 @@ def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedul
         "system": config.system,
         "include_prompt": config.include_prompt,
         "schedule": schedule.to_dict(),
-        "input": source.fingerprint | {"format": source.format, "field": config.field},
+        "input": source.fingerprint | {"field": config.field},
     }
 
 

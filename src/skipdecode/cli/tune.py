@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import ScheduleChoice, ScheduleOptions, check_out, check_schedule_options, choose_schedule
-from skipdecode.cli.options.records import RecordOptions, check_records, make_template, read_examples
+from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import option
 from skipdecode.common.progress import note
-from skipdecode.data.self_generated import DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, check_prompts
+from skipdecode.data.self_generated import DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
 from skipdecode.models.loading.locate import adapter_dir
@@ -36,8 +36,9 @@ from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
 
 if TYPE_CHECKING:
-    from skipdecode.data.prompts import Example
+    from skipdecode.data.prompts import Example, RecordFile
     from skipdecode.data.records import Template
+    from skipdecode.data.source import PromptSource
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.tuning.trainer import Tuner, TuneResult
 
@@ -97,19 +98,24 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def run(config: Config) -> int:
     """Tune and save; prints what came of it."""
+    prompts = open_prompts(config)
     _check(config)
+    files = {} if config.self else _files(config, make_template(config))
     from skipdecode.tuning.setup import process_state
 
     out, state = Path(config.out), process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
-    config, template, made = _with_self_generated(config, state) if config.self else (config, make_template(config), {})
+    if config.self:
+        config, template, made = _with_self_generated(config, prompts, state)
+        files = _files(config, template)
+    else:
+        template, made = make_template(config), {}
     loaded = _load(config)
-    limits = {"train": config.train_records, "dev": config.dev_records}
-    read = partial(read_examples, config, template)
-    examples = {n: read(n, loaded.model, loaded.tokenizer, most) for n, most in limits.items()}
+    encode = partial(encode_file, config, template, model=loaded.model, tokenizer=loaded.tokenizer)
+    examples = {name: encode(name, file) for name, file in files.items()}
     schedule, origin = _schedule(config, loaded, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
-    data = {name: data_entry(Path(getattr(config, name)), len(e), bad) for name, (e, bad) in examples.items()} | made
+    data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
     recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
     if config.resume and (stored := stored_recipe(out)) is not None:
@@ -130,14 +136,13 @@ def run(config: Config) -> int:
 
 def _check(config: Config) -> None:
     """Refuse, before weights are loaded, what can be known to be wrong without them."""
-    check_prompts(config)
     for name in ("model", "out") if config.self else ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
     check_out(Path(config.out), "the run in it", resume=config.resume)
     check_schedule_options(config, config.model)
     if not config.self:
-        check_records(config, "train", "dev")
+        make_template(config)
     elif wrong := [n for n in ("train", "dev", "response_field") if getattr(config, n)]:
         raise UsageError(f"--self makes its own records from --prompts: leave out {flag(wrong[0])}")
     else:
@@ -156,6 +161,11 @@ def _check(config: Config) -> None:
         raise MissingExtraError("tuning", "tune") from None
 
 
+def _files(config: Config, template: Template) -> dict[str, RecordFile]:
+    """The records to train on and to judge by, each file read once."""
+    return read_files(config, template, train=config.train_records, dev=config.dev_records)
+
+
 def _prompt_template(config: Config) -> Template | None:
     """What --self is to put prompts into; None where the options do not say."""
     named = config.task or config.prompt_template or config.prompt_field
@@ -165,7 +175,9 @@ def _prompt_template(config: Config) -> Template | None:
     return make_template(replace(config, prompt_field=prompt, response_field=response))
 
 
-def _with_self_generated(config: Config, state: Any) -> tuple[Config, Template, dict[str, Any]]:
+def _with_self_generated(
+    config: Config, prompts: PromptSource | None, state: Any
+) -> tuple[Config, Template, dict[str, Any]]:
     """The config with self-generated data as its records, made first if need be, and what a recipe says of them."""
     from skipdecode.data.forms import recipe_template
     from skipdecode.data.self_generated import SelfGeneratedData, default_template
@@ -179,7 +191,7 @@ def _with_self_generated(config: Config, state: Any) -> tuple[Config, Template, 
         make_curriculum(_schedule(config, loaded, [config.self_tokens]).schedule, config)  # before the texts are made
         template = default_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
-        about = (template, config.part(SelfGeneratedOptions), out, config.seed, config.bad_records == "skip")
+        about = (template, config.part(SelfGeneratedOptions), prompts, out, config.seed, config.bad_records == "skip")
         data = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
         made = data.write_records(config.dev_records or 0)
     # Skipped: read again, an answer may be a token longer, and at the context's end too long.

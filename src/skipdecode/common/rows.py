@@ -1,19 +1,27 @@
-"""Rows of a user's file, JSON lines or CSV with a header, as objects with the number of the line that each begins on.
+"""A user's file of records: how it is opened, and its rows as objects with the number of the line that each begins on.
 
-Reading is a generator: memory does not grow with the file. Other kinds of files are refused by name.
+Files, pipes and standard input are opened in one way (`Input`). Rows are JSON lines or CSV with a header. Reading is a
+generator: memory does not grow with the file. Other kinds of files are refused by name.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import closing, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, is_text, object_of, read_lines
-from skipdecode.errors import DataError
+from skipdecode.errors import DataError, UsageError
 
-__all__ = ["FORMATS", "check_start", "format_of", "read_rows", "rows_of"]
+__all__ = ["FORMATS", "Input", "check_streams", "format_of", "is_stream", "read_rows"]
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
@@ -39,41 +47,110 @@ def format_of(name: str | Path) -> str | None:
     return _BY_SUFFIX.get(Path(name).suffix.lower())
 
 
-def check_start(name: str, start: bytes, format: str) -> None:
-    """Refuse, with a DataError that says what to do, a file that begins as one of a kind that is not read."""
-    for magic, what in _NOT_READ.items():
-        if start.startswith(magic):
-            raise DataError(f"{name} is {what}")
-    if format == "jsonl" and start.removeprefix(BOM).lstrip().startswith(b"["):
-        raise DataError(f"{name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
+def is_stream(path: str | Path) -> bool:
+    """Whether a path, or ``-`` for standard input, can be read only once."""
+    return str(path) == "-" or (os.path.exists(path) and not os.path.isfile(path))
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def check_streams(paths: Iterable[str]) -> None:
+    """Refuse, with a UsageError, a stream that is named twice, or that several processes would read."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # as accelerate launch and torchrun say
+    seen: set[str] = set()
+    for path in filter(is_stream, paths):
+        place = os.path.realpath("/dev/stdin" if path == "-" else path)
+        if processes > 1:
+            raise UsageError(f"{path} can be read once, and each of {processes} processes reads it: give a file")
+        if place in seen:
+            raise UsageError(f"{path} is named twice and can be read once: give a file")
+        seen.add(place)
+
+
+class Input:
+    """An open file, which can be read any number of times, one time after the other.
+
+    Parameters
+    ----------
+    name : str
+        What messages call it.
+    file : binary file
+        Seekable; closed by `close`.
+    """
+
+    def __init__(self, name: str, file: IO[bytes]) -> None:
+        self.name, self._file = name, file
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """A file, or what can be read only once, a pipe or standard input (``-``): that is copied to a temporary file.
+
+        Raises
+        ------
+        DataError
+            It cannot be read.
+        """
+        name = "standard input" if str(path) == "-" else str(path)
+        try:
+            if not is_stream(path):
+                return cls(name, Path(path).open("rb"))
+            copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
+            with nullcontext(sys.stdin.buffer) if str(path) == "-" else Path(path).open("rb") as stream:
+                shutil.copyfileobj(stream, copy)
+        except OSError as e:
+            raise DataError(f"cannot read the input {path}: {e.strerror or e}") from None
+        return cls(name, copy)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The digest of all that it holds."""
+        self._file.seek(0)
+        return hashlib.file_digest(self._file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+    def start(self) -> bytes:
+        """Its first bytes, up to 4096."""
+        self._file.seek(0)
+        return self._file.read(_START_BYTES)
+
+    def check(self, format: str) -> None:
+        """Refuse, with a DataError that says what to do, what begins as a file of a kind that is not read."""
+        start = self.start()
+        for magic, what in _NOT_READ.items():
+            if start.startswith(magic):
+                raise DataError(f"{self.name} is {what}")
+        if format == "jsonl" and start.removeprefix(BOM).lstrip().startswith(b"["):
+            raise DataError(f"{self.name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
+
+    def lines(self) -> Iterator[tuple[int, bytes | None]]:
+        """Its lines; see `read_lines`."""
+        self._file.seek(0)
+        return read_lines(self._file)
+
+    def rows(self, format: str) -> Iterator[tuple[int, Row]]:
+        """Its rows in one of `FORMATS`; see `read_rows`."""
+        if format == "jsonl":
+            return ((line, object_of(raw)) for line, raw in self.lines())
+        self._file.seek(0)
+        return _csv_rows(self._file, _DELIMITERS[format], self.name)
+
+    def close(self) -> None:
+        """Close it; a temporary copy is deleted."""
+        self._file.close()
+
+
+def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
     """1-based number of the first line of every row that is not blank, with its object or what is wrong with it.
 
-    The format follows from the file's ending; JSON lines where that says none.
+    The format follows from the name's ending; JSON lines where that says none.
 
     Raises
     ------
     DataError
         If the file cannot be opened, is of a kind that is not read, or has no header that can be used.
     """
-    try:
-        file = path.open("rb")
-        start = file.peek(_START_BYTES)
-    except OSError as e:
-        raise DataError(f"{path}: {e.strerror}") from None
-    with file:
-        format = format_of(path) or "jsonl"
-        check_start(str(path), start, format)
-        yield from rows_of(file, format, str(path))
-
-
-def rows_of(file: IO[bytes], format: str, name: str) -> Iterator[tuple[int, Row]]:
-    """The rows of an open file in one of `FORMATS`; see `read_rows`."""
-    if format == "jsonl":
-        return ((line, object_of(raw)) for line, raw in read_lines(file))
-    return _csv_rows(file, _DELIMITERS[format], name)
+    opened = path if isinstance(path, Input) else Input.open(path)
+    format = format_of(opened.name) or "jsonl"
+    with closing(opened):
+        opened.check(format)
+        yield from opened.rows(format)
 
 
 def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:

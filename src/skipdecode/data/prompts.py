@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from skipdecode.common.rows import read_rows
+from skipdecode.common.rows import Input, is_stream, read_rows
 from skipdecode.data.records import (
     Message,
     Record,
@@ -29,14 +29,20 @@ __all__ = [
     "EncodedPrompt",
     "Example",
     "PromptEncoder",
+    "RecordFile",
+    "check_end_token",
     "context_length",
+    "encode_examples",
     "encode_prompts",
     "load_examples",
     "prompt_room",
+    "read_file",
     "response_ids",
 ]
 
 _TOKENIZE_AT_ONCE = 1000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +217,50 @@ class Example:
         return len(self.prompt) + len(self.response)
 
 
-def load_examples(
-    path: Path,
-    template: Template,
-    tokenizer: Any,
-    *,
-    max_length: int | None = None,
-    limit: int | None = None,
-    skip_bad: bool = False,
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """A file whose records are text to learn from, read once, and what is left out of it.
+
+    `sha256` is of all that it holds; `stream`: it was a pipe or standard input.
+    """
+
+    name: str
+    sha256: str
+    stream: bool
+    records: tuple[Record, ...]
+    rejects: tuple[Reject, ...]
+
+
+def read_file(path: str | Path, template: Template, *, limit: int | None = None, skip_bad: bool = False) -> RecordFile:
+    """The records of a JSONL or CSV file, a pipe or standard input (``-``), as text.
+
+    Parameters
+    ----------
+    limit : int, optional
+        Only the first `limit` lines.
+    skip_bad : bool
+        Leave out records that cannot be used, instead of refusing the file.
+
+    Raises
+    ------
+    DataError
+        If there are such and `skip_bad` is false (all are counted, the first ones named), or nothing is left.
+    """
+    opened, rejects, records = Input.open(path), list[Reject](), list[Record]()
+    digest = opened.sha256
+    for record in usable(read_records(islice(read_rows(opened), limit), template), rejects):
+        if len(record.references) == 1:
+            records.append(record)
+        else:
+            few = "empty response: there is nothing to learn"
+            rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
+    return RecordFile(opened.name, digest, is_stream(path), *_checked(opened.name, records, rejects, skip_bad))
+
+
+def encode_examples(
+    file: RecordFile, template: Template, tokenizer: Any, *, max_length: int | None = None, skip_bad: bool = False
 ) -> tuple[list[Example], list[Reject]]:
-    """Read and tokenise the records of a JSONL or CSV file.
+    """The records of a file as token ids, and all that are left out of it.
 
     Parameters
     ----------
@@ -229,43 +269,61 @@ def load_examples(
     max_length : int, optional
         Most tokens of prompt and response together, such as the model's context; where the template may cut a field
         of the prompt it does, else longer records are rejects.
-    limit : int, optional
-        Only the first `limit` lines.
     skip_bad : bool
-        Leave rejects out and return them, instead of refusing the file.
-
-    Raises
-    ------
-    DataError
-        If there are rejects and `skip_bad` is false (all are counted, the first ones named), or nothing is left.
+        As in `read_file`, whose errors this raises too.
     """
-    if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end token: a tuned model could not learn where a response ends")
+    check_end_token(tokenizer)
     encoder = PromptEncoder(tokenizer, None, template=template)
     examples: list[Example] = []
-    rejects: list[Reject] = []
-    records = usable(read_records(islice(read_rows(path), limit), template), rejects)
-    while chunk := list(islice(records, _TOKENIZE_AT_ONCE)):
-        responses = response_ids([(*record.references, "")[0] for record in chunk], tokenizer)
+    rejects = list(file.rejects)
+    for at in range(0, len(file.records), _TOKENIZE_AT_ONCE):
+        chunk = file.records[at : at + _TOKENIZE_AT_ONCE]
+        responses = response_ids([record.references[0] for record in chunk], tokenizer)
         for prompt, response in zip(encoder.encode(chunk), responses, strict=True):
             try:
                 examples.append(_example(encoder, prompt, response, max_length))
             except DataError as e:
                 rejects.append(Reject(prompt.record.line, str(e)))
+    found, left = _checked(file.name, examples, rejects, skip_bad)
+    return list(found), list(left)
+
+
+def load_examples(
+    path: str | Path,
+    template: Template,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> tuple[list[Example], list[Reject]]:
+    """The records of a file as token ids; see `read_file` and `encode_examples`."""
+    file = read_file(path, template, limit=limit, skip_bad=skip_bad)
+    return encode_examples(file, template, tokenizer, max_length=max_length, skip_bad=skip_bad)
+
+
+def check_end_token(tokenizer: Any) -> None:
+    """Raise DataError if the tokenizer has no end token."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no end token: a tuned model could not learn where a response ends")
+
+
+def _checked(
+    name: str, found: Sequence[T], rejects: list[Reject], skip_bad: bool
+) -> tuple[tuple[T, ...], tuple[Reject, ...]]:
+    """What is found and left out, as tuples; DataError where that is refused."""
     rejects.sort()
-    if rejects and not skip_bad:
-        raise DataError(f"{path}: {reject_summary(rejects)}; mend them, or skip them with --bad-records skip")
-    if not examples:
-        raise DataError(f"{path}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
-    return examples, rejects
+    if rejects and not (skip_bad and found):
+        none = "" if found else "no usable record: "
+        remedy = "" if skip_bad else "; mend them, or skip them with --bad-records skip"
+        raise DataError(f"{name}: {none}{reject_summary(rejects)}{remedy}")
+    if not found:
+        raise DataError(f"{name}: no usable record")
+    return tuple(found), tuple(rejects)
 
 
 def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int], max_length: int | None) -> Example:
     record = prompt.record
-    if not record.references:
-        raise DataError("empty response: there is nothing to learn")
-    if len(record.references) > 1:
-        raise DataError("several responses: give one, as text")
     if max_length is not None and 0 < max_length - len(response) < len(prompt.token_ids):
         (prompt,) = encoder.encode([record], max_length - len(response))
     if prompt.error is not None:

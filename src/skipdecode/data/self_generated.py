@@ -7,7 +7,6 @@ finished, so a run that was killed goes on and gives the files of an unbroken on
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -22,6 +21,7 @@ from skipdecode.common.jsonl import json_line, read_objects
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, option
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.common.rows import check_streams
 from skipdecode.data.forms import PromptField
 from skipdecode.data.output import open_writer
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
@@ -39,9 +39,9 @@ __all__ = [
     "TRAIN_FILE",
     "SelfGeneratedData",
     "SelfGeneratedOptions",
-    "check_prompts",
     "default_template",
     "forget_prompts",
+    "open_prompts",
 ]
 
 TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
@@ -85,16 +85,22 @@ class SelfGeneratedOptions(Options):
         return Sampling(temperature=self.self_temperature, top_p=top_p, seed=seed)
 
 
-def check_prompts(options: SelfGeneratedOptions) -> None:
-    """Refuse, before a model is loaded, options without --self, and a file that has no prompt."""
+def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
+    """The file of --prompts, opened once, if one is given.
+
+    Refuses, before a model is loaded, options without --self, and a file that has no prompt.
+    """
     names = [field.name for field in fields(SelfGeneratedOptions)]
     given = [name for name in names if getattr(options, name) != getattr(type(options), name)]
     if not options.self and given:
         raise UsageError(f"--{given[0].replace('_', '-')} goes with --self: give both, or neither")
-    if options.prompts is not None:
-        with closing(PromptSource.open(options.prompts)) as source:
-            if next(source.records(), None) is None:
-                raise DataError(f"no prompts in {source.name}: it has no line that is not blank")
+    if options.prompts is None:
+        return None
+    check_streams([options.prompts])
+    source = PromptSource.open(options.prompts)
+    if next(source.records(), None) is None:
+        raise DataError(f"no prompts in {source.name}: it has no line that is not blank")
+    return source
 
 
 def forget_prompts(directory: Path) -> None:
@@ -120,6 +126,8 @@ class SelfGeneratedData:
         What prompts are put into; see `default_template`.
     seed : int
         Of all draws.
+    source : PromptSource, optional
+        The file of prompts that the options name; without one they are drawn.
     skip_bad : bool
         Leave out rows of the file that have no prompt, and say which, instead of refusing it.
     """
@@ -128,6 +136,7 @@ class SelfGeneratedData:
     make_engine: Callable[[int], Engine]
     template: Template
     options: SelfGeneratedOptions
+    source: PromptSource | None
     directory: Path
     seed: int
     skip_bad: bool = False
@@ -139,8 +148,8 @@ class SelfGeneratedData:
         """
         about = self._begun()
         seen = {_key(text) for text in without}
-        if self.options.prompts is not None:
-            return self._read(seen)
+        if self.source is not None:
+            return self._read(self.source, seen)
         head, count = about["before_user"], self.options.self_records or _DRAWN
         records = [Record(i, i + 1, i + 1, head) for i in range(count)]
         sampling = Sampling(temperature=1.0, top_p=self.options.self_top_p, seed=row_seed(self.seed, 1))
@@ -178,9 +187,9 @@ class SelfGeneratedData:
 
     def _begun(self) -> dict[str, Any]:
         """What the directory says of the data in it, at first what that depends on; refuses data made otherwise."""
-        path, prompts = self.directory / _ABOUT, self.options.prompts
+        path, source = self.directory / _ABOUT, self.source
         depend_on = asdict(self.options) | {
-            "prompts": prompts and hashlib.sha256(Path(prompts).read_bytes()).hexdigest(),
+            "prompts": source and source.fingerprint["sha256"],
             "model": self.loaded.name,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
@@ -188,7 +197,7 @@ class SelfGeneratedData:
         }
         settings = json.loads(json.dumps(depend_on))
         if not path.exists():
-            return {"settings": settings, "before_user": "" if prompts else self._before_user()}
+            return {"settings": settings, "before_user": "" if source else self._before_user()}
         about: dict[str, Any] = read_json(path)
         if other := [name for name in settings if about["settings"].get(name) != settings[name]]:
             raise UsageError(f"{path} is of data made with another {other[0]}: repeat that, or give another --out")
@@ -208,18 +217,17 @@ class SelfGeneratedData:
             )
         return head
 
-    def _read(self, seen: set[str]) -> list[Record]:
+    def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
         found: list[Record] = []
         rejects: list[Reject] = []
-        with closing(PromptSource.open(self.options.prompts or "")) as source:
-            for record in source.records(PromptField(template=self.template)):
-                key = _key(str(record.prompt))
-                error = record.error or ("" if record.values else "a chat: give its text")
-                if error or key in seen:
-                    rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
-                elif len(found) < (self.options.self_records or len(found) + 1):
-                    seen.add(key)
-                    found.append(replace(record, index=len(found)))
+        for record in source.records(PromptField(template=self.template)):
+            key = _key(str(record.prompt))
+            error = record.error or ("" if record.values else "a chat: give its text")
+            if error or key in seen:
+                rejects.append(Reject(record.line, error or "repeated: the prompt of an earlier line"))
+            elif len(found) < (self.options.self_records or len(found) + 1):
+                seen.add(key)
+                found.append(replace(record, index=len(found)))
         told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
         if bad and not self.skip_bad:
             raise DataError(f"--prompts: {reject_summary(bad)}; mend them, or skip them with --bad-records skip")

@@ -5,17 +5,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import shutil
-import stat
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
-from skipdecode.common.jsonl import BOM, Row, decoded, read_lines
-from skipdecode.common.rows import check_start, format_of, read_rows, rows_of
+from skipdecode.common.jsonl import BOM, Row, decoded
+from skipdecode.common.rows import Input, format_of, is_stream, read_rows
 from skipdecode.data.forms import PromptField
 from skipdecode.data.records import Record, Reject, read_records, reject_summary, usable
 from skipdecode.data.tasks import HubSource, Task
@@ -27,25 +23,24 @@ __all__ = ["PromptSource", "Records", "load_records"]
 class PromptSource:
     """Prompts of one input, which can be read more than once in constant memory.
 
-    What can be read only once (standard input, a pipe) is copied to a temporary file first.
-
     Parameters
     ----------
-    name : str
-        What messages call it.
-    opened : binary file
-        Seekable; closed by `close`.
+    opened : Input
+        Closed by `close`.
     format : {"jsonl", "csv", "tsv", "txt"}
         How it is read.
-    fingerprint : dict
-        JSON-ready; equal for equal input, so that an interrupted run is only ever resumed on the same.
     """
 
-    def __init__(self, name: str, opened: IO[bytes], format: str, fingerprint: dict[str, Any]) -> None:
-        self.name = name
+    def __init__(self, opened: Input, format: str) -> None:
+        self.name = opened.name
         self.format = format
-        self.fingerprint = fingerprint
-        self._file = opened
+        self._input = opened
+        self._input.check(format)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON-ready; equal for equal input, so that an interrupted run is only ever resumed on the same."""
+        return {"sha256": self._input.sha256, "format": self.format}
 
     @classmethod
     def open(cls, path: str, format: str | None = None) -> Self:
@@ -59,30 +54,17 @@ class PromptSource:
         DataError
             The file cannot be read, or is of a kind that is not: a JSON array, compressed, Parquet.
         """
-        name = "standard input" if path == "-" else path
-        try:
-            opened = sys.stdin.buffer if path == "-" else Path(path).open("rb")  # noqa: SIM115 - closed by `close`
-            regular = path != "-" and stat.S_ISREG(Path(path).stat().st_mode)
-        except OSError as e:
-            raise DataError(f"cannot read the input {path}: {e.strerror or e}") from None
-        if regular:
-            about = Path(path).stat()
-            fingerprint = {"path": str(Path(path).resolve()), "bytes": about.st_size, "modified_ns": about.st_mtime_ns}
-        else:
-            opened, fingerprint = _spooled(opened)
-        opened.seek(0)
-        start = opened.read(4096)
+        opened = Input.open(path)
         if format is None:
-            is_json = not regular and start.removeprefix(BOM).lstrip().startswith(b"{")
+            is_json = is_stream(path) and opened.start().removeprefix(BOM).lstrip().startswith(b"{")
             format = format_of(path) or ("jsonl" if is_json else "txt")
-        check_start(name, start, format)
-        return cls(name, opened, format, fingerprint)
+        return cls(opened, format)
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[str]) -> Self:
         """Prompts given as arguments: rows 1, 2, … with the field `prompt`."""
         data = "".join(json.dumps({"prompt": p}) + "\n" for p in prompts).encode()
-        return cls("arguments", io.BytesIO(data), "jsonl", {"sha256": hashlib.sha256(data).hexdigest()})
+        return cls(Input("arguments", io.BytesIO(data)), "jsonl")
 
     def records(self, form: PromptField | None = None) -> Iterator[Record]:
         """All records, from the first on; `form` says what of a row or a line of text is the prompt."""
@@ -105,7 +87,7 @@ class PromptSource:
             if found and not all_usable:
                 break
         # Lines of JSON are not read for it.
-        rows = sum(1 for _ in (self._lines() if self.format == "jsonl" else self._rows(form or PromptField())))
+        rows = sum(1 for _ in (self._input.lines() if self.format == "jsonl" else self._rows(form or PromptField())))
         if not rows:
             raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
         if not found:
@@ -113,18 +95,13 @@ class PromptSource:
         return rows
 
     def close(self) -> None:
-        """Close the file; a temporary copy is deleted."""
-        self._file.close()
-
-    def _lines(self) -> Iterator[tuple[int, bytes | None]]:
-        self._file.seek(0)
-        return read_lines(self._file)
+        """Close the input."""
+        self._input.close()
 
     def _rows(self, form: PromptField) -> Iterator[tuple[int, Row]]:
         if self.format == "txt":
-            return ((line, _text_row(raw, form)) for line, raw in self._lines())
-        self._file.seek(0)
-        return rows_of(self._file, self.format, self.name)
+            return ((line, _text_row(raw, form)) for line, raw in self._input.lines())
+        return self._input.rows(self.format)
 
 
 def _text_row(raw: bytes | None, form: PromptField) -> Row:
@@ -132,13 +109,6 @@ def _text_row(raw: bytes | None, form: PromptField) -> Row:
         return form.row(decoded(raw))
     except DataError as e:
         return e
-
-
-def _spooled(stream: IO[bytes]) -> tuple[IO[bytes], dict[str, Any]]:
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-    shutil.copyfileobj(stream, copy)
-    copy.seek(0)
-    return copy, {"sha256": hashlib.file_digest(copy, "sha256").hexdigest()}
 
 
 # ---------------------------------------------------------------------- records to score
@@ -206,7 +176,7 @@ def load_records(
 
 def _named_rows(task: Task, data: str | Path | None) -> tuple[str, Iterator[tuple[int, Row]]]:
     if data is not None:
-        return str(data), read_rows(Path(data))
+        return str(data), read_rows(data)
     if task.hub is not None:
         return task.hub.id, _hub_rows(task.hub)
     raise UsageError(f"the task {task.name!r} has no dataset of its own: give a JSONL file with --data")

@@ -6,13 +6,13 @@ run when it is given to `skipdecode tune --recipe`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
+from skipdecode.data.prompts import RecordFile
 from skipdecode.data.records import Template
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.recipe import RECIPE_FILE, RECIPE_FORMAT, RECIPE_KIND
@@ -59,11 +59,10 @@ def make_recipe(
     return loaded
 
 
-def data_entry(path: Path, records: int, rejects: int) -> dict[str, Any]:
+def data_entry(file: RecordFile, records: int, rejects: int) -> dict[str, Any]:
     """What a recipe says of a data file; its name without the directory, for the digest tells more."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": path.name, "sha256": digest, "records": records, "skipped": rejects}
+    name = "-" if file.stream else Path(file.name).name
+    return {"file": name, "sha256": file.sha256, "records": records, "skipped": rejects}
 
 
 def write_recipe(recipe: Mapping[str, Any], directory: Path) -> None:

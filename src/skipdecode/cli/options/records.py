@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import with_breaks
@@ -12,10 +11,10 @@ from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
-    from skipdecode.data.prompts import Example
+    from skipdecode.data.prompts import Example, RecordFile
     from skipdecode.data.records import Template
 
-__all__ = ["RecordOptions", "check_records", "make_template", "read_examples"]
+__all__ = ["RecordOptions", "encode_file", "make_template", "read_files"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,33 +60,32 @@ def make_template(options: RecordOptions) -> Template:
     return Template(prompt, options.response_field, chat=options.chat)
 
 
-def check_records(options: RecordOptions, *flags: str) -> None:
-    """Refuse, before a model is loaded, a template that names nothing, and files that cannot be read at all."""
-    from skipdecode.common.rows import read_rows
+def read_files(options: RecordOptions, template: Template, **limits: int | None) -> dict[str, RecordFile]:
+    """The files of flags, of which the first lines may be enough, each read once; no model is needed."""
+    from skipdecode.common.rows import check_streams
+    from skipdecode.data.prompts import read_file
 
-    make_template(options)
-    for flag in flags:
-        next(read_rows(Path(getattr(options, flag))), None)
+    check_streams(getattr(options, flag) for flag in limits)
+    skip_bad = options.bad_records == "skip"
+    return {
+        flag: read_file(getattr(options, flag), template, limit=limit, skip_bad=skip_bad)
+        for flag, limit in limits.items()
+    }
 
 
-def read_examples(
-    options: RecordOptions, template: Template, flag: str, model: Any, tokenizer: Any, limit: int | None = None
+def encode_file(
+    options: RecordOptions, template: Template, flag: str, file: RecordFile, model: Any, tokenizer: Any
 ) -> tuple[list[Example], int]:
     """The records of a flag's file as token ids, within the model's context, and how many are left out, which is told.
 
-    See `skipdecode.data.prompts.load_examples`.
+    See `skipdecode.data.prompts.encode_examples`.
     """
-    from skipdecode.data.prompts import context_length, load_examples
+    from skipdecode.data.prompts import context_length, encode_examples
     from skipdecode.data.records import reject_summary
 
     limits = [most for most in (options.max_length, context_length(model.config)) if most is not None]
-    examples, rejects = load_examples(
-        Path(getattr(options, flag)),
-        template,
-        tokenizer,
-        max_length=min(limits, default=None),
-        limit=limit,
-        skip_bad=options.bad_records == "skip",
+    examples, rejects = encode_examples(
+        file, template, tokenizer, max_length=min(limits, default=None), skip_bad=options.bad_records == "skip"
     )
     if rejects:
         print(f"skipdecode: --{flag}: {reject_summary(rejects)}", file=sys.stderr)

@@ -1,0 +1,101 @@
+"""Pipes, FIFOs and standard input are read once, and whole, by every verb that reads records."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipdecode.cli import main
+from textgen_tools import save_tiny_model
+from tuning_data import records, save_model, write_jsonl
+
+COUNT = 400  # records; more than a buffer of the reader holds
+TUNE = "--prompt-template {colour} --response-field ref --full --steps 1 --batch-size 2 --nominal-speedup 2".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+@contextmanager
+def fifo(path: Path, content: bytes) -> Any:
+    os.mkfifo(path)
+    feeder = threading.Thread(target=path.write_bytes, args=(content,), daemon=True)
+    feeder.start()
+    yield str(path)
+    feeder.join(10)
+
+
+def stdin_of(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    content = write_jsonl(tmp_path / "train.jsonl", records(COUNT)).read_bytes()
+    stdin_of(monkeypatch, write_jsonl(tmp_path / "dev.jsonl", records(5)).read_bytes())
+    out = tmp_path / "out"
+    with fifo(tmp_path / "pipe", content) as train:
+        assert main(["tune", model, "--train", train, "--dev", "-", "--out", str(out), *TUNE]) == 0
+    data = json.loads((out / "recipe.json").read_text())["data"]
+    assert (data["train"]["records"], data["dev"]["records"]) == (COUNT, 5)
+    again = tmp_path / "again"
+    files = ["--train", str(tmp_path / "train.jsonl"), "--dev", str(tmp_path / "dev.jsonl")]
+    assert main(["tune", model, *files, "--out", str(again), *TUNE]) == 0
+    digests = json.loads((again / "recipe.json").read_text())["data"]
+    assert [digests[part]["sha256"] for part in data] == [data[part]["sha256"] for part in data]
+
+
+def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
+    content = write_jsonl(tmp_path / "in.jsonl", records(COUNT)).read_bytes()
+    options = [
+        *TUNE[:4],
+        "--nominal-speedup",
+        "2",
+        "--records",
+        "390",
+        "--held-out",
+        "0",
+        "--method",
+        "block-influence",
+    ]
+    with fifo(tmp_path / "one", content) as data:
+        assert main(["calibrate", model, "--data", data, "--out", str(tmp_path / "cal"), *options]) == 0
+    assert json.loads((tmp_path / "cal" / "calibration.json").read_text())["records"] == 390
+    task = tmp_path / "t.yaml"
+    task.write_text('name: t\nprompt: "{colour}"\nreferences: [ref]\nmetrics: [chrf]\nmax_new_tokens: 2\n')
+    with fifo(tmp_path / "two", content) as data:
+        words = ["eval", model, "--task", str(task), "--data", data, "--out", str(tmp_path / "run")]
+        assert main([*words, "--nominal-speedup", "2", "--no-teacher-forced"]) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["n"] == COUNT
+
+
+def test_own_prompts_come_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    model = save_tiny_model(tmp_path / "model")
+    words = ["--self", "--prompts", "-", "--self-tokens", "8"]
+    for verb, more in (("tune", ["--full"]), ("eval", ["--methods", "even:2"])):
+        stdin_of(monkeypatch, "".join(f"prompt {i}\n" for i in range(6)).encode())
+        main([verb, model, *words, *more, "--out", str(tmp_path / verb)])
+    assert "answers: 0 of 6 kept" in capsys.readouterr().err  # random weights end nothing
+    assert json.loads((tmp_path / "eval" / "run.json").read_text())["n"] == 6
+
+
+def test_a_stream_that_would_be_read_twice_is_refused_by_name(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    stdin_of(monkeypatch, b"{}\n")
+    assert main(["tune", model, "--train", "-", "--dev", "-", "--out", str(tmp_path / "out"), *TUNE]) == 2
+    assert "- is named twice and can be read once" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune", model, "--train", "-", "--dev", "x", "--out", str(tmp_path / "out"), *TUNE]) == 2
+    assert "each of 2 processes reads it" in capsys.readouterr().err
