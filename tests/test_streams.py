@@ -18,7 +18,19 @@ from textgen_tools import save_tiny_model
 from tuning_data import records, save_model, write_jsonl
 
 COUNT = 400  # records; more than a buffer of the reader holds
-TUNE = "--prompt-template {colour} --response-field ref --full --steps 1 --batch-size 2 --nominal-speedup 2".split()
+TUNE = [
+    "--prompt-template",
+    "{colour}",
+    "--response-field",
+    "ref",
+    "--full",
+    "--steps",
+    "1",
+    "--batch-size",
+    "2",
+    "--nominal-speedup",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
