@@ -24,6 +24,7 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
 from skipdecode.models.loading.hub import LoadedModel, load_model
@@ -36,6 +37,8 @@ __all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
 Prompt = str | list[Message] | Mapping[str, Any]
 """A text; a chat, as a list of ``{"role": …, "content": …}``; or a record, which the checkpoint's template renders."""
 
+_MOST_IDLE = 4
+"""Engines that are kept between calls: one for each drop order, and for each of the streams that ran side by side."""
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
@@ -230,8 +233,7 @@ class LLM:
         try:
             rows = engine.decode([how.request(prompt) for prompt in encoded], take, chosen)
         except BaseException:
-            engine.close()
-            self._engines.remove(engine)  # what it keeps of prompts may be half done
+            self._drop(engine)  # what it keeps of prompts may be half done
             raise
         outputs = Outputs(
             Output(prompt.text, text, row.tokens, row.finish_reason)
@@ -249,7 +251,12 @@ class LLM:
         (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
         engine = self._engine(chosen)
         return TextStream(
-            engine, how.request(encoded), chosen, how.reader(), lambda tokens: self._summed(engine, start, [tokens])
+            engine,
+            how.request(encoded),
+            chosen,
+            how.reader(),
+            lambda tokens: self._summed(engine, start, [tokens]),
+            lambda: self._drop(engine),
         )
 
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
@@ -303,14 +310,23 @@ class LLM:
             carried = self.loaded.schedule
             order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
             found = self._source.for_order(order, max_rows=self._max_rows, prefix_cache=True)
-            self._engines.append(found)
+        else:
+            self._engines.remove(found)
+        self._engines.append(found)  # least recently used first
         found.stats = EngineStats()
         return found
+
+    def _drop(self, engine: Engine) -> None:
+        engine.close()
+        self._engines.remove(engine)
 
     def _summed(self, engine: Engine, start: float, rows: Sequence[list[int]]) -> RunSummary:
         at_once = sum(len(tokens) == 1 and tokens[0] in self._ends for tokens in rows)
         seconds = time.perf_counter() - start
         self.stats = RunSummary(self.num_layers, engine.stats, len(rows), ended_at_once=at_once, seconds=seconds)
+        idle = [each for each in self._engines if not each.has_work]
+        while len(idle) > _MOST_IDLE or sum(each.cached_bytes for each in idle) > PREFIX_BYTES:
+            self._drop(idle.pop(0))
         return self.stats
 
 

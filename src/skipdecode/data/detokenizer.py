@@ -151,6 +151,8 @@ class TextStream(Iterator[str]):
         Fresh.
     summed : callable
         From the tokens that came to the figures, asked at the end.
+    failed : callable
+        Told that a step raised: the engine is not to be used again.
 
     Attributes
     ----------
@@ -171,11 +173,12 @@ class TextStream(Iterator[str]):
         schedule: Schedule,
         reader: Detokenizer,
         summed: Callable[[list[int]], RunSummary],
+        failed: Callable[[], None],
     ) -> None:
         self.text, self.tokens = "", list[int]()
         self.finish_reason: FinishReason | None = None
         self.stats: RunSummary | None = None
-        self._engine, self._reader, self._summed = engine, reader, summed
+        self._engine, self._reader, self._summed, self._failed = engine, reader, summed, failed
         (self._number,) = engine.submit([request], schedule)
         self._open = True
 
@@ -185,7 +188,7 @@ class TextStream(Iterator[str]):
                 outputs = self._engine.step()
             except BaseException:
                 self._open = False
-                self._engine.close()
+                self._failed()
                 raise
             piece = "".join(map(self._take, outputs))
             self.text += piece
