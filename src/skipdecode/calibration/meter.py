@@ -52,9 +52,9 @@ class LossMeter:
         pad_id: int,
         advance: Callable[[], object],
     ) -> None:
-        ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
+        self._ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
         self._batches = [
-            collate(ordered[first : first + batch_size], pad_id) for first in range(0, len(ordered), batch_size)
+            collate(self._ordered[first : first + batch_size], pad_id) for first in range(0, len(examples), batch_size)
         ]
         self._attachment = attachment
         self._store = store
@@ -88,15 +88,28 @@ class LossMeter:
         """Cross-entropy per response token of each schedule."""
         return [sum(sums) / sum(self.counts) for sums in self.sums(schedules)]
 
-    def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
-        keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
+    def by_record(self, schedules: Sequence[Schedule]) -> list[tuple[Example, list[float]]]:
+        """Each record with its summed cross-entropy under each schedule, in no order; raises as `sums`."""
+        found: list[tuple[Example, list[float]]] = []
+        for number, batch in enumerate(self._batches):
+            sums = self._batch(number, batch, schedules, of_records=True)
+            rows = self._ordered[len(found) : len(found) + len(batch.ids)]
+            found += zip(rows, map(list, zip(*sums, strict=True)), strict=True)
+        return found
+
+    def _batch(
+        self, number: int, batch: Batch, schedules: Sequence[Schedule], of_records: bool = False
+    ) -> list[list[float]]:
+        """Summed losses under each schedule: at each index of the responses, or of each record."""
+        kind = "/records" if of_records else ""
+        keys = [f"{self._part}/{number}{kind}/{_behaviour(schedule)}" for schedule in schedules]
         forced: _SharedPrompt | None = None
         for key, schedule in zip(keys, schedules, strict=True):
             if self._store.get(key) is None:
                 with torch.inference_mode():
                     if forced is None or not forced.serves(schedule):
                         forced = self._shared_prompt(number, batch, schedule)
-                    self._store.put(key, forced.sums(schedule))
+                    self._store.put(key, forced.losses(schedule).sum(1 if of_records else 0).tolist())
             self._advance()
         return [self._store.get(key) or [] for key in keys]
 
@@ -131,20 +144,19 @@ class _SharedPrompt:
         """Whether it is the prompt of this schedule too."""
         return self._alike == (schedule.prompt, schedule.prompt_layers())
 
-    def sums(self, schedule: Schedule) -> list[float]:
-        """Summed loss at each index of the responses under a schedule."""
+    def losses(self, schedule: Schedule) -> Tensor:
+        """Losses of each record and index of the responses under a schedule, 0 beyond a response."""
         targets, logits = self._batch.targets, self._logits(schedule)
         # Row by row: probabilities of all tokens of a large vocabulary take several times the memory of the logits.
         rows = zip(logits, targets, strict=True)
         each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
         losses = torch.stack(each).double()
-        sums: list[float] = losses.sum(0).tolist()
         if not torch.isfinite(losses).all():
             names = ", ".join(self._batch.ids[:3])
             raise DivergedError(
                 f"the loss is no number on records {names}, …: the model's arithmetic overflows on them"
             )
-        return sums
+        return losses
 
     def _logits(self, schedule: Schedule) -> Tensor:
         """Of every index of the responses, under a schedule."""

@@ -64,6 +64,12 @@ class Config(CalibrationSettings, RecordOptions):
     )
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
+    router: tuple[str, ...] = option(
+        "in place of a schedule: a router (OUT/router.json) that chooses one of these for each request before it "
+        "starts, for --target-speedup over all requests; schedule files, full, or names that the checkpoint was tuned "
+        "under",
+        default=(),
+    )
     json: bool = option("print the result as one JSON document", default=False)
 
 
@@ -79,6 +85,10 @@ def run(config: Config) -> int:
         raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     if cost is not None and config.batch not in (1, cost.batch):
         raise UsageError(f"--cost {config.cost} is for batches of {cost.batch}: leave out --batch {config.batch}")
+    if config.router:
+        from skipdecode.cli.router import run as run_router
+
+        return run_router(config, cost)
     from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
 
     template = make_template(config)

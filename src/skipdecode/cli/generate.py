@@ -19,17 +19,18 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import (
     MODEL,
     EngineOptions,
     ModelOptions,
     SamplingOptions,
-    ScheduleChoice,
     ScheduleOptions,
     ThreadOptions,
     check_files,
     check_schedule_options,
     choose_schedule,
+    layers_of,
     stop_text,
     with_breaks,
 )
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
     from skipdecode.data.run import Job
     from skipdecode.data.source import PromptSource
     from skipdecode.data.summary import RunSummary
+    from skipdecode.engine.base import Engine
     from skipdecode.engine.opening import EngineSource
     from skipdecode.engine.requests import Sampling
+    from skipdecode.engine.router import Router
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.schedule import Schedule
 
@@ -111,6 +114,11 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
         default=False,
     )
     summary: str | None = option("file for the run's figures as JSON", default=None)
+    router: str | None = option(
+        "file of skipdecode calibrate --router: it chooses a schedule for each prompt, in place of --schedule and "
+        "--nominal-speedup; the row of JSONL names it",
+        default=None,
+    )
 
 
 def run(config: Config) -> int:
@@ -123,18 +131,19 @@ def run(config: Config) -> int:
     check_output(config.output, overwrite=config.overwrite)
     check_files(config.summary)
     check_schedule_options(config, config.model)
+    router = _router(config)
     source, form = _source(config), _form(config)
     rows = source.count(form.field, all_usable=config.on_error == "stop")
-    loaded, choice, engines = _load(config)
+    loaded, schedule, engines = _load(config, router)
     if form.remark is not None:
         note(form.remark)
     auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
-    fingerprint = _fingerprint(config, source, form, choice.schedule) | auto
+    fingerprint = _fingerprint(config, source, form, schedule) | auto
     fingerprint["model_weights"] = base_sample(loaded.model)
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
-        job = _job(config, sampling, loaded, form, engines, choice.schedule)
+        job = _job(config, sampling, loaded, form, engines, schedule)
         summary = _generate(source, form, config, job, writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
@@ -197,7 +206,22 @@ def _form(config: Config) -> PromptForm:
     )
 
 
-def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
+def _router(config: Config) -> Router | None:
+    if config.router is None:
+        return None
+    for name in ("schedule", "nominal_speedup", "prompt_layers"):
+        if getattr(config, name) is not None:
+            raise UsageError(f"--router chooses the schedule of each prompt: leave out {flag(name)}")
+    if config.compare:
+        raise UsageError("--compare times one schedule, and --router chooses among several: leave out one of them")
+    from skipdecode.engine.router import Router
+
+    router = Router.load(Path(config.router))
+    router.schedules[0].check_fits(layers_of(config.model))
+    return router
+
+
+def _load(config: Config, router: Router | None) -> tuple[LoadedModel, Schedule | Router, EngineSource]:
     from skipdecode.data.summary import schedule_line
     from skipdecode.engine.opening import open_engines
     from skipdecode.models.loading.hub import load_model
@@ -205,14 +229,19 @@ def _load(config: Config) -> tuple[LoadedModel, ScheduleChoice, EngineSource]:
 
     config.use_threads()
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
-    note(schedule_line(choice.schedule, choice.origin))
-    if line := untuned_line([choice.schedule], loaded.recipe, config.model):
+    if router is None:
+        schedule, origin = choose_schedule(
+            config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens
+        )
+        note(schedule_line(schedule, origin))
+    else:
+        note(f"router {config.router}: each prompt runs one of {', '.join(each.name for each in router.schedules)}")
+    if line := untuned_line([schedule] if router is None else router.schedules, loaded.recipe, config.model):
         note(line)
-    return loaded, choice, open_engines(loaded.model, config.engine, note, config.quantization)
+    return loaded, router or schedule, open_engines(loaded.model, config.engine, note, config.quantization)
 
 
-def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule) -> dict[str, Any]:
+def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule | Router) -> dict[str, Any]:
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     return {
         "model": config.model,
@@ -237,13 +266,19 @@ def _job(
     loaded: LoadedModel,
     form: PromptForm,
     engines: EngineSource,
-    schedule: Schedule,
+    schedule: Schedule | Router,
 ) -> Job:
     from skipdecode.data.detokenizer import TokenTexts
     from skipdecode.data.prompts import PromptEncoder, asked, context_length
     from skipdecode.data.run import Job
     from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
+    from skipdecode.engine.router import Router
+
+    def make_engine(rows: int) -> Engine:
+        if isinstance(schedule, Router):
+            return engines.for_order(schedule.order, max_rows=rows)
+        return engines.engine(schedule, max_rows=rows)
 
     tokenizer = loaded.tokenizer
     chat = config.chat or config.system is not None
@@ -256,7 +291,8 @@ def _job(
         encoder=PromptEncoder(
             tokenizer, context_length(loaded.model.config), chat=chat, system=config.system, template=form.template
         ),
-        make_engine=lambda rows: engines.engine(schedule, max_rows=rows),
+        make_engine=make_engine,
+        route=schedule.bind(loaded.model) if isinstance(schedule, Router) else None,
         batch_size=config.batch_size,
         repeat=asked if _prints_text(config) else attrgetter("text") if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,

@@ -26,6 +26,7 @@ from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
 
 if TYPE_CHECKING:
+    from skipdecode.engine.router import Router
     from skipdecode.serving.service import Service
 
 __all__ = ["Config", "run"]
@@ -61,6 +62,11 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         "put a completion's text into the template that the checkpoint was tuned on, unless a request says otherwise; "
         "--no-template leaves it as it is",
         default=True,
+    )
+    router: str | None = option(
+        "file of skipdecode calibrate --router: its schedules are offered too, and it chooses among them for requests "
+        "that ask for the schedule routed",
+        default=None,
     )
     api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None)
 
@@ -100,7 +106,7 @@ def _check(config: Config) -> None:
         raise UsageError("--prompt-layers belongs to --schedule or --nominal-speedup: the checkpoint's own stays as is")
     for path in config.schedule:
         Schedule.load(path)
-    if config.schedule or config.nominal_speedup:
+    if config.schedule or config.nominal_speedup or config.router:
         layers = layers_of(config.model)
         for schedule in _schedules(config, layers):
             schedule.check_fits(layers)
@@ -111,8 +117,17 @@ def _schedules(config: Config, num_layers: int) -> list[Schedule]:
     for speedup in config.nominal_speedup:
         schedule = Schedule.from_speedup(num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
-    text = config.prompt_layers
-    return found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
+    text, router = config.prompt_layers, _router(config)
+    found = found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
+    return found if router is None else [*found, *router.schedules]
+
+
+def _router(config: Config) -> Router | None:
+    if config.router is None:
+        return None
+    from skipdecode.engine.router import Router
+
+    return Router.load(Path(config.router))
 
 
 def _name(config: Config) -> str:
@@ -143,6 +158,8 @@ def _service(config: Config) -> Service:
         note=note,
     )
     catalog = service.catalog
+    if (router := _router(config)) is not None:
+        catalog.route = router.bind(loaded.model)
     own = " (the checkpoint's own)" if loaded.schedule is not None else ""
     note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
     if (line := untuned_line(catalog.loaded.values(), loaded.recipe, config.model)) is not None:
@@ -169,6 +186,8 @@ def _run_vllm(config: Config) -> int:
 
     if config.quantization != "none":
         raise UsageError("--quantization is not for --engine vllm, which reads the checkpoint's own")
+    if config.router is not None:
+        raise UsageError("--router is not for --engine vllm, whose requests name their schedules")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
     if config.cors:

@@ -22,7 +22,9 @@ from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary, SpeedComparison
 from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.requests import FinishReason, Request, Sampling, StepOutput
+from skipdecode.engine.router import Route
 from skipdecode.errors import DataError, WorkError
+from skipdecode.schedule import Schedule
 
 __all__ = ["Decoding", "Job", "generate_rows", "refuse_bad_rows"]
 
@@ -74,6 +76,8 @@ class Job(Decoding):
         From a number of rows to an engine under the job's schedule.
     repeat : callable, optional
         What the output repeats of a prompt.
+    route : callable, optional
+        From a prompt's token ids to its schedule, which the output names (`Router.bind`); `make_engine`'s takes any.
     full_depth : callable, optional
         From a number of rows to an engine at full depth: some batches are then timed on both.
     """
@@ -82,6 +86,7 @@ class Job(Decoding):
     make_engine: Callable[[int], Engine]
     batch_size: int
     repeat: Callable[[EncodedPrompt], str] | None = None
+    route: Route | None = None
     full_depth: Callable[[int], Engine] | None = None
 
     def row(self, prompt: EncodedPrompt, text: str, tokens: int, finish_reason: FinishReason) -> dict[str, Any]:
@@ -101,6 +106,7 @@ class _Open:
 
     prompt: EncodedPrompt
     reader: Detokenizer
+    schedule: Schedule | None
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
@@ -110,13 +116,17 @@ class _Run:
 
     def __init__(self, job: Job, writer: RowWriter, rows: int, summary: RunSummary, engine: Engine) -> None:
         self.job, self.writer, self.summary, self.engine = job, writer, summary, engine
+        self.due: list[tuple[Schedule | None, list[EncodedPrompt]]] = []
         self.open: dict[int, _Open] = {}
         self.compared: list[list[Request]] = []  # each with as many tokens as its row took
         self._every = max(1, rows // job.batch_size // _COMPARED_BATCHES)
         self._finished = 0
 
-    def submit(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
-        """Queue a window's rows; those that cannot be generated are written at once. Returns how many those are."""
+    def take(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
+        """Note a window's rows as due; those that cannot be generated are written at once. Returns how many those are.
+
+        Rows of one schedule are together: a step costs its deepest row's layers.
+        """
         prompts = self.job.encoder.encode(window)
         bad = [prompt for prompt in prompts if prompt.error is not None]
         for prompt in bad:
@@ -125,10 +135,20 @@ class _Run:
             self.writer.put(prompt.record.index, error, bad=True)
         self.summary.rows += len(bad)
         self.summary.bad_rows += len(bad)
-        good = [prompt for prompt in prompts if prompt.error is None]
-        numbers = self.engine.submit([self.job.request(prompt) for prompt in good])
-        self.open |= {number: _Open(prompt, self.job.reader()) for number, prompt in zip(numbers, good, strict=True)}
+        parts: dict[Schedule | None, list[EncodedPrompt]] = {}
+        for prompt in prompts:
+            if prompt.error is None:
+                chosen = None if self.job.route is None else self.job.route(prompt.token_ids)
+                parts.setdefault(chosen, []).append(prompt)
+        self.due += parts.items()
         return len(bad)
+
+    def submit(self) -> None:
+        """Queue the rows of one schedule that are due."""
+        schedule, prompts = self.due.pop(0)
+        numbers = self.engine.submit([self.job.request(prompt) for prompt in prompts], schedule)
+        rows = (_Open(prompt, self.job.reader(), schedule) for prompt in prompts)
+        self.open |= dict(zip(numbers, rows, strict=True))
 
     def step(self) -> int:
         """One step of the engine; returns how many rows have ended with it."""
@@ -157,7 +177,8 @@ class _Run:
         del self.open[out.request]
         self.summary.ended_at_once += reason == "eos" and len(row.tokens) == 1
         told = self.job.row(row.prompt, "".join(row.text), len(row.tokens), reason)
-        self.writer.put(row.prompt.record.index, told)
+        named = {} if row.schedule is None else {"schedule": row.schedule.name}
+        self.writer.put(row.prompt.record.index, told | named)
         self.summary.rows += 1
         self._keep_for_comparison(row)
         return True
@@ -207,10 +228,12 @@ def generate_rows(
     run = _Run(job, writer, rows, summary, engine)
     windows = _windows(records, _WINDOW_BATCHES * job.batch_size)
     window = next(windows, None)
-    while window is not None or engine.has_work:
-        if window is not None and not engine.waiting:
-            progress(run.submit(window, report), summary)
+    while window is not None or run.due or engine.has_work:
+        if window is not None and not run.due and not engine.waiting:
+            progress(run.take(window, report), summary)
             window = next(windows, None)
+        if run.due and not engine.waiting:
+            run.submit()
         if ended := run.step():
             progress(ended, summary)
     summary.seconds = time.perf_counter() - started

@@ -77,7 +77,6 @@ class Preprocessor:
             It asks for what the server cannot give.
         """
         asked = request.extension
-        schedule = self._catalog.find(asked.schedule, asked.budget)
         copies = request.n or 1
         sources = request.prompts()
         self._check_choices(len(sources), copies)
@@ -90,7 +89,7 @@ class Preprocessor:
             raise ApiError(400, "invalid_value", message, "skipdecode.template")
         prompts = [self._checked(source, template) for source in sources]
         state = RequestState(
-            schedule=schedule,
+            schedule=self._catalog.find(asked.schedule, asked.budget, prompts),
             prompt_tokens=sum(map(len, prompts)),
             trace=asked.trace,
             arrived=arrived,

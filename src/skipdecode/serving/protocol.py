@@ -113,7 +113,7 @@ def _help(name: str) -> str:
 class Extension(_Strict):
     """Which layers run, and whether the client wants to know."""
 
-    schedule: str | None = Field(None, description="one of the names of /v1/models")
+    schedule: str | None = Field(None, description="one of the names of /v1/models, or routed (serve --router)")
     budget: Annotated[int, Field(ge=1)] | None = Field(
         None, description="a constant number of layers after the prompt; at most all layers run"
     )
