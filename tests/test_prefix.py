@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.opening import EngineSource
 from skipdecode.engine.prefix import PrefixKV
+from skipdecode.serving.middleware import ApiKeys
 from tiny import LAYERS, tiny_model
 
 NEW = 10
@@ -305,3 +307,23 @@ def test_through_transformers_it_is_left_out():
     engine = EngineSource(tiny_model("llama"), None).engine(PAPER, prefix_cache=True)
     engine.decode([Request(PROMPTS[0], 3)] * 2)
     assert (engine.stats.prefix_hit_tokens, engine.cached_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_api_key_shares_prompts_with_itself_alone_where_told_so(apart: bool):
+    keys = {name: {"authorization": f"Bearer {name}"} for name in ("ann", "bob")}
+    hashes = tuple(hashlib.sha256(name.encode()).hexdigest() for name in keys)
+    body = {"model": "tiny", "prompt": "Tell nobody that the code is 1234. " * 2, "max_tokens": 4, "temperature": 0}
+    with running(tiny_service(prefix_per_key=apart), ApiKeys(hashes)) as client:
+        found = [client.post("/v1/completions", json=body, headers=keys[name]).json() for name in ("ann", "bob", "bob")]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
+    assert cached == ([0, 0, 64] if apart else [0, 64, 64])
+    assert len({answer["choices"][0]["text"] for answer in found}) == 1
+
+
+def test_like_prompts_of_two_salts_that_come_together_share_nothing():
+    engine = FastEngine(tiny_model("llama"), PAPER, prefix_cache=True)
+    prompt = tuple(range(1, 50))
+    rows = engine.decode([Request(prompt, 4, cache_salt=salt) for salt in ("a", "b", "a")])
+    assert rows[0] == rows[1] == rows[2]
+    assert (engine.stats.prompt_tokens, engine.stats.prefix_hit_tokens) == (49 * 3 - 48, 48)

@@ -200,3 +200,10 @@ def test_vllm_takes_no_adapter(tmp_path, capsys):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--engine", "vllm"]) == 2
     assert "merge it first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [(), ("--no-prefix-cache",), ("--engine", "vllm")])
+def test_prefixes_for_each_key_need_keys_and_a_prefix_cache(capsys, monkeypatch, option):
+    monkeypatch.delenv("SKIPDECODE_API_KEY", raising=False)
+    assert main(["serve", "MODEL", "--prefix-per-key", *option]) == 2
+    assert "--prefix-per-key" in capsys.readouterr().err

@@ -84,6 +84,8 @@ def run(config: Config) -> int:
     from skipdecode.serving.server import is_loopback, open_socket, run_server
 
     keys = ApiKeys.read(config.api_keys)
+    if config.prefix_per_key and not keys:
+        raise UsageError(f"--prefix-per-key needs API keys: give --api-keys, or set {ENVIRONMENT_VARIABLE}")
     # Before the model, which takes a while to load.
     listening = open_socket(config)
     service = _service(config)
@@ -100,6 +102,10 @@ def run(config: Config) -> int:
 
 
 def _check(config: Config) -> None:
+    if config.prefix_per_key and not config.prefix_cache:
+        raise UsageError(
+            "--prefix-per-key and --no-prefix-cache: without a prefix cache nothing is kept; give one of them"
+        )
     if config.flat and not config.nominal_speedup:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
     if config.prompt_layers is not None and not (config.schedule or config.nominal_speedup):
@@ -190,6 +196,8 @@ def _run_vllm(config: Config) -> int:
         raise UsageError("--router is not for --engine vllm, whose requests name their schedules")
     if config.api_keys is not None:
         raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
+    if config.prefix_per_key:
+        raise UsageError("--prefix-per-key is not for --engine vllm, where a request's cache_salt does that")
     if config.cors:
         raise UsageError("--cors is not for --engine vllm, which lets pages of any origin in by itself")
     if adapter_dir(config.model) is not None:

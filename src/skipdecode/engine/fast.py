@@ -186,7 +186,7 @@ class FastEngine(Engine):
                 schedule=schedule,
                 prompt=prompt,
                 layers=prompt.held,
-                slot=self.kv.open(),
+                slot=self.kv.open(request.cache_salt),
                 pages=size.pages,
             )
             self._starting.append(row)
@@ -220,7 +220,7 @@ class FastEngine(Engine):
             and other.fed <= row.fed
             and end <= other.fed + len(part)
             and end < len(prompt)
-            and other.prompt == row.prompt
+            and (other.prompt, other.request.cache_salt) == (row.prompt, row.request.cache_salt)
             and other.request.prompt[:end] == prompt[:end]
         )
 

@@ -117,7 +117,7 @@ class PagedKV:
         """Write zeros everywhere, for measurements: memory that was never written is no memory yet."""
         self.pages.zero_()
 
-    def open(self) -> int:
+    def open(self, cache_salt: str = "") -> int:
         """A free slot (see `reserve`)."""
         slot = self._free_slots.pop()
         self._held[slot] = [[] for _ in range(self.num_layers)]

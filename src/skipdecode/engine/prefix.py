@@ -1,9 +1,9 @@
 """Pages of prompts, kept when their rows have left and shared by rows whose prompts begin with the same tokens.
 
 A *block* is one page of each layer that a prompt runs: the keys and values of a full page of its tokens. It is found by
-the layers, all tokens before it (the block in front stands for them) and its own, compared and not only hashed. Rows
-only read a shared page: what they write goes behind the prompt's full pages. Generated tokens are never kept, since a
-layer that they skipped holds nothing of them.
+the layers, the request's `cache_salt`, all tokens before it (the block in front stands for them) and its own, compared
+and not only hashed. Rows only read a shared page: what they write goes behind the prompt's full pages. Generated tokens
+are never kept, since a layer that they skipped holds nothing of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["PREFIX_BYTES", "PrefixKV"]
 PREFIX_BYTES = 1 << 30
 """Most bytes that are kept of prompts that no row uses."""
 
-_Key = tuple[Any, tuple[int, ...]]  # the block in front, or of the first block the layers; its tokens
+_Key = tuple[Any, tuple[int, ...]]  # the block in front, or of the first block the layers and the salt; its tokens
 
 
 class _Block:
@@ -53,6 +53,7 @@ class PrefixKV(PagedKV):
         self._most_idle = most_bytes // self.page_bytes
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()  # least recently used first
         self._shared: dict[int, list[_Block]] = {}  # by slot: those of its first pages
+        self._salts: dict[int, str] = {}  # by slot
         self._idle = 0
 
     @property
@@ -64,16 +65,17 @@ class PrefixKV(PagedKV):
     def cached_bytes(self) -> int:
         return self._idle * self.page_bytes
 
-    def open(self) -> int:
+    def open(self, cache_salt: str = "") -> int:
         slot = super().open()
         self._shared[slot] = []
+        self._salts[slot] = cache_salt
         return slot
 
     def match(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> int:
         mine, size = self._shared[slot], self.page_tokens
         found = 0
         while fed == len(mine) * size and fed + size < len(prompt):
-            block = self._blocks.get(_key(mine, layers, prompt, fed, size))
+            block = self._blocks.get(_key(mine, (layers, self._salts[slot]), prompt, fed, size))
             if block is None:
                 break
             self._share(slot, block)
@@ -87,7 +89,7 @@ class PrefixKV(PagedKV):
         mine, held, size = self._shared[slot], self._held[slot], self.page_tokens
         before = len(mine)
         for place in range(before, min(fed, len(prompt)) // size):
-            key = _key(mine, layers, prompt, place * size, size)
+            key = _key(mine, (layers, self._salts[slot]), prompt, place * size, size)
             own = {layer: held[layer][place] for layer in layers.held}
             block = self._blocks.get(key)
             if block is None:
@@ -116,6 +118,7 @@ class PrefixKV(PagedKV):
 
     def close(self, slot: int) -> None:
         super().close(slot)
+        del self._salts[slot]
         for block in self._shared.pop(slot):
             block.rows -= 1
             self.overlap -= block.rows > 0
@@ -158,5 +161,5 @@ class PrefixKV(PagedKV):
         self._free.extend(page for layer, page in block.pages.items() if not block.users[layer])
 
 
-def _key(before: list[_Block], layers: PromptLayers, prompt: tuple[int, ...], start: int, size: int) -> _Key:
-    return (before[-1] if before else layers), prompt[start : start + size]
+def _key(before: list[_Block], first: tuple[PromptLayers, str], prompt: tuple[int, ...], start: int, size: int) -> _Key:
+    return (before[-1] if before else first), prompt[start : start + size]

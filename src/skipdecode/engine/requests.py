@@ -83,12 +83,16 @@ class Sampling(Options):
 
 @dataclass(frozen=True)
 class Request(Options):
-    """One prompt of at least one token id; a token of `stop_ids` ends the output and is part of it. Default: greedy."""
+    """One prompt of at least one token id; a token of `stop_ids` ends the output and is part of it. Default: greedy.
+
+    A prefix cache is shared by requests of the same `cache_salt` only.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int = option("most tokens to generate", least=1)
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -132,7 +132,8 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
         service.worker.check_room(1 + encoded)
         encoded += 1
         try:
-            state = await in_thread(service.preprocessor.request_state, body, request.state.arrived)
+            salt = request.state.key_holder if service.limits.prefix_per_key else ""
+            state = await in_thread(service.preprocessor.request_state, body, request.state.arrived, salt)
         finally:
             encoded -= 1
         request.state.log = {"schedule": state.schedule.name, "prompt_tokens": state.prompt_tokens}

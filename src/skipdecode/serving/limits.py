@@ -34,6 +34,11 @@ class ServerLimits(Options):
         "prompt twice (the fast engine on CPUs; others run every prompt whole)",
         default=True,
     )
+    prefix_per_key: bool = option(
+        "keep the prompts of each API key apart: otherwise an answer's cached_tokens, and its time, tell the holder of "
+        "one key whether a prompt of another began like theirs",
+        default=False,
+    )
     max_unread_tokens: int = 2048
     stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0, above=0)
 

@@ -82,13 +82,13 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._hashes)
 
-    def accepts(self, authorization: bytes) -> bool:
-        """Whether an Authorization header's value holds one of the keys."""
+    def holder(self, authorization: bytes) -> str | None:
+        """The hash of the key in an Authorization header's value; None if it is none of the keys."""
         scheme, _, key = authorization.partition(b" ")
-        given = _hash(key.strip()).encode()
+        given = _hash(key.strip())
         # All are compared, so that the time tells nothing.
-        found = [hmac.compare_digest(given, value) for value in self._hashes]
-        return scheme.lower() == b"bearer" and any(found)
+        found = [hmac.compare_digest(given.encode(), value) for value in self._hashes]
+        return given if scheme.lower() == b"bearer" and any(found) else None
 
 
 def _hash(key: bytes) -> str:
@@ -165,7 +165,9 @@ class Middleware:
             message = "this Host is not known here: use 127.0.0.1 or localhost, or start the server with --host"
             raise ApiError(400, "invalid_value", message)
         path: str = scope["path"]
-        if self._keys and path.startswith(_CLOSED_PATHS) and not self._keys.accepts(headers.get(b"authorization", b"")):
+        holder = self._keys.holder(headers.get(b"authorization", b""))
+        scope["state"]["key_holder"] = holder or ""
+        if self._keys and path.startswith(_CLOSED_PATHS) and holder is None:
             message = "no API key that is known here: send Authorization: Bearer KEY"
             raise ApiError(401, "invalid_api_key", message, headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", b"0")

@@ -68,8 +68,8 @@ class Preprocessor:
         self._catalog = catalog
         self._limits = limits
 
-    def request_state(self, request: GenerationRequest, arrived: float) -> RequestState:
-        """The state of a request that came at `arrived`, on `time.perf_counter`'s clock.
+    def request_state(self, request: GenerationRequest, arrived: float, cache_salt: str = "") -> RequestState:
+        """The state of a request that came at `arrived`, on `time.perf_counter`'s clock; `cache_salt` as in `Request`.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class Preprocessor:
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
             new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
-            engine_request = Request(tuple(prompt), new_tokens, sampling, self._end_tokens)
+            engine_request = Request(tuple(prompt), new_tokens, sampling, self._end_tokens, cache_salt)
             detokenizer = Detokenizer(self._texts, stops)
             state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer))
         return state
