@@ -76,13 +76,14 @@ class Steps:
         path = self.schedules / word
         name, speedup = word.removesuffix("x.json").rsplit("-", 1)
         if not path.exists() and name not in CALIBRATED:
-            self.save(self.plan.schedule(name, float(speedup)), path)
+            self.save(self.plan.schedule(name, float(speedup)), name, speedup)
         return str(path)
 
-    def save(self, schedule: Schedule, path: Path) -> None:
-        """Write a schedule under the name of its file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(replace(schedule, name=path.stem).to_json() + "\n", encoding="utf-8")
+    def save(self, schedule: Schedule, name: str, speedup: str) -> None:
+        """Write a schedule of a method and a speed-up, under their names."""
+        named = replace(schedule, name="", family=name, variant="", speedup=float(speedup))
+        self.schedules.mkdir(parents=True, exist_ok=True)
+        named.save(self.schedules / f"{name}-{speedup}x.json")
 
     def tune(self, name: str, made: Checkpoint) -> None:
         """A checkpoint, all weights."""
@@ -167,7 +168,7 @@ class Steps:
                     shutil.copy(out / f"calibration.{kind}", out / f"calibration-{speedup}x.{kind}")
                 found = Schedule.from_json((out / "schedule.json").read_text(encoding="utf-8"))
                 for name, schedule in self.plan.calibrated(found, speedup).items():
-                    self.save(schedule, self.schedules / f"{name}-{speedup}x.json")
+                    self.save(schedule, name, str(speedup))
 
     def evaluate(self, name: str, methods: Sequence[str]) -> None:
         """Those methods on the test records that have not been there yet. Greedy, bf16."""

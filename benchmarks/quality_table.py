@@ -27,7 +27,7 @@ from skipdecode.errors import DataError, SkipDecodeError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import RUN_FILE, Run, load_run
-from skipdecode.schedule import Schedule, curve_name
+from skipdecode.schedule import Schedule
 
 NEEDED = ("bleu", "rougeL", "bertscore_f1")
 
@@ -234,9 +234,9 @@ def leads(runs: Sequence[Run], named: Mapping[Path, Mapping[str, str]], resample
 
 def labels(runs: Sequence[Run], full: Run) -> dict[Path, dict[str, str]]:
     """Method and checkpoint of each run. A method on several checkpoints is named with each, but for the yardstick."""
-    named = {
-        r.path: (curve_name(r.data["config"]["method"]["name"]), Path(r.data["config"]["model"]).name) for r in runs
-    }
+    methods = {r.path: r.data["config"]["method"] for r in runs}
+    curves = {p: Schedule.from_dict(m["schedule"]).curve if "schedule" in m else m["name"] for p, m in methods.items()}
+    named = {r.path: (curves[r.path], Path(r.data["config"]["model"]).name) for r in runs}
     found = {}
     for path, (method, checkpoint) in named.items():
         shared = len({other for name, other in named.values() if name == method}) > 1 and path != full.path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,17 @@ def says(base: type[Full] | type[Scheduled], words: int, *arguments: Any) -> Met
     return Says(*arguments)
 
 
+def flat(speedup: int) -> Schedule:
+    """A constant schedule, labelled as a method's."""
+    return replace(Schedule.constant(LAYERS, LAYERS // speedup), name="", family="flat", speedup=speedup)
+
+
 def quality_runs(place: Path) -> dict[str, Run]:
     """Runs by directory: full depth says 7 of 8 words, the flat 2x schedule too, the flat 4x one 5."""
     methods = {
         place / "full": says(Full, 7),
-        place / "flat-2x": says(Scheduled, 7, Schedule.constant(LAYERS, 4, name="flat-2x")),
-        place / "flat-4x": says(Scheduled, 5, Schedule.constant(LAYERS, 2, name="flat-4x")),
+        place / "flat-2x": says(Scheduled, 7, flat(2)),
+        place / "flat-4x": says(Scheduled, 5, flat(4)),
     }
     encoder = place / "encoder"
     save_tiny_encoder(encoder, REFERENCES)

@@ -67,8 +67,8 @@ def test_what_is_named_twice_is_drawn_twice_as_often_and_prompts_are_sampled_too
 
 
 def test_schedules_that_differ_have_names_that_differ() -> None:
-    # A solved curve, as `skipdecode calibrate` names it: at its own speed-up the straight fall is another schedule.
-    curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (6, 6, 6, 6), name="calibrated-2x")
+    # Budgets of their own: at the same speed-up the linear ones are another schedule.
+    curve = Schedule(12, Schedule.even(12, (4,)).drop_order, (6, 6, 6, 6), family="calibrated", speedup=2)
     config = TuneConfig(curriculum="sampled", sampled_speedups=(1, 2, 2, 3), sampled_prompts=("4",))
     curriculum = make_curriculum(curve, config)
     assert curriculum.target == curriculum.goals[0] == curve
@@ -111,7 +111,7 @@ def test_random_layers_are_left_out_each_step_but_never_the_first_and_last() -> 
 
 
 def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
-    flat = Schedule.constant(12, 4, name="pruned-3x")
+    flat = replace(Schedule.constant(12, 4), name="", family="pruned", speedup=3)
     curriculum = make_curriculum(flat, TuneConfig(curriculum="sampled", sampled_speedups=(2,)))
     assert [(s.name, s.budgets) for s in curriculum.goals] == [("pruned-3x", (4,)), ("pruned-2x", (6,))]
     with pytest.raises(ScheduleError, match="no drop order to sample 2x from: give --nominal-speedup above 1"):

@@ -15,7 +15,7 @@ from typing import Any
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.results import Run, todays_name
 from skipdecode.reporting.sources import Source, of_kind
-from skipdecode.schedule import curve_name
+from skipdecode.schedule import Schedule
 
 __all__ = ["HEADLINE", "Bounded", "Group", "Result", "groups_of", "model_of", "percent"]
 
@@ -252,7 +252,7 @@ def _of_run(run: Run) -> Result:
     with_prompt = data.get("measured_speedup_with_prompt")
     return Result(
         name=run.name,
-        curve=curve_name(run.name),
+        curve=_curve(run),
         model=model_of(run),
         full=run.full_depth,
         decoding=config.get("method"),
@@ -265,6 +265,13 @@ def _of_run(run: Run) -> Result:
         measured=_with(used),
         run=run,
     )
+
+
+def _curve(run: Run) -> str:
+    """The name of the run without its speed-up: that of its schedule where the schedule has the run's name."""
+    found = run.data["config"].get("method", {}).get("schedule")
+    schedule = None if found is None else Schedule.from_dict(found)
+    return schedule.curve if schedule is not None and schedule.name == run.name else run.name
 
 
 def _pair(bounds: Mapping[str, float]) -> tuple[float, float]:

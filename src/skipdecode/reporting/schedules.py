@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,9 +39,9 @@ def depth_sections(sources: Sequence[Source]) -> list[Section]:
     decodings += [row.get("decoding") or {} for s in of_kind(sources, "quality-table") for row in s.data["runs"]]
     schedules = [s.data for s in of_kind(sources, "schedule")]
     schedules += [Schedule.from_dict(d["schedule"]) for d in decodings if d.get("schedule")]
-    found: dict[str, dict[str, Schedule]] = {}
+    found: dict[Schedule, dict[str, Schedule]] = {}
     for schedule in (s for s in schedules if not s.is_full):
-        found.setdefault(json.dumps(schedule.to_dict() | {"name": ""}, sort_keys=True), {})[schedule.name] = schedule
+        found.setdefault(replace(schedule, name="any"), {})[schedule.name] = schedule
     pictures = [_depth(replace(next(iter(same.values())), name=", ".join(same))) for same in found.values()]
     return [Section("Which layers run where", _NESTED, pictures=pictures, shown=_SHOWN)]
 

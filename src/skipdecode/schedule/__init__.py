@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from skipdecode.schedule.build import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
-from skipdecode.schedule.schedule import PromptDepth, curve_name
+from skipdecode.schedule.schedule import ORDER_OF_ITS_OWN, PUBLISHED, PromptDepth, Schedule
 
-__all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule", "curve_name"]
+__all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule"]

@@ -26,6 +26,8 @@ __all__ = [
     "linear",
     "make_order",
     "one_or_more",
+    "paper_budgets",
+    "power_law",
     "prompt_set",
     "require_int",
     "require_positive",
@@ -186,6 +188,41 @@ def linear(most: float, least: float, seq_len: int) -> tuple[int, ...]:
     if seq_len == 1:
         return tuple(math.floor(value + 0.5) for value in dict.fromkeys((most, least)))
     return tuple(math.floor(most - (most - least) * i / (seq_len - 1) + 0.5) for i in range(seq_len))
+
+
+def paper_budgets(
+    num_layers: int, nominal_speedup: float, seq_len: int, warmup_layers: int, spread: float = 1 / 3
+) -> tuple[int, ...]:
+    """Linear budgets whose mean is `num_layers` / `nominal_speedup`; see `Schedule.from_speedup`."""
+    if not isinstance(nominal_speedup, int | float) or not nominal_speedup >= 1:
+        raise ScheduleError(f"nominal_speedup={nominal_speedup!r} is not accepted: give a number of 1 or more")
+    require_int("num_layers", num_layers)
+    require_positive("seq_len", seq_len)
+    if not 0 <= spread < 1:
+        raise ScheduleError(f"spread={spread!r} is not accepted: give a number in [0, 1)")
+    mean = num_layers / nominal_speedup
+    floor = least_budget(num_layers, warmup_layers)
+    if mean < floor:
+        raise ScheduleError(
+            f"nominal_speedup={nominal_speedup:g} leaves {mean:.2f} of {num_layers} layers, but at least {floor} "
+            f"must run with warmup_layers={warmup_layers}: at most {num_layers / floor:.2f} is possible"
+        )
+    most = min(num_layers, round(mean * (1 + spread)))
+    least = max(floor, min(most, round(2 * mean) - most))
+    return linear(max(most, least), least, seq_len)
+
+
+def power_law(num_layers: int, mean: float, seq_len: int, floor: int) -> tuple[int, ...]:
+    """The power law of a mean number of layers, its base found by bisection."""
+
+    def budgets(base: float) -> tuple[int, ...]:
+        return tuple(max(floor, round(num_layers * base**i)) for i in range(seq_len))
+
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(budgets(middle)) < mean * seq_len else (low, middle)
+    return budgets(high)
 
 
 def least_budget(num_layers: int, warmup_layers: int) -> int:

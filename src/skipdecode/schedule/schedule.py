@@ -3,20 +3,36 @@
 A schedule is a *drop order* (which layer goes first, second, …) and a non-increasing list of *budgets* (how many
 layers run at position 0, 1, …; the last value holds for ever). Because the budgets never grow and the order is fixed,
 the layer sets are nested by construction, which is what makes KV caching free (docs/architecture.md).
+
+`Schedule.published` makes those of published methods by name, all for the same mean number of layers over `seq_len`
+positions, as near as whole layers allow, so that a table compares them at one cost:
+
+================= ============== ==============================================
+method            layers dropped layers run
+================= ============== ==============================================
+full              none           all; the speed-up can only be 1
+skipdecode        bottom up      linear decay (SkipDecode, arXiv 2307.02628)
+even              evenly spaced  linear decay
+unified           evenly spaced  constant (Unified Layer Skipping, 2404.06954)
+d3                bottom up      power law (D3)
+early_termination from the top   linear decay (SkipDecode's own contrast)
+static_pruning    by influence   constant (ShortGPT, arXiv 2403.03853)
+================= ============== ==============================================
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from skipdecode.common.files import write_whole
+from skipdecode.common.registry import check_name
 from skipdecode.errors import ScheduleError
+from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.order import (
     Order,
     PromptDepth,
@@ -24,27 +40,26 @@ from skipdecode.schedule.order import (
     check_layers,
     check_order,
     int_tuple,
+    least_budget,
     make_order,
+    one_or_more,
+    power_law,
     require_int,
     require_positive,
 )
 
-__all__ = ["NestedLayers", "PromptDepth", "curve_name"]
+__all__ = ["ORDER_OF_ITS_OWN", "PUBLISHED", "PromptDepth", "Schedule"]
 
+PUBLISHED = ("full", "skipdecode", "even", "unified", "d3", "early_termination", "static_pruning")
+ORDER_OF_ITS_OWN = ("full", "even", "unified", "early_termination")
 _REQUIRED = ("num_layers", "drop_order", "budgets")
 _FIELDS = (*_REQUIRED, "warmup_layers", "prompt", "name")
-_SPEED_ENDING = re.compile(r"[-_@ ]\d+(\.\d+)?x$")
-_PROMPT_ENDING = re.compile(r"-p\d+$")
-
-
-def curve_name(name: str) -> str:
-    """A schedule's or run's name without a speed-up such as "-2x" at its end: what differs in it only is one curve."""
-    return _SPEED_ENDING.sub("", name)
+_LABELS = ("family", "variant", "speedup")
 
 
 @dataclass(frozen=True)
-class NestedLayers:
-    """Which layers run at each generation position: the data of a `Schedule`, and what can be asked of it.
+class Schedule:
+    """Which layers run at each generation position. The class methods make the known kinds.
 
     Position 0 is the first generated token that is fed back; the prompt is not a position.
 
@@ -63,7 +78,13 @@ class NestedLayers:
         beyond them, the prompt's keys and values are projected: computed from the state that passes by, and nothing
         else is (`projected`). The last prompt token runs both.
     name : str
-        A label for tables and files.
+        A label for tables and files. Default: `family`, `variant` and `speedup`, as in "skipdecode-p15-3x".
+    family : str
+        What schedules of one kind and several speed-ups have in common. Default: the name.
+    variant : str
+        What sets it apart from another of its family and speed-up, such as "p15" for 15 prompt layers.
+    speedup : float or None
+        The nominal speed-up that it was made for.
 
     Raises
     ------
@@ -81,24 +102,43 @@ class NestedLayers:
     budgets: tuple[int, ...]
     warmup_layers: int = 1
     prompt: PromptDepth = "full"
-    name: str = "custom"
+    name: str = ""
+    family: str = field(default="", compare=False)
+    variant: str = field(default="", compare=False)
+    speedup: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "warmup_layers"):
-            require_int(field, getattr(self, field))
-        for field in ("drop_order", "budgets"):
-            object.__setattr__(self, field, int_tuple(field, getattr(self, field)))
+        for name in ("num_layers", "warmup_layers"):
+            require_int(name, getattr(self, name))
+        for name in ("drop_order", "budgets"):
+            object.__setattr__(self, name, int_tuple(name, getattr(self, name)))
         require_positive("num_layers", self.num_layers)
         if not 0 <= self.warmup_layers <= self.num_layers:
             raise ScheduleError(f"warmup_layers={self.warmup_layers} is not accepted: give 0 to {self.num_layers}")
         if isinstance(self.prompt, str) and self.prompt not in ("full", "max_exit"):
             raise ScheduleError(f"prompt={self.prompt!r} is not accepted: give 'full', 'max_exit' or a list of layers")
-        if not isinstance(self.name, str):
-            raise ScheduleError(f"name={self.name!r} is not accepted: give text")
         check_order(self.drop_order, self.num_layers, self.warmup_layers)
         check_budgets(self.budgets, self.num_layers, len(self.drop_order))
         if not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", check_layers(self.prompt, self.num_layers, self.warmup_layers))
+        self._set_labels()
+
+    def _set_labels(self) -> None:
+        for name in ("name", "family", "variant"):
+            if not isinstance(getattr(self, name), str):
+                raise ScheduleError(f"{name}={getattr(self, name)!r} is not accepted: give text")
+        speedup = self.speedup
+        if speedup is not None and (isinstance(speedup, bool) or not isinstance(speedup, int | float)):
+            raise ScheduleError(f"speedup={speedup!r} is not accepted: give a number or none")
+        object.__setattr__(self, "family", self.family or self.name or "custom")
+        if not self.name:
+            label = self.curve if speedup is None else f"{self.curve}-{speedup:g}x"
+            object.__setattr__(self, "name", label)
+
+    @property
+    def curve(self) -> str:
+        """What schedules that differ in the speed-up alone have in common."""
+        return f"{self.family}-{self.variant}" if self.variant else self.family
 
     @property
     def seq_len(self) -> int:
@@ -174,24 +214,7 @@ class NestedLayers:
         """Whether all positions run the same layers, so rows of different ages fit in one batch."""
         return self.budgets[0] == self.budgets[-1]
 
-    def flattened(self) -> Self:
-        """The constant schedule of the same mean budget (rounded) and drop order."""
-        return replace(self, budgets=(max(self.budgets[-1], round(self.mean_budget())),), name=f"{self.name}-flat")
-
-    def reordered(self, order: Order, *, name: str | None = None) -> Self:
-        """The same budgets, and so the same cost, with layers dropped in another order."""
-        drop_order = make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1])
-        return replace(self, drop_order=drop_order, name=self.name if name is None else name)
-
-    def with_prompt(self, prompt: PromptDepth) -> Self:
-        """The same with another prompt set; the name counts its layers, as in "skipdecode-p15-3x"."""
-        if prompt == self.prompt:
-            return self
-        changed, curve = replace(self, prompt=prompt), curve_name(self.name)
-        label = f"{_PROMPT_ENDING.sub('', curve)}-p{len(changed.prompt_layers())}{self.name[len(curve) :]}"
-        return replace(changed, name=label)
-
-    def contains(self, other: NestedLayers) -> bool:
+    def contains(self, other: Schedule) -> bool:
         """Whether it runs, in the prompt and at every position, all layers that `other` runs."""
         if self.num_layers != other.num_layers:
             return False
@@ -199,7 +222,7 @@ class NestedLayers:
         pairs += [(self.layers(i), other.layers(i)) for i in range(max(self.seq_len, other.seq_len))]
         return all(set(less) <= set(more) for more, less in pairs)
 
-    def fits_weights(self, tuned_under: Iterable[NestedLayers]) -> bool:
+    def fits_weights(self, tuned_under: Iterable[Schedule]) -> bool:
         """Whether weights tuned under these schedules bear it: it is full depth, or one of them is as deep a cut."""
         return self.is_full or any(self.contains(other) for other in tuned_under)
 
@@ -211,10 +234,230 @@ class NestedLayers:
                 f"make one with num_layers={num_layers}"
             )
 
+    # ------------------------------------------------------------------ others from it
+
+    def flattened(self) -> Self:
+        """The constant schedule of the same mean budget (rounded) and drop order."""
+        budgets = (max(self.budgets[-1], round(self.mean_budget())),)
+        variant = "-".join(filter(None, (self.variant, "flat")))
+        return replace(self, budgets=budgets, name=f"{self.name}-flat", variant=variant)
+
+    def reordered(self, order: Order) -> Self:
+        """The same budgets, and so the same cost, with layers dropped in another order."""
+        return replace(self, drop_order=make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1]))
+
+    def with_prompt(self, prompt: PromptDepth) -> Self:
+        """The same with another prompt set; the name counts its layers, as in "skipdecode-p15-3x"."""
+        if prompt == self.prompt:
+            return self
+        changed = replace(self, prompt=prompt)
+        return replace(changed, name="", variant=f"p{len(changed.prompt_layers())}")
+
+    def with_speedup(self, nominal_speedup: float) -> Self:
+        """The schedule of another nominal speed-up with this one's order, positions, warm-up and prompt depth.
+
+        A flat schedule gives a flat one, any other the paper's linear one; 1 is full depth, for prompts too. Raises
+        ScheduleError if the drop order cannot give this speed-up.
+        """
+        if nominal_speedup == 1:
+            return self.full(self.num_layers)
+        if not self.drop_order:
+            raise ScheduleError(
+                f"a full-depth schedule has no drop order to sample {nominal_speedup:g}x from: give --nominal-speedup "
+                "above 1 or a --schedule"
+            )
+        if self.is_flat:
+            budgets: tuple[int, ...] = (max(1, round(self.num_layers / nominal_speedup)),)
+        else:
+            budgets = layer_order.paper_budgets(self.num_layers, nominal_speedup, self.seq_len, self.warmup_layers)
+        return replace(self, budgets=budgets, speedup=nominal_speedup, name="")
+
+    # ------------------------------------------------------------------ the known kinds
+
+    @classmethod
+    def full(cls, num_layers: int) -> Self:
+        """Every layer at every position."""
+        return cls(num_layers, (), (num_layers,), warmup_layers=min(1, num_layers), name="full")
+
+    @classmethod
+    def paper(
+        cls,
+        num_layers: int,
+        *,
+        min_exit_layer: int,
+        max_exit_layer: int,
+        seq_len: int,
+        warmup_layers: int = 1,
+        prompt: PromptDepth = "full",
+        drop_order: Sequence[int] | None = None,
+        name: str = "skipdecode",
+    ) -> Self:
+        """Linear decay from `max_exit_layer` to `min_exit_layer` layers over `seq_len` positions, bottom up.
+
+        `drop_order` replaces the bottom-up order and keeps the linear budgets. Source: SkipDecode, section 3.
+        """
+        require_int("min_exit_layer", min_exit_layer)
+        require_int("max_exit_layer", max_exit_layer)
+        if min_exit_layer > max_exit_layer:
+            raise ScheduleError(
+                f"min_exit_layer={min_exit_layer} is above max_exit_layer={max_exit_layer}: "
+                "depth may only fall along the text; swap them"
+            )
+        require_positive("seq_len", seq_len)
+        budgets = layer_order.linear(max_exit_layer, min_exit_layer, seq_len)
+        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
+        return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, name)
+
+    @classmethod
+    def from_speedup(
+        cls,
+        num_layers: int,
+        nominal_speedup: float,
+        seq_len: int,
+        *,
+        warmup_layers: int = 1,
+        spread: float = 1 / 3,
+        prompt: PromptDepth = "full",
+        drop_order: Sequence[int] | None = None,
+        name: str = "",
+        family: str = "skipdecode",
+    ) -> Self:
+        """The paper's schedule for a *nominal* speed-up: mean exit layer = `num_layers` / `nominal_speedup`.
+
+        `spread` sets the decay, from mean·(1 + spread) to mean·(1 - spread). `skipdecode plan` solves for wall-clock.
+        """
+        budgets = layer_order.paper_budgets(num_layers, nominal_speedup, seq_len, warmup_layers, spread)
+        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
+        labels: dict[str, Any] = {"name": name, "family": name or family, "speedup": nominal_speedup}
+        return cls(num_layers, tuple(order), budgets, warmup_layers, prompt, **labels)
+
+    @classmethod
+    def constant(
+        cls,
+        num_layers: int,
+        budget: int,
+        *,
+        drop_order: Sequence[int] | None = None,
+        warmup_layers: int = 1,
+        prompt: PromptDepth = "full",
+        name: str = "constant",
+    ) -> Self:
+        """`budget` layers at every generation position; bottom up unless `drop_order` is given.
+
+        By block influence this is static depth pruning of the generated part (ShortGPT).
+        """
+        order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
+        return cls(num_layers, tuple(order), (budget,), warmup_layers, prompt, name)
+
+    @classmethod
+    def even(
+        cls,
+        num_layers: int,
+        budgets: int | Sequence[int],
+        *,
+        warmup_layers: int = 1,
+        prompt: PromptDepth = "full",
+        name: str = "even",
+    ) -> Self:
+        """Evenly spaced layers are left out (Unified Layer Skipping, arXiv 2404.06954); one budget or a list."""
+        values = one_or_more(budgets)
+        order = layer_order.evenly_spaced(num_layers, values[-1], warmup_layers)
+        return cls(num_layers, order, values, warmup_layers, prompt, name)
+
+    @classmethod
+    def published(
+        cls,
+        method: str,
+        num_layers: int,
+        nominal_speedup: float,
+        seq_len: int,
+        *,
+        warmup_layers: int = 1,
+        prompt: PromptDepth = "full",
+        drop_order: Sequence[int] | None = None,
+    ) -> Self:
+        """The schedule of a published method (`PUBLISHED`, see the table above) for the budget of `from_speedup`.
+
+        `drop_order` replaces the bottom-up order; `static_pruning` needs one.
+
+        Raises
+        ------
+        UsageError
+            The method is not known.
+        ScheduleError
+            The speed-up is out of reach, or a drop order is missing, or was given to a method that has its own.
+        """
+        check_name("schedule", method, PUBLISHED)
+        _check_order_given(method, drop_order is not None)
+        if method == "full":
+            if nominal_speedup != 1:
+                raise ScheduleError(
+                    f"'full' runs every layer: nominal_speedup={nominal_speedup:g} needs another schedule"
+                )
+            return cls.full(num_layers)
+        flat = method in ("unified", "static_pruning")
+        schedule = cls.from_speedup(
+            num_layers,
+            nominal_speedup,
+            1 if flat else seq_len,
+            warmup_layers=warmup_layers,
+            spread=0.0 if flat else 1 / 3,
+            prompt=prompt,
+            drop_order=drop_order,
+            family=method.replace("_", "-"),
+        )
+        if flat:
+            # Over one position and without decay, the paper's first budget is the constant one.
+            schedule = replace(schedule, budgets=schedule.budgets[:1])
+        if method == "d3":
+            floor = least_budget(num_layers, warmup_layers)
+            return replace(schedule, budgets=power_law(num_layers, num_layers / nominal_speedup, seq_len, floor))
+        if method in ORDER_OF_ITS_OWN:
+            return schedule.reordered("top-down" if method == "early_termination" else "even")
+        return schedule
+
+    @classmethod
+    def top_down(
+        cls,
+        num_layers: int,
+        budgets: int | Sequence[int],
+        *,
+        warmup_layers: int = 1,
+        prompt: PromptDepth = "full",
+        name: str = "early-termination",
+    ) -> Self:
+        """Early termination: the first budget layers run, the rest are left out. One budget or a list of them."""
+        order = layer_order.top_down(num_layers, warmup_layers)
+        return cls(num_layers, order, one_or_more(budgets), warmup_layers, prompt, name)
+
+    @classmethod
+    def split(
+        cls,
+        num_layers: int,
+        prompt_layers: int,
+        budgets: int | Sequence[int],
+        *,
+        warmup_layers: int = 1,
+        name: str = "split",
+    ) -> Self:
+        """Prompt tokens run the lowest `prompt_layers` layers, generated ones the warm-up layers and the highest.
+
+        An encoder-decoder made of one decoder: with halves, each token runs its half of the model. Of the upper layers
+        the prompt's keys and values are projected. One budget for generated tokens, or a list of them.
+        """
+        require_int("prompt_layers", prompt_layers)
+        if not 1 <= prompt_layers <= num_layers:
+            raise ScheduleError(f"prompt_layers={prompt_layers} is not accepted: give 1 to {num_layers}")
+        order = layer_order.bottom_up(num_layers, warmup_layers)
+        return cls(num_layers, order, one_or_more(budgets), warmup_layers, tuple(range(prompt_layers)), name)
+
+    # ------------------------------------------------------------------ JSON
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary, also the value of `skipdecode` in a model's config.json."""
-        values = ((f, getattr(self, f)) for f in _FIELDS)
-        return {f: list(v) if isinstance(v, tuple) else v for f, v in values}
+        labels = [name for name in _LABELS if getattr(self, name) not in ("", None, self.name)]
+        values = ((name, getattr(self, name)) for name in (*_FIELDS, *labels))
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
     def to_json(self, indent: int | None = None) -> str:
         """The schedule as JSON text."""
@@ -225,8 +468,9 @@ class NestedLayers:
         """A schedule from `to_dict`'s dictionary; refuses unknown, missing and wrongly typed fields by name."""
         if not isinstance(data, dict):
             raise ScheduleError(f"a schedule is a JSON object, not {type(data).__name__}")
-        if unknown := sorted(set(data) - set(_FIELDS)):
-            raise ScheduleError(f"unknown schedule field {unknown[0]!r}: accepted are {', '.join(_FIELDS)}")
+        known = (*_FIELDS, *_LABELS)
+        if unknown := sorted(set(data) - set(known)):
+            raise ScheduleError(f"unknown schedule field {unknown[0]!r}: accepted are {', '.join(known)}")
         if missing := [name for name in _REQUIRED if name not in data]:
             raise ScheduleError(f"schedule field {missing[0]!r} is missing: needed are {', '.join(_REQUIRED)}")
         return cls(**data)
@@ -254,3 +498,13 @@ class NestedLayers:
             raise ScheduleError(f"{path}: a schedule must be JSON, this is not even text") from None
         except ScheduleError as e:
             raise ScheduleError(f"{path}: {e}") from None
+
+
+def _check_order_given(method: str, given: bool) -> None:
+    if given and method in ORDER_OF_ITS_OWN:
+        raise ScheduleError(f"{method!r} has a drop order of its own: leave drop_order out, or choose another schedule")
+    if not given and method == "static_pruning":
+        raise ScheduleError(
+            "static_pruning drops layers by their influence, which is measured: give a drop_order, such as "
+            "a calibrated schedule's"
+        )

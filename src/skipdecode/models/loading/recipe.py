@@ -184,9 +184,8 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     split = (one.with_prompt(own) for own in sets for one in (target, *asked) if not one.is_full)
     named, found = {target.name: target}, []
     for one in (*asked, *split):
-        while named.setdefault(one.name, one) != one:  # such as a solved curve's name and the straight line's
-            curve, _, speedup = one.name.rpartition("-")
-            one = replace(one, name=f"{curve}-sampled-{speedup}")
+        while named.setdefault(one.name, one) != one:  # such as that of budgets of one's own and of linear ones
+            one = replace(one, name="", variant="-".join(filter(None, (one.variant, "sampled"))))
         found.append(one)
     return tuple(found)
 
