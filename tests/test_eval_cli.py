@@ -269,7 +269,7 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
         ),
         (["--out", "{place}/x", "--max-new-tokens", "95"], 2, "there is room for 1"),
         (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 2, "none.jsonl: No such file"),
-        (["--out", "{place}/data.jsonl/x"], 2, "cannot make the directory"),
+        (["--out", "{place}/data.jsonl/x"], 2, "lies in --data"),
         (["--compare", "{place}/full"], 2, "--compare reads finished runs"),
         ([], 2, "--out is needed"),
     ],

@@ -24,7 +24,7 @@ from skipdecode.evaluation.methods.base import Method, Untouched
 from skipdecode.evaluation.methods.drafting import SelfSpeculation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import make_metrics
-from skipdecode.evaluation.results import Run, buckets_of, check_directory, load_run
+from skipdecode.evaluation.results import Run, buckets_of, check_free, load_run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
@@ -276,8 +276,8 @@ def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
 def test_files_that_are_no_run_are_refused(model: Any, tmp_path: Path):
     run = evaluated(model, tmp_path, Full())
     with pytest.raises(OutputError, match="holds a run already: give --overwrite"):
-        check_directory(tmp_path, overwrite=False)
-    check_directory(tmp_path, overwrite=True)
+        check_free(tmp_path, overwrite=False)
+    check_free(tmp_path, overwrite=True)
     lines = (tmp_path / "outputs.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "outputs.jsonl").write_text("".join(lines[:-1]))
     with pytest.raises(DataError, match="has 6 of 7 records"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skipdecode.data.output import FileWriter, StreamWriter, check_output, open_writer
+from skipdecode.data.output import FileWriter, StreamWriter, open_writer
 from skipdecode.errors import OutputError
 from textgen_tools import read_rows
 
@@ -146,12 +146,9 @@ def test_second_run_on_the_same_output_is_refused(tmp_path: Path):
 # ---------------------------------------------------------------------- outputs that cannot be
 
 
-def test_finished_output_is_replaced_only_on_request(tmp_path: Path):
+def test_finished_output_is_replaced_at_the_end(tmp_path: Path):
     out = tmp_path / "out.jsonl"
     out.write_text("precious\n")
-    with pytest.raises(OutputError, match="exists: give --overwrite"):
-        check_output(str(out))
-    check_output(str(out), overwrite=True)
     writer = writer_for(out)
     writer.put(0, row(0))
     assert out.read_text() == "precious\n"
@@ -159,16 +156,31 @@ def test_finished_output_is_replaced_only_on_request(tmp_path: Path):
     assert read_rows(out) == [row(0)]
 
 
-@pytest.mark.parametrize("where", ["absent/out.jsonl", "file/out.jsonl", "."])
-def test_place_that_cannot_be_written_is_refused_early(tmp_path: Path, where: str):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match=r"cannot write|is a directory"):
-        check_output(str(tmp_path / where))
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path: Path):
+    (tmp_path / "data").mkdir()
+    real, link = tmp_path / "data" / "real.jsonl", tmp_path / "link.jsonl"
+    real.write_text("old\n")
+    link.symlink_to("data/real.jsonl")
+    writer = writer_for(link)
+    with pytest.raises(OutputError, match="is being written by another run"):
+        writer_for(real)
+    put_rows(writer, 2)
+    writer.finish()
+    assert link.is_symlink()
+    assert read_rows(real) == [row(0), row(1)]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["data", "link.jsonl", "real.jsonl"]
 
 
-def test_check_leaves_no_file(tmp_path: Path):
-    check_output(str(tmp_path / "out.jsonl"))
-    assert not list(tmp_path.iterdir())
+def test_restart_drops_rows_and_no_file_of_somebody_else(tmp_path: Path):
+    out, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    write_some(out, [0, 1])
+    writer = writer_for(out, SETTINGS | {"temperature": 0.5}, restart=True)
+    assert writer.rows_before == 0
+    writer.close()
+    partial.write_text("half a download\n")
+    with pytest.raises(OutputError, match=r"move it away$"):
+        writer_for(out, restart=True)
+    assert partial.read_text() == "half a download\n"
 
 
 def test_full_disk_keeps_all_rows_that_went_through(tmp_path: Path):
@@ -198,11 +210,11 @@ def test_disk_that_fills_up_at_the_very_end_keeps_all_rows(tmp_path: Path):
     out = tmp_path / "out.jsonl"
     writer = writer_for(out)
     writer.put(0, row(0))
-    (tmp_path / "out.jsonl.merging").mkdir()
+    out.mkdir()
     with pytest.raises(OutputError, match=r"1 finished rows are kept in .*partial; the same command goes on"):
         writer.finish()
     writer.close()
-    (tmp_path / "out.jsonl.merging").rmdir()
+    out.rmdir()
     again = writer_for(out)
     assert again.is_done(0)
     again.finish()
@@ -235,7 +247,6 @@ def test_interrupted_stream_still_gets_rows_that_waited(tmp_path: Path):
 
 
 def test_device_is_written_directly_and_a_full_one_is_one_line():
-    check_output("/dev/full")
     writer = open_writer("/dev/full", SETTINGS)
     with pytest.raises(OutputError, match="cannot write to /dev/full: No space left on device"):
         writer.put(0, row(0))

@@ -92,7 +92,7 @@ WRONG = {
     "generate hollow --input nowhere.jsonl": "nowhere.jsonl",
     "generate hollow x --schedule nowhere.json": "nowhere.json",
     "generate hollow x --output rec.jsonl": "--overwrite",
-    "generate hollow x --output nowhere/x": "nowhere/x",
+    "generate hollow x --output rec.jsonl/x": "rec.jsonl/x",
     f"tune hollow --task e2e {RECORDS.replace('rec', 'none')}": "none.jsonl",
     f"tune hollow --task e2e {RECORDS.replace('new', 'rec.jsonl/x')}": "rec.jsonl/x",
     "calibrate hollow --data array.json --out new --task e2e --nominal-speedup 2": "array.json",

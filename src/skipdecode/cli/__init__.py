@@ -1,7 +1,8 @@
 """The command line: one verb, one module, imported only when it is called, so that --help stays quick.
 
 A verb module has a docstring (its first line is the help line), a frozen `Config` dataclass whose fields are the
-options (`skipdecode.common.options.option`), and `run(config) -> int`. `prepare_parser(parser, arguments)`, where
+options (`skipdecode.common.options.option`) and say which paths it reads and writes (`skipdecode.cli.paths` checks
+those first), and `run(config) -> int`. `prepare_parser(parser, arguments)`, where
 there is one, sets other defaults before the arguments are parsed.
 """
 
@@ -16,6 +17,7 @@ from contextlib import nullcontext
 
 from skipdecode import __version__
 from skipdecode.cli.arguments import Parser, add_options, config_from
+from skipdecode.cli.paths import claimed
 from skipdecode.common.progress import quiet
 from skipdecode.common.registry import near
 from skipdecode.errors import SkipDecodeError
@@ -80,7 +82,9 @@ def _run(arguments: list[str]) -> int:
     if hasattr(module, "prepare_parser"):
         module.prepare_parser(parser, arguments[1:])
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
-    return int(module.run(config_from(module.Config, parser.read(arguments[1:]))))
+    config = config_from(module.Config, parser.read(arguments[1:]))
+    with claimed(config):
+        return int(module.run(config))
 
 
 def _fail(message: str, code: int, debug: bool) -> int:

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import MODEL, ThreadOptions, check_files
+from skipdecode.cli.options import MODEL, ThreadOptions
+from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.files import write_whole
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.locate import model_files
 from skipdecode.performance.bench.workload import DRAFTING, GEOMETRIES, PEERS, Workload, build
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ __all__ = ["Config", "run"]
 class Config(Workload, ThreadOptions):
     """Options of `skipdecode bench`."""
 
-    model: str | None = option(MODEL, positional=True, default=None)
+    model: str | None = option(MODEL, positional=True, default=None, path=Reads(model_files))
     geometry: str | None = option(
         "instead of a model: these sizes with random weights", default=None, choices=tuple(GEOMETRIES)
     )
@@ -49,12 +51,16 @@ class Config(Workload, ThreadOptions):
         choices=PEERS,
     )
     exit_layer: int | None = option("layers that draft in early-exit (default: a quarter)", default=None, least=1)
-    out: str | None = option("file for the results as JSON", default=None)
+    out: str | None = option("file for the results as JSON", default=None, path=Writes())
     png: str | None = option(
         "file for a picture: speed-up and share of the limit against nominal, step time against batch and prompt",
         default=None,
+        path=Writes(),
     )
-    profile: str | None = option("file for a trace of decode steps; also prints where their time goes", default=None)
+    profile: str | None = option(
+        "file for a trace of decode steps; also prints where their time goes", default=None, path=Writes()
+    )
+    overwrite: bool = option(OVERWRITE, default=False)
 
 
 def run(config: Config) -> int:
@@ -76,7 +82,10 @@ def run(config: Config) -> int:
 def _check(config: Config) -> None:
     if (config.model is None) == (config.geometry is None):
         raise UsageError("what to measure is not clear: give either a model or --geometry")
-    check_files(config.out, config.profile, picture=config.png)
+    if config.png is not None:
+        from skipdecode.reporting.plots import check_matplotlib
+
+        check_matplotlib()
     if config.model is not None:
         from skipdecode.models.loading.hub import load_config
 

@@ -23,14 +23,17 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import MODEL, check_out, layers_of, read_cost
+from skipdecode.cli.options import MODEL, layers_of, read_cost
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
+from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.kinds import heading
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.loading.locate import model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ __all__ = ["Config", "draw", "load", "measuring", "run"]
 
 _STORE = "measured.jsonl"
 _SCHEDULE, _REPORT, _PICTURE = "schedule.json", "calibration.json", "calibration.png"
+_DIRECTORY = RunDirectory("run of skipdecode calibrate", {_STORE: JOURNAL_KEY})
 _SHOWN_ORDER = 12
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
@@ -53,14 +57,16 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 class Config(CalibrationSettings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
-    model: str = option(MODEL, positional=True)
-    data: str = option("JSON lines or CSV with prompts and responses")
-    out: str = option("directory for the schedule, the measurements and the picture")
+    model: str = option(MODEL, positional=True, path=Reads(model_files))
+    data: str = option("JSON lines or CSV with prompts and responses", path=Reads())
+    out: str = option("directory for the schedule, the measurements and the picture", path=_DIRECTORY)
     records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
     held_out: int = option("records with other prompts, for the check only; 0 for none", default=64, least=0)
     batch: int = option("rows decoded together, for the wall-clock target", default=1, least=1)
     cost: str | None = option(
-        "cost of a step: a file of skipdecode plan --json (default: measured or predicted as plan does)", default=None
+        "cost of a step: a file of skipdecode plan --json (default: measured or predicted as plan does)",
+        default=None,
+        path=Reads(),
     )
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
@@ -69,6 +75,7 @@ class Config(CalibrationSettings, RecordOptions):
         "starts, for --target-speedup over all requests; schedule files, full, or names that the checkpoint was tuned "
         "under",
         default=(),
+        path=Reads(),
     )
     json: bool = option("print the result as one JSON document", default=False)
 
@@ -78,7 +85,6 @@ def run(config: Config) -> int:
     out = Path(config.out)
     if config.cost is not None and config.target_speedup is None:
         raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
-    check_out(out, "what was measured", resume=config.resume)
     cost = None if config.cost is None else read_cost(config.cost)
     layers = layers_of(config.model)
     if cost is not None and cost.num_layers != layers:
@@ -187,7 +193,6 @@ def measuring(
     from skipdecode.tuning.collate import padding
 
     out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
-    out.mkdir(parents=True, exist_ok=True)
     identity = identity_of(loaded.model, config.model, list(parts.values()), size)
     kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()

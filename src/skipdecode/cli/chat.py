@@ -35,9 +35,10 @@ from skipdecode.cli.options import (
     with_prompt_layers,
 )
 from skipdecode.common.jsonl import decoded, read_lines
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
+from skipdecode.models.loading.locate import model_files
 
 if TYPE_CHECKING:
     from skipdecode.data.records import Message
@@ -51,7 +52,9 @@ __all__ = ["Config", "run"]
 class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode chat`."""
 
-    model: str = option(f"{MODEL}; with a chat template", default="smollm2-135m", positional=True)
+    model: str = option(
+        f"{MODEL}; with a chat template", default="smollm2-135m", positional=True, path=Reads(model_files)
+    )
     system: str | None = option("system message", default=None)
     max_new_tokens: int = option("most tokens of an answer", default=512, least=1)
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
 from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.environment import environment
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.locate import adapter_dir
+from skipdecode.models.loading.locate import adapter_dir, model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _TUNED = (
 class Config(EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode demo`."""
 
-    model: str = option(MODEL, default=_DEFAULT)
+    model: str = option(MODEL, default=_DEFAULT, path=Reads(model_files))
     max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
     rounds: int = option("times that every schedule runs, in turn; medians count", default=3, least=1)
     quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)

@@ -24,13 +24,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions
 from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
-from skipdecode.common.options import option
+from skipdecode.common.directories import RunDirectory
+from skipdecode.common.journal import JOURNAL_KEY
+from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import note
-from skipdecode.data.self_generated import SelfGeneratedOptions, open_prompts
-from skipdecode.errors import SkipDecodeError, UsageError
+from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions, open_prompts
+from skipdecode.data.tasks import task_file
+from skipdecode.errors import OutputError, SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
+from skipdecode.models.loading.locate import model_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,27 +51,48 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "run"]
 
+_RUN, _OUTPUTS, _REPORT, _TITLE = "run.json", "outputs.jsonl", "report.html", "skipdecode eval"
+_DIRECTORY = RunDirectory(
+    "run of skipdecode eval",
+    {_RUN: "kind", f"*/{_RUN}": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
+    takes="*.html",
+)
+
+
+def _files_of_run(place: str) -> list[Path]:
+    path = Path(place)
+    folder = path if path.is_dir() else path.parent
+    return [path, folder / _RUN, folder / _OUTPUTS]
+
+
+def _schedule_file(method: str) -> list[Path]:
+    return [Path(method)] if method.endswith(".json") else []
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
     """Options of `skipdecode eval`."""
 
-    model: str = option(MODEL, default="", positional=True)
+    model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
     task: str = option(
         "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml); default: by the prompt that the "
         "checkpoint was tuned on",
         default="",
+        path=Reads(task_file),
     )
     data: str | None = option(
-        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub", default=None
+        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub",
+        default=None,
+        path=Reads(),
     )
     methods: tuple[str, ...] = option(
         "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and prompt "
         "layers (skipdecode:3:15), schedule files (*.json)",
         default=(),
+        path=Reads(_schedule_file),
     )
-    out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None)
-    overwrite: bool = option("replace a run that is in --out already", default=False)
+    out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None, path=_DIRECTORY)
+    overwrite: bool = option("replace a run that is in --out already, and a file of --report", default=False)
     name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
         "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's, but for those whose "
@@ -83,12 +108,16 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, ModelOptio
     )
     limit: int | None = option("only the first N records", default=None, least=1)
     chat: bool = option("put prompts into the model's chat template", default=False)
-    compare: tuple[str, ...] = option("runs (run.json or its directory) to compare with the first of them", default=())
+    compare: tuple[str, ...] = option(
+        "runs (run.json or its directory) to compare with the first of them", default=(), path=Reads(_files_of_run)
+    )
     report: str | None = option(
-        "file for an HTML report (default: report.html in --out; with --compare, none)", default=None
+        "file for an HTML report (default: report.html in --out; with --compare, none)", default=None, path=Writes()
     )
     json: bool = option("print one JSON document instead of tables", default=False)
-    base: str | None = option("with --self: the base model (default: what it was tuned from)", default=None)
+    base: str | None = option(
+        "with --self: the base model (default: what it was tuned from)", default=None, path=Reads(model_files)
+    )
     self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
 
 
@@ -131,7 +160,7 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: st
         from skipdecode.reporting.sources import Source
 
         sources = [Source(run.name, "evaluation", run) for run in runs]
-        write_whole(report, html_report(sources, pairs, title="skipdecode eval", progress=True))
+        write_whole(report, html_report(sources, pairs, title=_TITLE, progress=True))
     if config.json:
         print(json.dumps({"runs": [r.data for r in runs], "pairs": [p.to_dict() for p in pairs]}, indent=1))
         return
@@ -150,17 +179,13 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: st
 def _evaluate(config: Config) -> int:
     from skipdecode.data.source import load_records
     from skipdecode.evaluation.metrics import check_metrics, make_metrics
-    from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.evaluation.run import note_left_out
 
     each = each_method(config, config.methods) if config.methods else [config]
     for one in each:
         check_method_options(one)
-    check_files(config.report)
     task = _task(config)
     directory = Path(config.out or "")
-    # Only with the model loaded is it known whether what is unfinished there is this very run: `evaluate` asks again.
-    check_directory(directory, overwrite=config.overwrite or is_unfinished(directory))
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip", limit=config.limit)
     note_left_out(records.skipped)
     options = config.part(MetricOptions)
@@ -169,7 +194,7 @@ def _evaluate(config: Config) -> int:
     names = check_metrics(config.metrics or task.metrics, options, None if asked else note)
     _check_shape(config, each, task, directory)
     runs = _runs(config, each, task, records, make_metrics(names, options), directory)
-    _show(config, runs, (), config.report or directory / "report.html")
+    _show(config, runs, (), config.report or directory / _REPORT)
     return 0
 
 
@@ -177,7 +202,6 @@ def _check_shape(config: Config, each: Sequence[Config], task: Task, directory: 
     """Refuse, before weights are loaded, what does not fit the model's config or cannot be written."""
     from skipdecode.data.prompts import context_length, prompt_room
     from skipdecode.evaluation.methods.scheduled import off_engine
-    from skipdecode.evaluation.results import check_directory, is_unfinished
     from skipdecode.models.families import layers_in
     from skipdecode.models.loading.hub import load_config
 
@@ -185,11 +209,28 @@ def _check_shape(config: Config, each: Sequence[Config], task: Task, directory: 
     prompt_room(context_length(shape), config.max_new_tokens or task.max_new_tokens)
     num_layers = layers_in(shape)
     methods = _chosen(config, each, task, num_layers, None, directory)
-    for place, (method, _) in methods.items():
+    for method, _ in methods.values():
         method.check_shape(shape.model_type, num_layers)
-        if not method.full_depth or len(methods) == 1:
-            check_directory(place, overwrite=config.overwrite or is_unfinished(directory))
+    _check_places(config, methods, directory)
     off_engine([method for method, _ in methods.values()], config.engine)
+
+
+def _check_places(config: Config, methods: dict[Path, tuple[Method, str]], directory: Path) -> None:
+    """Refuse, unless --overwrite is given, places that hold a finished run or what no run wrote."""
+    from skipdecode.evaluation.results import check_free, is_unfinished
+
+    page = directory / _REPORT
+    if config.overwrite:
+        return
+    if not config.report and page.exists() and f"<title>{_TITLE}</title>" not in page.read_text("utf-8", "ignore"):
+        raise OutputError(f"{page} is no report of skipdecode eval: give --overwrite to replace it, or --report FILE")
+    if is_unfinished(directory):  # only the loaded model tells whether it is this very run: `evaluate` asks then
+        return
+    for place in {*methods, directory / "full"}:
+        _DIRECTORY.check(place, resume=True)
+    for place, (method, _) in methods.items():
+        if not method.full_depth or len(methods) == 1:
+            check_free(place, overwrite=False)
 
 
 def _runs(

@@ -38,7 +38,7 @@ from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.methods import METHODS
 from skipdecode.evaluation.methods.base import Method
 from skipdecode.evaluation.methods.scheduled import Full, on_engine
-from skipdecode.evaluation.results import OUTPUTS_FILE, check_directory, is_unfinished, keep_unfinished, save_run
+from skipdecode.evaluation.results import OUTPUTS_FILE, check_free, is_unfinished, keep_unfinished, save_run
 from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.self_generated import SelfEvaluation, Variant
 from skipdecode.evaluation.settings import EvaluationSettings
@@ -80,7 +80,7 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
     for one in _each(config):
         check_method_options(one)
     out, adapter = Path(config.out), adapter_dir(config.model)
-    check_directory(out, overwrite=config.overwrite or is_unfinished(out))
+    check_free(out, overwrite=config.overwrite or is_unfinished(out))
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
     recipe = stored_recipe(loaded.path)
     tuned_from = None if recipe is None else recipe["options"].get("model")
@@ -147,7 +147,9 @@ def _measured(
     variants = [reference, *(Variant(method.name, loaded.model, method) for method in (*beside, *methods))]
     tokenizer: Any = base.tokenizer
     ends = end_tokens(base.model, tokenizer)
-    with closing(keep_unfinished(Path(config.out or ""), about | {"prompts": prompts})) as kept:
+    out, whole = Path(config.out or ""), about | {"prompts": prompts}
+    check_free(out, overwrite=config.overwrite or is_unfinished(out, whole))
+    with closing(keep_unfinished(out, whole)) as kept:
         comparison = SelfEvaluation(reference, tokenizer, prompts, config.answers(config.seed), ends, settings, kept)
         texts = {variant: comparison.texts(variant) for variant in variants}
         rows = comparison.rows(texts, chat=template.chat)

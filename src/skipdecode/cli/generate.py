@@ -27,17 +27,20 @@ from skipdecode.cli.options import (
     SamplingOptions,
     ScheduleOptions,
     ThreadOptions,
-    check_files,
     check_schedule_options,
     choose_schedule,
     layers_of,
     stop_text,
     with_breaks,
 )
-from skipdecode.common.options import option
+from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import FORMATS
+from skipdecode.data.output import partial_path
+from skipdecode.data.tasks import task_file
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.locate import model_files
 
 if TYPE_CHECKING:
     from skipdecode.data.forms import PromptForm
@@ -55,15 +58,20 @@ if TYPE_CHECKING:
 __all__ = ["Config", "run"]
 
 
+def _output_files(output: str) -> list[Path]:
+    return [Path(output), partial_path(output)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
-    model: str = option(MODEL, positional=True)
+    model: str = option(MODEL, positional=True, path=Reads(model_files))
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
         "file of prompts, - for standard input (which is also read if no prompt is given and it is no terminal)",
         default=None,
+        path=Reads(),
     )
     format: str = option(
         "of the input; auto: CSV with a header for .csv and .tsv, JSONL for .jsonl, .ndjson and .json, and for "
@@ -81,18 +89,20 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
         default=None,
         parse=with_breaks,
     )
-    task: str | None = option("take the prompt of a task: its name or its YAML file", default=None)
+    task: str | None = option(
+        "take the prompt of a task: its name or its YAML file", default=None, path=Reads(task_file)
+    )
     template: bool = option(
         "put prompts into the template that the checkpoint was tuned on; --no-template leaves them as they are",
         default=True,
     )
-    output: str = option("JSONL file, - for standard output", default="-")
+    output: str = option("JSONL file, - for standard output", default="-", path=Writes(_output_files))
     output_format: str = option(
         "of standard output; auto: text on a terminal (below its prompt if there are several), else JSONL, as in files",
         default="auto",
         choices=("auto", "jsonl", "text"),
     )
-    overwrite: bool = option("replace an output file that exists", default=False)
+    overwrite: bool = option(OVERWRITE, default=False)
     restart: bool = option("drop what an interrupted run left in FILE.partial", default=False)
     on_error: str = option(
         "bad rows: skip them (and write the error in their place), or stop at the first",
@@ -113,23 +123,22 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
         "also run full depth on up to 8 batches afterwards, alternating, and print both speeds",
         default=False,
     )
-    summary: str | None = option("file for the run's figures as JSON", default=None)
     router: str | None = option(
         "file of skipdecode calibrate --router: it chooses a schedule for each prompt, in place of --schedule and "
         "--nominal-speedup; the row of JSONL names it",
         default=None,
+        path=Reads(),
     )
+    summary: str | None = option("file for the run's figures as JSON", default=None, path=Writes())
 
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     from skipdecode.common.jsonl import json_line
-    from skipdecode.data.output import check_output, named_text, open_writer, plain_text
+    from skipdecode.data.output import named_text, open_writer, plain_text
     from skipdecode.models.loading.base_weights import base_sample
 
     sampling = _checked_sampling(config)
-    check_output(config.output, overwrite=config.overwrite)
-    check_files(config.summary)
     check_schedule_options(config, config.model)
     router = _router(config)
     source, form = _source(config), _form(config)
@@ -167,8 +176,6 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
     if config.prompts and config.field is not None:
         raise UsageError("--field belongs to JSONL and CSV input, not to prompts given as arguments")
-    if config.input is not None and _same_file(config.input, config.output):
-        raise UsageError(f"--input and --output are the same file, {config.output}: name another output")
     if config.output_format == "text" and config.output != "-":
         raise UsageError("--output-format text is of standard output: leave out --output, or redirect with > FILE")
     config.check_sampling()
@@ -178,10 +185,6 @@ def _checked_sampling(config: Config) -> Sampling:
 def _prints_text(config: Config) -> bool:
     automatic = config.output_format == "auto" and sys.stdout.isatty()
     return config.output == "-" and (automatic or config.output_format == "text")
-
-
-def _same_file(one: str, other: str) -> bool:
-    return Path(one).exists() and Path(other).exists() and Path(one).samefile(other)
 
 
 def _source(config: Config) -> PromptSource:

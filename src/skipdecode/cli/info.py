@@ -13,7 +13,8 @@ from typing import Any
 
 from skipdecode.cli.options import MODEL
 from skipdecode.common.environment import environment, package_version
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, Reads, option
+from skipdecode.models.loading.locate import model_files
 
 __all__ = ["Config", "run"]
 
@@ -24,7 +25,7 @@ _NOT_FOR_USERS = "dev"
 class Config(Options):
     """Options of `skipdecode info`."""
 
-    model: str | None = option(f"only this model: {MODEL}", default=None, positional=True)
+    model: str | None = option(f"only this model: {MODEL}", default=None, positional=True, path=Reads(model_files))
     json: bool = option("print one JSON document", default=False)
 
 

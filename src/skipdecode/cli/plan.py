@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, check_files
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions
+from skipdecode.cli.paths import OVERWRITE
 from skipdecode.cli.planned import Plan, document, report
 from skipdecode.common.files import write_whole
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.locate import model_files
 from skipdecode.performance.cost import Phase, Use
 from skipdecode.performance.solve import Auto, assess, solve, why_flat
 from skipdecode.schedule import Schedule
@@ -42,7 +44,7 @@ _MOST_PROMPT_TOKENS = 2**20  # of a batch: its forwards are added up one by one
 class Config(ModelOptions, EngineOptions):
     """Options of `skipdecode plan`."""
 
-    model: str = option(f"{MODEL}, or the file of a config (JSON)", positional=True)
+    model: str = option(f"{MODEL}, or the file of a config (JSON)", positional=True, path=Reads(model_files))
     target_speedup: float | None = option(
         "speed-up in wall-clock time, of what --phase says; the layers that run are solved for it",
         default=None,
@@ -85,8 +87,11 @@ class Config(ModelOptions, EngineOptions):
     )
     remeasure: bool = option("time prompts and steps again, whatever an earlier calibration found", default=False)
     json: bool = option("print one JSON document", default=False)
-    png: str | None = option("file for the picture", default=None)
-    out: str | None = option("file for the schedule (JSON), which skipdecode generate --schedule takes", default=None)
+    png: str | None = option("file for the picture", default=None, path=Writes())
+    out: str | None = option(
+        "file for the schedule (JSON), which skipdecode generate --schedule takes", default=None, path=Writes()
+    )
+    overwrite: bool = option(OVERWRITE, default=False)
 
     @property
     def new_tokens(self) -> int:
@@ -161,7 +166,10 @@ def _check(config: Config) -> None:
             f"--batch {config.batch} --prompt-len {config.prompt_len} are {config.batch * config.prompt_len} prompt "
             f"tokens a batch: give {_MOST_PROMPT_TOKENS} at most"
         )
-    check_files(config.out, picture=config.png)
+    if config.png is not None:
+        from skipdecode.reporting.plots import check_matplotlib
+
+        check_matplotlib()
 
 
 def _schedule(config: Config, layers: int, cost: CostModel | None = None) -> Schedule:

@@ -9,11 +9,12 @@ logs of tune. The page holds everything it needs; it opens without a network.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import check_files
+from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.files import write_whole
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, Reads, Writes, option
 from skipdecode.common.progress import note
 from skipdecode.errors import DataError
 
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
 __all__ = ["Config", "run"]
 
 
+def _files(place: str) -> list[Path]:
+    from skipdecode.evaluation.results import OUTPUTS_FILE
+    from skipdecode.reporting.sources import find_files
+
+    found = find_files([place])
+    return [*found, *(file.with_name(OUTPUTS_FILE) for file in found)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(Options):
     """Options of `skipdecode report`."""
 
-    results: tuple[str, ...] = option("result files, or directories of them", positional=True)
-    out: str = option("file for the page", default="report.html")
+    results: tuple[str, ...] = option("result files, or directories of them", positional=True, path=Reads(_files))
+    out: str = option("file for the page", default="report.html", path=Writes())
+    overwrite: bool = option(OVERWRITE, default=False)
     title: str = option("heading of the page", default="skipdecode report")
     bad: str = option(
         "files that are broken or no results; refuse: stop at the first; skip: name each and go on",
@@ -39,7 +49,6 @@ class Config(Options):
 
 def run(config: Config) -> int:
     """Read, draw, write; returns 0."""
-    check_files(config.out)
     sources = _sources(config)
     from skipdecode.reporting.contents import html_report
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions, layers_of
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.loading.locate import model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
@@ -36,9 +37,9 @@ __all__ = ["Config", "run"]
 class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
     """Options of `skipdecode serve`."""
 
-    model: str = option(MODEL, positional=True)
+    model: str = option(MODEL, positional=True, path=Reads(model_files))
     name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
-    schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=())
+    schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=(), path=Reads())
     nominal_speedup: tuple[float, ...] = option(
         "also the paper's schedules for these ratios of all layers to the mean layers run", default=(), least=1
     )
@@ -67,8 +68,9 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
         "file of skipdecode calibrate --router: its schedules are offered too, and it chooses among them for requests "
         "that ask for the schedule routed",
         default=None,
+        path=Reads(),
     )
-    api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None)
+    api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None, path=Reads())
 
 
 def run(config: Config) -> int:

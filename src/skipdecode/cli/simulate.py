@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Literal
 from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.locate import model_files
 from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.performance.simulate import traces
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
@@ -39,6 +40,7 @@ class Config(ScheduleOptions):
     schedule: str | None = option(
         "schedule file (JSON; skipdecode plan writes one); without it and --nominal-speedup only full depth is run",
         default=None,
+        path=Reads(),
     )
     seq_len: int | None = option(
         "positions over which --nominal-speedup lowers the depth (default: the mean length of the output)",
@@ -46,11 +48,12 @@ class Config(ScheduleOptions):
         least=1,
     )
     cost: tuple[str, ...] = option(
-        "cost models (JSON files), each of another batch size; steps between are interpolated", default=()
+        "cost models (JSON files), each of another batch size; steps between are interpolated", default=(), path=Reads()
     )
     model: str | None = option(
         "predict the cost instead, from the config of a local directory, a hub id, smollm2-135m, or a JSON file",
         default=None,
+        path=Reads(model_files),
     )
     bandwidth: float | None = option(
         "GB/s that a modelled worker reads (default: this machine's, measured)", default=None, above=0

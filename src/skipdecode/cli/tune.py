@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleChoice, ScheduleOptions, check_out, check_schedule_options, choose_schedule
+from skipdecode.cli.options import ScheduleChoice, ScheduleOptions, check_schedule_options, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
+from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.data.self_generated import DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
+from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry
-from skipdecode.models.loading.locate import adapter_dir
-from skipdecode.models.loading.recipe import read_recipe, stored_recipe
+from skipdecode.models.loading.locate import adapter_dir, model_files
+from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
@@ -46,6 +47,7 @@ __all__ = ["Config", "prepare_parser", "run"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
+_DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 # Self-generated data teaches only what full depth does; milder schedules lose next to nothing there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
@@ -56,12 +58,14 @@ _SELF_SPEEDUP = 1.5
 class Config(TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
-    model: str = option("directory, hub id or smollm2-135m", default="", positional=True)
-    train: str = option("JSON lines or CSV to train on", default="")
-    dev: str = option("JSON lines or CSV to choose the best weights by", default="")
-    out: str = option("directory for the tuned model, its recipe and its log", default="")
+    model: str = option("directory, hub id or smollm2-135m", default="", positional=True, path=Reads(model_files))
+    train: str = option("JSON lines or CSV to train on", default="", path=Reads())
+    dev: str = option("JSON lines or CSV to choose the best weights by", default="", path=Reads())
+    out: str = option("directory for the tuned model, its recipe and its log", default="", path=_DIRECTORY)
     resume: bool = option("go on from the last checkpoint in --out, if there is one", default=False)
-    recipe: str | None = option("read options from a recipe.json; options given here come first", default=None)
+    recipe: str | None = option(
+        "read options from a recipe.json; options given here come first", default=None, path=Reads()
+    )
     json: bool = option("print the result as one JSON document", default=False)
 
     seq_len: int | None = option(
@@ -120,8 +124,7 @@ def run(config: Config) -> int:
     recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
     if config.resume and (stored := stored_recipe(out)) is not None:
         check_same_run(stored, recipe)
-        if stored["result"] is not None:
-            raise UsageError(f"{out} holds a finished run: there is nothing to resume")
+        _check_unfinished(out)
     tuner = _tuner(config, loaded, examples["train"][0], examples["dev"][0], schedule, out)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -139,7 +142,8 @@ def _check(config: Config) -> None:
     for name in ("model", "out") if config.self else ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
-    check_out(Path(config.out), "the run in it", resume=config.resume)
+    if config.self:  # before texts are made
+        _check_unfinished(Path(config.out))
     check_schedule_options(config, config.model)
     if not config.self:
         make_template(config)
@@ -164,6 +168,11 @@ def _check(config: Config) -> None:
 def _files(config: Config, template: Template) -> dict[str, RecordFile]:
     """The records to train on and to judge by, each file read once."""
     return read_files(config, template, train=config.train_records, dev=config.dev_records)
+
+
+def _check_unfinished(out: Path) -> None:
+    if (stored_recipe(out) or {}).get("result") is not None:
+        raise UsageError(f"{out} holds a finished run: there is nothing to resume")
 
 
 def _prompt_template(config: Config) -> Template | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from skipdecode.errors import OutputError, WriteError
 
-__all__ = ["cache_dir", "check_place", "copy_files", "write_whole"]
+__all__ = ["cache_dir", "check_place", "copy_files", "is_stream", "linked", "open_stream", "replaced", "write_whole"]
+
+_STANDARD = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+_MOST_LINKS = 40
 
 
 def cache_dir() -> Path:
@@ -42,32 +48,71 @@ def check_place(path: Path | str) -> None:
     Raises
     ------
     OutputError
-        It is a directory, or there is none that can be written to where it, or a directory for it, would be made.
+        It is a directory, a link in a circle, or there is no directory that can be written to where it, or a directory
+        for it, would be made.
     """
-    path = Path(path)
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir():
+    if is_stream(path):
+        return
+    place = linked(Path(path))
+    folder = next(parent for parent in place.absolute().parents if parent.exists())
+    if place.is_dir() or str(path).endswith(os.sep):
         raise OutputError(f"cannot write {path}: it is a directory; name a file in it")
+    if place.is_symlink():
+        raise OutputError(f"cannot write {path}: its link leads in a circle")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"cannot write {path}: {folder} is not a directory that can be written to")
 
 
-def write_whole(path: Path | str, data: str | bytes) -> None:
-    """Write a file in one step, its directory too if need be: readers see the old content or the new, never a part.
+def linked(path: Path) -> Path:
+    """The file that a symbolic link names, or the path itself if it is no link."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
-    Raises
-    ------
-    WriteError
-        If it cannot be written; an existing file is then as it was.
-    """
+
+def is_stream(path: Path | str) -> bool:
+    """Whether a path is written as it is and never replaced: ``-``, a device, a pipe, an open file of this process."""
     path = Path(path)
-    content = data.encode() if isinstance(data, str) else data
-    temporary: str | None = None
+    there = path.exists() and not path.is_file() and not path.is_dir()
+    return there or str(path) == "-" or _handle(path) is not None
+
+
+def open_stream(path: Path | str) -> IO[bytes]:
+    """A stream that a path names, for writing; an open file of this process goes on where it is. Raises OutputError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle = _handle(Path(path))
+        if handle is None:
+            return Path(path).open("wb")
+        sys.stdout.flush()
+        return os.fdopen(os.dup(handle), "wb")
+    except OSError as e:
+        raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
+
+
+def _handle(path: Path) -> int | None:
+    """The number of the open file of this process that a path names, such as /dev/stdout; None for any other path."""
+    for _ in range(_MOST_LINKS):
+        path = Path(os.path.realpath(path.parent), path.name)
+        if str(path) in _STANDARD:
+            return _STANDARD[str(path)]
+        if str(path.parent) in ("/dev/fd", f"/proc/{os.getpid()}/fd") and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            break
+        path = path.parent / path.readlink()
+    return None
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` at the end, in one step; if the block fails, all stays as it was.
+
+    Its directory is made if need be, and a symbolic link stays: the file that it names is replaced. Raises OSError.
+    """
+    path = linked(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes private files; these are ordinary ones.
@@ -75,7 +120,21 @@ def write_whole(path: Path | str, data: str | bytes) -> None:
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path | str, data: str | bytes) -> None:
+    """Write a file in one step (see `replaced`): readers see the old content or the new, never a part.
+
+    Raises
+    ------
+    WriteError
+        If it cannot be written; an existing file is then as it was.
+    """
+    try:
+        with open_stream(path) if is_stream(path) else replaced(Path(path)) as file:
+            file.write(data.encode() if isinstance(data, str) else data)
     except OSError as e:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise WriteError(f"cannot write {path}: {e.strerror or e}") from None

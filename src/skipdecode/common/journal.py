@@ -8,7 +8,6 @@ writes at a time, and pieces are read one by one: memory does not grow with the 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -16,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from skipdecode.common.directories import lock
 from skipdecode.common.jsonl import json_line
 from skipdecode.errors import OutputError, WriteError
 
-__all__ = ["Journal", "KeptValues", "is_begun"]
+__all__ = ["JOURNAL_KEY", "Journal", "KeptValues", "is_begun"]
 
-_KEY, _FORMAT = "skipdecode_partial", 1
+JOURNAL_KEY, _FORMAT = "skipdecode_partial", 1
 _SYNC_SECONDS = 5.0
 _DIFFERENCES_SHOWN = 3
 _VALUE_CHARACTERS = 48
@@ -87,19 +87,20 @@ class Journal(Generic[Piece]):
         self._pieces = pieces
         self._synced = time.monotonic()
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
         except OSError as e:
             raise OutputError(f"cannot write {path}: {e.strerror or e}") from None
         try:
-            self._lock()
-            self._size = 0 if restart else self._check_heading(_as_json(settings), remedy)
+            lock(self._file.fileno(), path)
+            self._size = self._check_heading(_as_json(settings), remedy, restart)
             for piece, end in self._whole() if self._size else ():
                 take(piece)
                 self.count += 1
                 self._size = end
             self._file.truncate(self._size)
             if not self._size:
-                self._write(json_line({_KEY: _FORMAT, "settings": settings}))
+                self._write(json_line({JOURNAL_KEY: _FORMAT, "settings": settings}))
         except BaseException:
             self._file.close()
             raise
@@ -138,27 +139,18 @@ class Journal(Generic[Piece]):
 
     # ------------------------------------------------------------------ inside
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(
-                f"{self.path} is being written by another run: wait for it, or name another output"
-            ) from None
-        except OSError:
-            # Some network file systems cannot lock; there, two runs at once are not noticed.
-            return
-
-    def _check_heading(self, settings: Any, remedy: str) -> int:
-        """Bytes of the heading; 0 if it is not all there. Refuses one of another run."""
+    def _check_heading(self, settings: Any, remedy: str, restart: bool) -> int:
+        """Bytes of the heading; 0 if it is not all there, or to `restart`. Refuses other files."""
         with self.path.open("rb") as file:
             heading = file.readline()
-        start = f'{{"{_KEY}"'.encode()
-        if not heading.endswith(b"\n") and start.startswith(heading[: len(start)]):
+        start = f'{{"{JOURNAL_KEY}"'.encode()
+        begins = start.startswith(heading[: len(start)])
+        if begins and (restart or not heading.endswith(b"\n")):
             return 0
         before = _settings_of(heading)
         if before is None:
-            raise OutputError(f"{self.path} holds no {self._pieces} of this version: move it away, or {remedy}")
+            also = f", or {remedy}" if begins else ""
+            raise OutputError(f"{self.path} holds no {self._pieces} of this version: move it away{also}")
         differences = list(_differences(before, settings))
         if differences:
             more = len(differences) - _DIFFERENCES_SHOWN
@@ -243,7 +235,7 @@ def _as_json(settings: Mapping[str, Any]) -> Any:
 def _settings_of(heading: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(heading)
-        settings = found["settings"] if found[_KEY] == _FORMAT else None
+        settings = found["settings"] if found[JOURNAL_KEY] == _FORMAT else None
     except (ValueError, KeyError, TypeError):
         return None
     return settings if isinstance(settings, dict) else None

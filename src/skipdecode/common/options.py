@@ -10,16 +10,34 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from skipdecode.common.directories import RunDirectory
 from skipdecode.common.jsonl import is_text
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError
 
-__all__ = ["Kind", "Options", "kinds", "option"]
+__all__ = ["Kind", "Options", "Reads", "Writes", "kinds", "option"]
 
 T = TypeVar("T")
+
+
+def _itself(value: str) -> Iterable[Path]:
+    return (Path(value),)
+
+
+class Reads(NamedTuple):
+    """A path that is read: the value itself, or the paths that `paths` makes of it."""
+
+    paths: Callable[[str], Iterable[Path]] = _itself
+
+
+class Writes(NamedTuple):
+    """A file that is written, and with `paths` others that come with it."""
+
+    paths: Callable[[str], Iterable[Path]] = _itself
 
 
 def option(
@@ -34,6 +52,7 @@ def option(
     most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    path: Reads | Writes | RunDirectory | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
@@ -51,12 +70,14 @@ def option(
         A second name of the flag.
     parse : callable, optional
         From text to the value; raises ValueError with a message for users. Default: the field's type.
+    path : Reads, Writes or RunDirectory, optional
+        What the command does with the path that the value names; `skipdecode.cli.paths` checks that before any work.
     least, most, above, below : float, optional
         Bounds of the number, or of each number of a tuple; the last two are not themselves accepted.
     """
     bounds = {"least": least, "most": most, "above": above, "below": below}
     named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
-    return dataclasses.field(default=default, metadata={**named, "bounds": bounds})
+    return dataclasses.field(default=default, metadata={**named, "path": path, "bounds": bounds})
 
 
 class Options:

@@ -10,45 +10,20 @@ a run cannot be resumed. On a terminal they are text, in place of JSON.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from skipdecode.common.files import is_stream, linked, open_stream, replaced
 from skipdecode.common.journal import Journal
 from skipdecode.common.jsonl import json_line
-from skipdecode.errors import OutputError, WriteError
+from skipdecode.errors import WriteError
 
-__all__ = ["FileWriter", "RowWriter", "StreamWriter", "check_output", "named_text", "open_writer", "plain_text"]
+__all__ = ["FileWriter", "RowWriter", "StreamWriter", "named_text", "open_writer", "partial_path", "plain_text"]
 
 RowForm = Callable[[dict[str, Any]], bytes]
-
-
-def check_output(output: str, *, overwrite: bool = False) -> None:
-    """Refuse, before any heavy work, an output that could not be written at the end.
-
-    Raises
-    ------
-    OutputError
-        It exists and `overwrite` is not set, is a directory, or cannot be written where it is.
-    """
-    path = Path(output)
-    if _is_stream(output):
-        return
-    if path.is_dir():
-        raise OutputError(f"the output {output} is a directory: name a file in it")
-    if path.exists() and not overwrite:
-        raise OutputError(f"the output {output} exists: give --overwrite to replace it, or another name")
-    partial = _partial_path(path)
-    was_there = partial.exists()
-    try:
-        partial.open("ab").close()
-        if not was_there:
-            partial.unlink()
-    except OSError as e:
-        raise OutputError(f"cannot write {partial}: {e.strerror or e}") from None
 
 
 def open_writer(
@@ -66,11 +41,8 @@ def open_writer(
     """
     if output == "-":
         return StreamWriter(sys.stdout.buffer, "standard output", form)
-    if _is_stream(output):
-        try:
-            return StreamWriter(Path(output).open("wb"), output)
-        except OSError as e:
-            raise OutputError(f"cannot write {output}: {e.strerror or e}") from None
+    if is_stream(output):
+        return StreamWriter(open_stream(output), output)
     return FileWriter(Path(output), settings, restart=restart)
 
 
@@ -117,7 +89,7 @@ class FileWriter:
         self.bad_before = 0
         self._done = _InOrder()
         self._journal = Journal(
-            _partial_path(path), settings, parse=_Row.parse, take=self._take,
+            partial_path(path), settings, parse=_Row.parse, take=self._take,
             pieces="finished rows", remedy="drop what is there with --restart", restart=restart,
         )  # fmt: skip
 
@@ -139,19 +111,13 @@ class FileWriter:
     def finish(self) -> None:
         """All rows are there: put the output in place, over one that is there. Raises WriteError."""
         self._journal.sync()
-        merging = self.path.with_name(self.path.name + ".merging")
         try:
-            with merging.open("wb") as out:
+            with replaced(self.path) as out:
                 order = _InOrder()
                 for row in self._journal.read():
                     out.writelines(order.push(row.number, row.line))
-                out.flush()
-                os.fsync(out.fileno())
-            merging.replace(self.path)
             self._journal.remove()
         except OSError as e:
-            with contextlib.suppress(OSError):
-                merging.unlink(missing_ok=True)
             raise WriteError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
 
     def close(self) -> None:
@@ -237,10 +203,7 @@ class _InOrder:
             yield self._early.pop(index)
 
 
-def _partial_path(path: Path) -> Path:
+def partial_path(output: Path | str) -> Path:
+    """Where finished rows are kept until all are there: beside the file that `output` names."""
+    path = linked(Path(output))
     return path.with_name(path.name + ".partial")
-
-
-def _is_stream(output: str) -> bool:
-    path = Path(output)
-    return output == "-" or (path.exists() and not path.is_file() and not path.is_dir())

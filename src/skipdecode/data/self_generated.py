@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line, read_objects
 from skipdecode.common.kinds import read_json
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams
 from skipdecode.data.forms import PromptField
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = [
+    "ABOUT_FILE",
     "DEV_FILE",
     "TRAIN_FILE",
     "SelfGeneratedData",
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 TRAIN_FILE, DEV_FILE = "self.jsonl", "self-dev.jsonl"
-_ABOUT, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
+ABOUT_FILE, _PROMPTS, _ANSWERS = "self.json", "self-prompts.jsonl", "self-answers.jsonl"
 _DRAWN = 1000
 _PROMPT_TOKENS = 128
 _ROWS, _GPU_ROWS = 32, 128
@@ -65,6 +66,7 @@ class SelfGeneratedOptions(Options):
         "with --self: file of prompts, read as generate reads its input (default: the model draws them, by its chat "
         "template)",
         default=None,
+        path=Reads(),
     )
     self_records: int | None = option(
         f"with --self: prompts to draw, or to take from --prompts (default: {_DRAWN}, or all of the file)",
@@ -105,7 +107,7 @@ def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
 
 def forget_prompts(directory: Path) -> None:
     """Take away what drawn prompts left in a directory whose work is done."""
-    for file in (_ABOUT, _PROMPTS):
+    for file in (ABOUT_FILE, _PROMPTS):
         (directory / file).unlink(missing_ok=True)
 
 
@@ -178,7 +180,7 @@ class SelfGeneratedData:
             part = [line for i, line in enumerate(lines) if (i in places) is held]
             write_whole(self.directory / file, b"".join(part))
         about |= {"prompts": len(rows), "kept": len(kept)}
-        write_whole(self.directory / _ABOUT, json.dumps(about) + "\n")
+        write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
         for file in (_PROMPTS, _ANSWERS):
             (self.directory / file).unlink(missing_ok=True)
         return about
@@ -187,7 +189,7 @@ class SelfGeneratedData:
 
     def _begun(self) -> dict[str, Any]:
         """What the directory says of the data in it, at first what that depends on; refuses data made otherwise."""
-        path, source = self.directory / _ABOUT, self.source
+        path, source = self.directory / ABOUT_FILE, self.source
         depend_on = asdict(self.options) | {
             "prompts": source and source.fingerprint["sha256"],
             "model": self.loaded.name,
@@ -248,7 +250,7 @@ class SelfGeneratedData:
         path, model, tokenizer = self.directory / file, self.loaded.model, self.loaded.tokenizer
         if not path.exists():
             about = self._begun()
-            write_whole(self.directory / _ABOUT, json.dumps(about) + "\n")
+            write_whole(self.directory / ABOUT_FILE, json.dumps(about) + "\n")
             job = Job(
                 texts=TokenTexts(tokenizer),
                 sampling=sampling,

@@ -17,7 +17,9 @@ from skipdecode.data.records import Template
 from skipdecode.data.stopping import StopStrings
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
-__all__ = ["HubSource", "Task", "load_task", "task_names"]
+__all__ = ["HubSource", "Task", "load_task", "task_file", "task_names"]
+
+_ENDINGS = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,12 @@ def task_names() -> tuple[str, ...]:
     return tuple(sorted(p.name[:-5] for p in _presets().iterdir() if p.name.endswith(".yaml")))
 
 
+def task_file(name_or_file: str | Path) -> list[Path]:
+    """The YAML file that `load_task` reads; none for the name of a task that comes with the package."""
+    path = Path(name_or_file)
+    return [path] if path.suffix in _ENDINGS else []
+
+
 def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = str) -> Task:
     """A task by name, or from a YAML file.
 
@@ -128,7 +136,7 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
     if text in task_names():
         return _parse((_presets() / f"{text}.yaml").read_text(encoding="utf-8"), check_metric)
     path = Path(name_or_file)
-    if path.suffix not in (".yaml", ".yml"):
+    if not task_file(path):
         hint = near(text, task_names())
         raise UsageError(f"unknown task {text!r}{hint}: accepted are {', '.join(task_names())} and task files (*.yaml)")
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +36,7 @@ __all__ = [
     "RUN_FILE",
     "Run",
     "buckets_of",
-    "check_directory",
+    "check_free",
     "is_unfinished",
     "keep_unfinished",
     "load_run",
@@ -158,16 +157,10 @@ def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: S
     return run if same and scored else None
 
 
-def check_directory(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
-    """Refuse, before any heavy work, a directory that cannot take a run or holds one (`what`) already."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise OutputError(f"cannot make the directory {directory}: {e.strerror}") from None
+def check_free(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
+    """Refuse, before any heavy work, a directory that holds a finished run (`what`) already."""
     if (directory / RUN_FILE).exists() and not overwrite:
         raise OutputError(f"{directory} holds {what} already: give --overwrite to replace it, or another --out")
-    if not os.access(directory, os.W_OK):
-        raise OutputError(f"cannot write into {directory}: permission denied")
 
 
 def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> Run:

@@ -25,7 +25,7 @@ from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
     RUN_FILE,
     Run,
-    check_directory,
+    check_free,
     is_unfinished,
     keep_unfinished,
     load_run,
@@ -175,7 +175,7 @@ def _begun(
     for directory, method in left.items():
         what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
         # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
-        check_directory(directory, overwrite=overwrite or goes_on, what=what)
+        check_free(directory, overwrite=overwrite or goes_on, what=what)
     return keep_unfinished(out, about)
 
 

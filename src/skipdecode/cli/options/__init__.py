@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skipdecode.common.files import check_place
 from skipdecode.common.kinds import read_json
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, Reads, option
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
-from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
@@ -23,8 +22,6 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
-    "check_files",
-    "check_out",
     "check_schedule_options",
     "choose_schedule",
     "layers_of",
@@ -124,6 +121,7 @@ class ScheduleOptions(Options):
         "schedule file (JSON; skipdecode plan writes one); without it and --nominal-speedup: the one that the model's "
         "checkpoint carries, else full depth",
         default=None,
+        path=Reads(),
     )
     nominal_speedup: float | None = option(
         "the paper's schedule for this ratio of all layers to the mean layers run; the gain in time is lower (see "
@@ -222,26 +220,6 @@ def read_cost(path: str) -> CostModel:
         return CostModel.from_dict(values if plan is None else plan)
     except DataError as e:
         raise DataError(f"{path}: {e}") from None
-
-
-def check_out(out: Path, what: str, *, resume: bool) -> None:
-    """Refuse an output that is a file, or a directory that holds anything, unless `resume` goes on with `what`."""
-    if out.exists() and not out.is_dir():
-        raise OutputError(f"--out {out} is a file: give a directory")
-    check_place(out / "schedule.json")
-    if not resume and out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"--out {out} is not empty: give --resume to go on with {what}, or another directory")
-
-
-def check_files(*files: str | None, picture: str | None = None) -> None:
-    """Refuse, before the work, files that could not be written after it, and a picture that could not be drawn."""
-    for file in (*files, picture):
-        if file is not None:
-            check_place(file)
-    if picture is not None:
-        from skipdecode.reporting.plots import check_matplotlib
-
-        check_matplotlib()
 
 
 def stop_text(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, with_prompt_layers
-from skipdecode.common.options import option
+from skipdecode.common.options import Reads, option
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
@@ -46,6 +46,7 @@ class MethodOptions(ScheduleOptions):
         f"schedule file whose order of layers --nominal-speedup takes, for {', '.join(_TAKE_ORDER)}; static_pruning "
         "needs one",
         default=None,
+        path=Reads(),
     )
     threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9, least=0)
     confidence: str = option(

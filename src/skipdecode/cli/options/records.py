@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import with_breaks
-from skipdecode.common.options import Options, option
+from skipdecode.common.options import Options, Reads, option
+from skipdecode.data.tasks import task_file
 from skipdecode.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ class RecordOptions(Options):
     """What prompt and response of a record are."""
 
     task: str | None = option(
-        "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it", default=None
+        "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it",
+        default=None,
+        path=Reads(task_file),
     )
     prompt_template: str | None = option(
         "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",

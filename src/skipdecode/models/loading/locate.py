@@ -11,8 +11,9 @@ from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub_probe import HubAnswer, ask_hub
+from skipdecode.models.loading.store import find_model
 
-__all__ = ["Place", "adapter_dir", "base_name", "locate"]
+__all__ = ["Place", "adapter_dir", "base_name", "locate", "model_files"]
 
 _ADAPTER_FILE = "adapter_config.json"
 _BUNDLED = Path(__file__).parents[1] / "adapters"
@@ -98,6 +99,18 @@ def adapter_dir(name: str) -> Path | None:
         return None if name == smollm2.NAME else _BUNDLED / name
     path = Path(name).expanduser()
     return path if name and (path / _ADAPTER_FILE).is_file() else None
+
+
+def model_files(name: str) -> list[Path]:
+    """Directories and files on this machine that loading the model called `name` reads, as far as its name tells."""
+    adapter = adapter_dir(name)
+    if adapter is None:
+        path = find_model(name) if name == smollm2.NAME else Path(name).expanduser()
+        return [path] if path is not None and path.exists() else []
+    try:
+        return [adapter, *model_files(base_name(adapter))]
+    except (ModelLoadError, OSError):  # told when it is loaded
+        return [adapter]
 
 
 def base_name(adapter: Path) -> str:

@@ -1,0 +1,361 @@
+"""Nothing that a command reads is written, nothing is written twice, and what a verb did not write stays as it is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import combinations, permutations
+from pathlib import Path
+
+import pytest
+
+from eval_tools import arguments as eval_arguments
+from eval_tools import prepare
+from skipdecode import Schedule
+from skipdecode.cli import VERBS, main
+from skipdecode.cli.arguments import flag
+from skipdecode.common.directories import RunDirectory
+from skipdecode.common.options import Reads, Writes, kinds
+from textgen_tools import read_rows, save_tiny_model
+
+# Of each verb, a command that lacks no option, with paths that are all different.
+COMMANDS = {
+    "demo": "--model model",
+    "plan": "model --nominal-speedup 2 --measure --out p.json --png p.png",
+    "simulate": "--cost cost.json --schedule s.json",
+    "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
+    "chat": "model --schedule s.json",
+    "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
+    "calibrate": "model --data a.jsonl --out run --cost cost.json --task t.yaml --target-speedup 1.5",
+    "eval": "model --task t.yaml --data a.jsonl --out run --report r.html --methods s.json",
+    "report": "s.json --out page.html",
+    "bench": "model --out b.json --png b.png --profile b.trace",
+    "serve": "model --schedule s.json --api-keys keys.txt",
+    "info": "model",
+}
+MORE = {  # what goes with options that no command above has
+    "prompts": ["--self"],
+    "base": ["--self"],
+    "drop_order": ["--nominal-speedup", "2"],
+    "compare": ["eval", "--compare", "run0"],
+}
+
+
+def config_of(verb: str) -> type:
+    found: type = importlib.import_module(f"skipdecode.cli.{verb}").Config
+    return found
+
+
+def paths_of(verb: str, *uses: type) -> list[str]:
+    return [name for name, kind in kinds(config_of(verb)).items() if isinstance(kind.metadata["path"], uses)]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("paths")
+    save_tiny_model(place / "model")
+    rows = "".join(json.dumps({"id": i, "mr": f"name[{i}]", "ref": "a b", "prompt": "a"}) + "\n" for i in range(4))
+    for name in ("a.jsonl", "d.jsonl"):
+        (place / name).write_text(rows)
+    (place / "t.yaml").write_text("name: mine\nprompt: '{mr}'\nreferences: [ref]\nmetrics: [bleu]\nmax_new_tokens: 4\n")
+    (place / "s.json").write_text(Schedule.constant(8, 5).to_json())
+    (place / "cost.json").write_text("{}")
+    (place / "recipe.json").write_text('{"options": {}}')
+    (place / "keys.txt").write_text("0" * 64 + "\n")
+    return place
+
+
+@pytest.fixture
+def place(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(template, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def content(place: Path) -> dict[str, bytes | str]:
+    """All that is there, by name."""
+    return {
+        str(p.relative_to(place)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else b""
+        for p in sorted(place.rglob("*"))
+    }
+
+
+def call(verb: str, values: dict[str, str]) -> list[str]:
+    """The verb's command with other values of some options."""
+    words, kind = COMMANDS[verb].split(), kinds(config_of(verb))
+    for name, value in values.items():
+        if kind[name].metadata["positional"]:
+            words[0] = value
+        elif flag(name) in words:
+            words[words.index(flag(name)) + 1] = value
+        else:
+            words += [flag(name), value, *MORE.get(name, ())]
+    return [verb, *words]
+
+
+def pairs() -> Iterator[tuple[str, str, str]]:
+    for verb in VERBS:
+        written = paths_of(verb, Writes, RunDirectory)
+        yield from ((verb, one, other) for one, other in combinations(written, 2))
+        yield from ((verb, one, other) for one in written for other in paths_of(verb, Reads))
+
+
+def test_every_verb_is_driven():
+    assert set(COMMANDS) == set(VERBS)
+    assert len(list(pairs())) > 40
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_that_names_a_file_says_what_it_does_with_it(verb: str):
+    words = re.compile(
+        r"^(a )?(files?|directory|JSON lines|JSONL|result files|schedule files?)\b|YAML file|\\*.json|hub id"
+    )
+    named = {name for name, kind in kinds(config_of(verb)).items() if words.search(kind.metadata["help"])}
+    assert named - {"bad", "bertscore_model", "format", "samples"} <= set(paths_of(verb, Reads, Writes, RunDirectory))
+
+
+@pytest.mark.parametrize(("verb", "one", "other"), pairs())
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_options_of_one_path_are_refused(
+    verb: str, one: str, other: str, overwrite: bool, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    kind = kinds(config_of(verb))
+    if overwrite and "overwrite" not in kind and "resume" not in kind:
+        pytest.fail("a verb that writes takes --overwrite or --resume")
+    more = [] if not overwrite else ["--overwrite"] if "overwrite" in kind else ["--resume"]
+    task = "task" in (one, other)
+    existing = {"task": "t.yaml", "methods": "s.json", "model": "model"}
+    start = next((existing[name] for name in (other, one) if name in existing), "a.jsonl")
+    spelled = ["./" + start, str(place / start), f"../here/{start}", "link" + (".yaml" if task else ".json")]
+    Path(spelled[-1]).symlink_to(start)
+    if not Path(start).is_dir():
+        spelled.append("hard" + (".yaml" if task else ".json"))
+        os.link(start, spelled[-1])
+    before = content(place)
+    for first, second in [(start, start), *((start, each) for each in spelled), *((each, start) for each in spelled)]:
+        assert main([*call(verb, {one: first, other: second}), *more]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert first in told or second in told
+        assert content(place) == before
+
+
+@pytest.mark.parametrize(("verb", "one", "other"), [p for p in pairs() if p[2] in paths_of(p[0], Writes)])
+def test_two_new_outputs_of_one_name_are_refused(
+    verb: str, one: str, other: str, place: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = content(place)
+    for first, second in permutations(("new", "./new", "new/../new", str(place / "new")), 2):
+        assert main(call(verb, {one: first, other: second})) == 2
+        told = capsys.readouterr().err
+        assert "are the same file" in told or "lies in" in told
+        assert content(place) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("generate model --input a.jsonl --output o.jsonl --summary o.jsonl.partial", "--summary o.jsonl.partial"),
+        ("generate model --input o.jsonl.partial --output o.jsonl", "--input o.jsonl.partial"),
+        ("generate model x --output o.jsonl --summary model/config.json --overwrite", "lies in MODEL model"),
+        ("generate model x --summary link --overwrite", "lies in MODEL model"),
+        ("generate model x --summary hard --overwrite", "MODEL model"),
+        ("generate model --output fifo --input fifo", "--input fifo are the same"),
+        ("plan model --nominal-speedup 2 --out new --png new/x.png", "lies in --out new"),
+        ("plan model --nominal-speedup 2 --out s.json", "s.json exists: give --overwrite"),
+        ("plan model --nominal-speedup 2 --out circle", "leads in a circle"),
+        ("plan model --nominal-speedup 2 --out new/", "it is a directory"),
+        ("bench model --profile s.json", "s.json exists: give --overwrite"),
+        ("generate model x --summary s.json", "s.json exists: give --overwrite"),
+        ("report run0 --out run0/run.json --overwrite", "are the same file"),
+        ("report run0 --out run0/outputs.jsonl --overwrite", "are the same file"),
+        ("report . --out s.json --overwrite", "are the same file"),
+        ("eval --compare run0 --report run0/outputs.jsonl --overwrite", "lies in --compare run0"),
+        ("eval --compare run0 run0/run.json --report s.json", "s.json exists: give --overwrite"),
+        ("eval model --task t.yaml --data a.jsonl --out run --report run/run.json", "lies in --out run"),
+        ("eval model --task t.yaml --data a.jsonl --out .", "lies in --out ."),
+        ("eval model --task t.yaml --data a.jsonl --out foreign", "holds no run of skipdecode eval (outputs.jsonl"),
+        ("eval model --task t.yaml --data a.jsonl --out other", "other holds a model"),
+        ("eval model --task t.yaml --data a.jsonl --out other --overwrite", "other holds a model"),
+        ("eval model --self --out foreign --methods even:2", "holds no run of skipdecode eval (outputs.jsonl"),
+        ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out model --resume", "MODEL model"),
+        ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out model/../model/ --resume", "MODEL model"),
+        ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out other --resume", "other holds a model"),
+        ("tune model --train a.jsonl --dev d.jsonl --task t.yaml --out foreign --resume", "holds no run"),
+        ("tune model --full --train a.jsonl --dev d.jsonl --task t.yaml --out dir --resume", "MODEL model"),
+        ("tune adapter --merge --train a.jsonl --dev d.jsonl --task t.yaml --out model --resume", "MODEL adapter"),
+        ("calibrate model --data a.jsonl --task t.yaml --nominal-speedup 2 --out other --resume", "holds a model"),
+        ("calibrate model --data a.jsonl --task t.yaml --nominal-speedup 2 --out foreign --resume", "holds no run"),
+        ("calibrate model --data a.jsonl --task t.yaml --nominal-speedup 2 --out . --resume", "lies in --out ."),
+    ],
+)
+def test_what_would_be_lost_is_refused(command: str, named: str, place: Path, capsys: pytest.CaptureFixture[str]):
+    shutil.copytree("model", "other")
+    for folder in ("run0", "foreign"):
+        Path(folder).mkdir()
+        Path(folder, "outputs.jsonl").write_text("{}\n")
+        Path(folder, "report.html").write_text("mine")
+    Path("run0/run.json").write_text('{"kind": "evaluation", "format": 1}')
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(place / "model")}))
+    Path("link").symlink_to("model/config.json")
+    Path("dir").symlink_to("model")
+    Path("circle").symlink_to("circle")
+    os.link("model/config.json", "hard")
+    os.mkfifo("fifo")
+    before = content(place)
+    assert main(command.split()) == 2
+    told = capsys.readouterr().err
+    assert named in told
+    assert told.count("\n") == 1
+    assert content(place) == before
+
+
+def test_outputs_in_what_is_read_that_replace_nothing_are_written(place: Path):
+    assert main(["plan", "model", "--nominal-speedup", "2", "--no-measure", "--out", "model/schedule.json"]) == 0
+    assert main(["report", "s.json", "--out", "new/page.html"]) == 0
+    assert main(["report", "s.json", "--out", "new/page.html", "--overwrite"]) == 0
+    assert main(["report", ".", "--out", "page.html", "--bad", "skip"]) == 0
+
+
+# ---------------------------------------------------------------------- streams and links
+
+
+def test_links_stay_and_what_they_name_is_written(place: Path):
+    Path("real").mkdir()
+    Path("link.json").symlink_to("real/new.json")
+    Path("link.jsonl").symlink_to("real/rows.jsonl")
+    command = ["generate", "model", "x", "--max-new-tokens", "2", "--output", "link.jsonl", "--summary", "link.json"]
+    assert main(command) == 0
+    assert main(command) == 2
+    assert main([*command, "--overwrite"]) == 0
+    assert Path("link.json").is_symlink()
+    assert Path("link.jsonl").is_symlink()
+    assert json.loads(Path("real/new.json").read_text())["summary"]["rows"] == 1
+    assert len(read_rows(Path("real/rows.jsonl"))) == 1
+    assert sorted(os.listdir("real")) == ["new.json", "rows.jsonl"]
+
+
+def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
+    os.mkfifo("pipe")
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(Path("pipe").read_text()))
+    reader.start()
+    Path("log").write_text("begun\n")
+    Path("out").symlink_to("/dev/stdout")
+    command = [sys.executable, "-m", "skipdecode.cli", "generate", "model", "x", "--max-new-tokens", "2"]
+    with open("log", "a") as log:
+        for more in (["--output", "/dev/stdout", "--summary", "/dev/null"], ["--output", "out", "--summary", "pipe"]):
+            subprocess.run([*command, *more], stdout=log, stderr=subprocess.DEVNULL, check=True)
+    reader.join(10)
+    assert json.loads(read[0])["summary"]["rows"] == 1
+    first, *rows = Path("log").read_text().splitlines()
+    assert first == "begun"
+    assert [json.loads(row)["id"] for row in rows] == [1, 1]
+    assert Path("/dev/null").is_char_device()
+    assert Path("out").is_symlink()
+    assert not Path("/dev/stdout.partial").exists()
+    # What is read is not appended to.
+    with open("a.jsonl", "a") as log:
+        done = subprocess.run(
+            [*command[:-3], "--input", "a.jsonl", "--output", "/dev/stdout"],
+            stdout=log,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert "are the same file" in done.stderr
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def test_one_run_at_a_time_writes_to_a_directory(place: Path, capsys: pytest.CaptureFixture[str]):
+    words = (
+        "--train a.jsonl --dev d.jsonl --task t.yaml --nominal-speedup 2 --steps 4000 --batch-size 2 --full --out run"
+    )
+    command = ["tune", "model", *words.split(), "--precision", "fp32", "--compare-batches", "0"]
+    first = subprocess.Popen([sys.executable, "-m", "skipdecode.cli", *command], stderr=subprocess.DEVNULL)
+    try:
+        log = place / "run" / "log.jsonl"
+        until = time.monotonic() + 120
+        while not (log.is_file() and len(log.read_text().splitlines()) > 2):
+            assert time.monotonic() < until
+            assert first.poll() is None
+            time.sleep(0.05)
+        assert main([*command, "--resume"]) == 2
+        told = capsys.readouterr().err
+        assert told == "skipdecode: run is being written by another run: wait for it, or name another output\n"
+        assert first.poll() is None
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    # What a kill leaves does not lock anybody out.
+    assert main([*command, "--resume", "--learning-rate", "0.5"]) == 2
+    assert "learning_rate of the options" in capsys.readouterr().err
+    assert not list(place.glob("run/.*"))
+
+
+def test_a_refused_command_leaves_no_directory(place: Path, capsys: pytest.CaptureFixture[str]):
+    before = content(place)
+    assert (
+        main(["tune", "model", "--train", "none.jsonl", "--dev", "d.jsonl", "--task", "t.yaml", "--out", "new/deep"])
+        == 2
+    )
+    assert main(["eval", "model", "--task", "t.yaml", "--data", "none.jsonl", "--out", "new/deep"]) == 2
+    assert content(place) == before
+
+
+def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    prepare(tmp_path)
+    out, prompts = tmp_path / "out", tmp_path / "prompts.txt"
+    prompts.write_text("a b c\nb c d\n")
+    own = ["eval", str(tmp_path / "model"), "--self", "--prompts", str(prompts), "--methods", "even:2"]
+    own += ["--self-tokens", "4", "--out", str(out)]
+    assert main(own) == 0
+    for journal in ('{"skipdecode_partial":1,"settings":{"sha256":"0"}}\n', "not of ours\n"):
+        (out / "unfinished.jsonl").write_text(journal)
+        for command in (own, eval_arguments(tmp_path, "--out", str(out), "--method", "full")):
+            before = content(out)
+            assert main(command) == 2
+            assert "give --overwrite" in capsys.readouterr().err.splitlines()[-1]
+            assert {n: c for n, c in content(out).items() if n != "self.json"} == before
+    # A file that is no journal stays, even so.
+    assert main([*own, "--overwrite"]) == 2
+    assert "move it away" in capsys.readouterr().err
+    assert (out / "unfinished.jsonl").read_text() == "not of ours\n"
+    (out / "unfinished.jsonl").unlink()
+    assert main([*own, "--overwrite"]) == 0
+
+
+def test_a_page_and_a_place_of_a_method_that_eval_did_not_write_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    prepare(tmp_path)
+    out = tmp_path / "out"
+    first = eval_arguments(tmp_path, "--out", str(out), "--limit", "2", "--no-teacher-forced", "--methods", "even:2")
+    assert main(first) == 0
+    assert main(["report", str(out), "--out", str(out / "page.html")]) == 0
+    (out / "page.html").replace(out / "report.html")
+    (out / "even-1.5x").mkdir()
+    (out / "even-1.5x" / "outputs.jsonl").write_text("mine\n")
+    second = [*first[:-1], "even:1.5"]
+    for file, message in (("report.html", "is no report of skipdecode eval"), ("even-1.5x", "holds no run")):
+        before = content(out)
+        assert main(second) == 2
+        assert message in capsys.readouterr().err
+        assert content(out) == before
+        shutil.move(out / file, tmp_path)
+    assert main(second) == 0
+    assert main([*first[:-1], "even:3"]) == 0
