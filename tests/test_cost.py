@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfi
 from counted import CACHED, FIXED, LAYER, STORED, TOKEN, count_time
 from skipdecode import Schedule, attach
 from skipdecode.engine.fast_model import open_model
-from skipdecode.errors import DataError, ModelLoadError, ScheduleError, TargetError, UsageError
+from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost
 from skipdecode.performance.geometry import ModelGeometry
@@ -62,14 +62,14 @@ def smollm2(batch: int = 8) -> CostModel:
     ids=["smollm2", "1.3b", "6.7b"],
 )
 def test_known_bounds_at_half_depth_in_bf16(config, bound):
-    for given_as in (config, config.to_dict()):
-        geometry = ModelGeometry.from_config(given_as)
-        cost = CostModel.predicted(geometry, READS_ONLY)
-        assert cost.bound(geometry.num_layers // 2, 0, 2) == pytest.approx(bound, abs=0.01)
+    geometry = ModelGeometry.from_config(config)
+    cost = CostModel.predicted(geometry, READS_ONLY)
+    assert cost.bound(geometry.num_layers // 2, 0, 2) == pytest.approx(bound, abs=0.01)
 
 
-# Large enough that norms and biases, which are counted roughly, do not matter.
+# Large enough that norms outside the layers do not matter beside the head.
 _LARGER = {
+    "vocab_size": 1000,
     "hidden_size": 256,
     "intermediate_size": 704,
     "ffn_dim": 704,
@@ -91,10 +91,9 @@ def test_sizes_are_those_of_the_real_model(family):
     real = sum(p.numel() for p in layers.parameters()) / len(layers)
     geometry = ModelGeometry.from_config(config, dtype_bytes=1)
     every_expert = 10**6
-    assert geometry.layer_bytes(every_expert) == pytest.approx(real, rel=0.003)
-    assert geometry.fixed_bytes(0) == pytest.approx(model.get_output_embeddings().weight.numel(), rel=0.03)
-    assert geometry.weight_bytes() == pytest.approx(model.num_parameters(), rel=0.05)
-    assert ModelGeometry.from_config(config.to_dict(), 1) == geometry
+    assert geometry.layer_bytes(every_expert) == pytest.approx(real)
+    assert geometry.fixed_bytes(0) == pytest.approx(model.get_output_embeddings().weight.numel(), rel=0.01)
+    assert geometry.weight_bytes() == model.num_parameters()
 
 
 def test_falcon_with_grouped_heads():
@@ -134,13 +133,6 @@ def test_kv_bytes_are_those_of_a_real_cache(family, prompt, schedule):
     assert geometry.kv_bytes_held(plan, 7, 6, batch=3) == attachment.last_run.kv_bytes
     full = geometry.kv_bytes_held(Schedule.full(LAYERS), 7, 6, batch=3)
     assert geometry.kv_bytes_saved(plan, 7, 6, batch=3) == full - attachment.last_run.kv_bytes
-
-
-def test_a_config_without_sizes_is_refused():
-    with pytest.raises(ModelLoadError, match="hidden_size"):
-        ModelGeometry.from_config({"num_hidden_layers": 4})
-    with pytest.raises(ModelLoadError, match="'many' for num_hidden_layers"):
-        ModelGeometry.from_config(SMOLLM2.to_dict() | {"num_hidden_layers": "many"})
 
 
 # ---------------------------------------------------------------------- seconds
@@ -481,7 +473,7 @@ def test_assessment_is_consistent():
 # ---------------------------------------------------------------------- measuring
 
 
-TWELVE = ModelGeometry.from_config(SMOLLM2.to_dict() | {"num_hidden_layers": 12})
+TWELVE = ModelGeometry.from_config(LlamaConfig.from_dict(SMOLLM2.to_dict() | {"num_hidden_layers": 12}))
 
 
 def test_a_fit_finds_the_parts_it_was_made_from():

@@ -366,7 +366,8 @@ def test_wrong_files_are_told(tmp_path, config_file, capsys, monkeypatch):
     for name, content, message in (
         ("text.json", "no json", "is not the JSON of a model's config"),
         ("list.json", "[]", "a JSON object is needed"),
-        ("empty.json", "{}", "hidden_size"),
+        ("empty.json", "{}", "has the model_type None, which transformers does not know: accepted are arcee"),
+        ("t5.json", '{"model_type": "t5"}', "model type 't5' is not supported"),
         ("odd.json", json.dumps(SMOLLM2 | {"num_hidden_layers": "many"}), "num_hidden_layers"),
     ):
         (tmp_path / name).write_text(content)

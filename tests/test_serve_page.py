@@ -189,6 +189,20 @@ def test_two_empty_answers_are_not_called_equal(browser: Browser, tmp_path: Path
         expect(page.locator("#differences")).not_to_contain_text("the same")
 
 
+def test_schedules_of_one_speedup_say_how_their_prompts_differ(browser: Browser, model: list[str], tmp_path: Path):
+    TWO.with_prompt(tuple(range(4))).save(tmp_path / "split.json")
+    with serving(*model, str(tmp_path / "split.json")) as (address, _), opened(browser, address) as page:
+        ticks = page.locator("#schedule-ticks span")
+        expect(ticks).to_have_count(3)
+        assert sorted(ticks.all_inner_texts()) == ["1.6×", "2×\nprompts\n4", f"2×\nprompts\n{LAYERS}"]
+        slider, said = page.get_by_role("slider", name="Schedule"), []
+        slider.focus()
+        for key in ("End", "ArrowLeft"):
+            page.keyboard.press(key)
+            said.append(str(slider.get_attribute("aria-valuetext")).rpartition(", ")[2])
+        assert sorted(said) == ["prompts through 4 layers", f"prompts through {LAYERS} layers"]
+
+
 def test_by_keyboard_alone(browser: Browser, address: str):
     with opened(browser, address) as page:
         slider = page.get_by_role("slider", name="Schedule")

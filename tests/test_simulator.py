@@ -348,7 +348,7 @@ def test_prompts_cost_what_the_file_or_the_option_says(tmp_path, capsys):
 def test_command_chooses_when_the_next_requests_join(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | {"vocab_size": 99}))
+    path.write_text(json.dumps(config | {"model_type": "llama", "vocab_size": 99}))
     arguments = ["simulate", "--model", str(path), "--bandwidth", "10", "--flops", "100000", "--max-rows", "16"]
     arguments += ["--nominal-speedup", "3", "--requests", "300", "--prompt-len", "1", "--new-tokens", "uniform:32:96"]
     arguments += ["--policy", "cohort", "--json"]
@@ -368,7 +368,7 @@ def test_command_chooses_when_the_next_requests_join(tmp_path, capsys):
 def test_command_predicts_from_a_config(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(config | {"vocab_size": 99}))
+    path.write_text(json.dumps(config | {"model_type": "llama", "vocab_size": 99}))
     machine = ["--bandwidth", "3000", "--flops", "900000"]
     assert main(["simulate", "--model", str(path), *machine, "--requests", "20", "--json"]) == 0
     (full,) = json.loads(capsys.readouterr().out)["runs"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from skipdecode.errors import AttachError, UnsupportedModelError
 
-__all__ = ["FAMILIES", "Family", "decoder_layers", "find_family", "layers_in", "unwrap"]
+__all__ = ["FAMILIES", "Family", "decoder_layers", "family_of", "find_family", "layers_in", "unwrap"]
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,9 @@ def find_family(model: Any) -> Family:
         If `model` is no transformers causal LM or its model type is not in the table; names the type, lists the table.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    works = f"supported model types: {', '.join(sorted(FAMILIES))}"
     if model_type is None or not hasattr(model, "generate"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers causal LM; {works}")
-    family = FAMILIES.get(model_type)
-    if family is None:
-        raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV "
-            f"cache can skip layers, and each is tested before it is listed; {works}"
-        )
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers causal LM; {_works()}")
+    family = family_of(model_type)
     try:
         layers = attrgetter(family.layers)(model)
         head = model.get_output_embeddings()
@@ -121,6 +115,20 @@ def find_family(model: Any) -> Family:
             "AutoModelForCausalLM"
         )
     return family
+
+
+def family_of(model_type: str) -> Family:
+    """The table's row for a model type; raises UnsupportedModelError as `find_family`."""
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV "
+            f"cache can skip layers, and each is tested before it is listed; {_works()}"
+        )
+    return FAMILIES[model_type]
+
+
+def _works() -> str:
+    return f"supported model types: {', '.join(sorted(FAMILIES))}"
 
 
 def layers_in(config: Any) -> int:

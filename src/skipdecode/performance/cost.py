@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, UsageError
-from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.parts import PromptCost, StepCost, between, tokens_read
 from skipdecode.schedule import Schedule
 
-if TYPE_CHECKING:
-    from skipdecode.performance.machine import Machine  # brings torch, which costs read from files do without
+if TYPE_CHECKING:  # both bring torch, which costs read from files do without
+    from skipdecode.performance.geometry import ModelGeometry
+    from skipdecode.performance.machine import Machine
 
 __all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use"]
 

@@ -15,13 +15,13 @@ from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
-from skipdecode.models.families import unwrap
+from skipdecode.models.families import FAMILIES, unwrap
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, weights_dtype
 from skipdecode.models.loading.locate import adapter_dir, base_name, locate
 from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
 from skipdecode.models.loading.store import find_model
 from skipdecode.performance.cost import CostModel
-from skipdecode.performance.geometry import ConfigReader, ModelGeometry
+from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_machine
 from skipdecode.performance.measure import kernels_version, machine_key, measure_cost
 
@@ -205,7 +205,7 @@ def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSou
 def _dtype(config: Any, dtype: str) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
-    own = ConfigReader(config).first("dtype", "torch_dtype")
+    own = getattr(config.get_text_config(decoder=True), "dtype", None)
     if isinstance(own, str):
         own = getattr(torch, own.removeprefix("torch."), None)
     return own if isinstance(own, torch.dtype) else _UNKNOWN_DTYPE
@@ -216,7 +216,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _config_of_file(path: Path) -> Any:
-    """A config from a JSON file, with its family's defaults where transformers knows the family."""
+    """A config from a JSON file, with its family's defaults."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
@@ -227,7 +227,10 @@ def _config_of_file(path: Path) -> Any:
         raise ModelLoadError(f"{path} is not a model's config: a JSON object is needed")
     family = values.get("model_type")
     if family not in CONFIG_MAPPING:
-        return values
+        raise ModelLoadError(
+            f"{path} has the model_type {family!r}, which transformers does not know: accepted are "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
     try:
         return AutoConfig.for_model(**values)
     except Exception as e:  # Of many classes, all about the user's file.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from skipdecode.errors import TargetError
 from skipdecode.performance.cost import CostModel, Phase, Use
-from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.parts import between
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.schedule import PromptDepth
+
+if TYPE_CHECKING:
+    from skipdecode.performance.geometry import ModelGeometry
 
 __all__ = ["Assessment", "Auto", "assess", "solve", "why_flat"]
 

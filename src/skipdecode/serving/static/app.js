@@ -13,6 +13,7 @@ const full = new Column(at("columns"), "full", "The answer of every layer will s
 const reduced = new Column(at("columns"), "reduced", "The answer of the schedule will stand here.");
 let model = null;
 let schedules = [];
+let speedups = []; // of the schedules, as format.speedups says them
 let running = null;
 let typed = { completion: EXAMPLES.completion[0][1], chat: "" };
 
@@ -35,7 +36,9 @@ async function connect() {
   const slider = at("schedule");
   slider.max = Math.max(0, schedules.length - 1);
   slider.value = Math.max(0, chosen);
-  at("schedule-ticks").replaceChildren(...schedules.map((s) => element("span", format.times(s.nominal_speedup))));
+  speedups = format.speedups(schedules);
+  const ticks = speedups.map(({ speedup, prompts }) => (prompts === null ? speedup : `${speedup}\nprompts\n${prompts}`));
+  at("schedule-ticks").replaceChildren(...ticks.map((tick) => element("span", tick)));
   reduced.root.hidden = schedules.length === 0;
   at("legend-differs").hidden = schedules.length === 0;
   at("results").hidden = false;
@@ -74,8 +77,10 @@ function showPlans() {
   }
   reduced.reset(schedule, schedule.name, columns);
   const nominal = `nominal ${format.times(schedule.nominal_speedup)}`;
-  at("schedule-name").textContent = `${schedule.name}, ${nominal}`;
-  at("schedule").setAttribute("aria-valuetext", `${schedule.name}, nominal speed-up ${schedule.nominal_speedup.toFixed(2)}`);
+  const { prompts } = speedups[schedules.indexOf(schedule)];
+  const through = prompts === null ? "" : `, prompts through ${prompts} layers`;
+  at("schedule-name").textContent = `${schedule.name}, ${nominal}${through}`;
+  at("schedule").setAttribute("aria-valuetext", `${schedule.name}, nominal speed-up ${schedule.nominal_speedup.toFixed(2)}${through}`);
   const untuned = schedule.tuned === false ? " The model was not tuned under it: its text may fall apart." : "";
   const plan = `${describePlan(schedule)}; ${format.number(schedule.mean_budget, 1)} on average.`;
   at("schedule-plan").textContent = plan + untuned;
