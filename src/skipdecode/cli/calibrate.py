@@ -190,10 +190,12 @@ def measuring(
     from skipdecode.calibration.meter import LossMeter, identity_of
     from skipdecode.common.journal import KeptValues
     from skipdecode.models.attach import Attachment
+    from skipdecode.models.loading.base_weights import checkpoint_digest
     from skipdecode.tuning.collate import padding
 
     out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
     identity = identity_of(loaded.model, config.model, list(parts.values()), size)
+    identity["checkpoint"] = checkpoint_digest(loaded)
     kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")

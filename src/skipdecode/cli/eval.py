@@ -246,7 +246,7 @@ def _runs(
     from skipdecode.evaluation.methods.scheduled import on_engine
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
-    from skipdecode.models.loading.base_weights import base_sample
+    from skipdecode.models.loading.base_weights import checkpoint_digest
     from skipdecode.models.loading.hub import load_model
 
     loaded = load_model(config.model, dtype=config.dtype, device=config.device)
@@ -277,7 +277,7 @@ def _runs(
         "quantization": config.quantization,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": str(loaded.model.device),
-        "model_weights": base_sample(loaded.model),
+        "checkpoint": checkpoint_digest(loaded),
     }
     return evaluate(
         subject,

@@ -43,6 +43,7 @@ from skipdecode.evaluation.run import note_left_out
 from skipdecode.evaluation.self_generated import SelfEvaluation, Variant
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
+from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.loading.locate import adapter_dir, base_name
 from skipdecode.models.loading.recipe import stored_recipe
@@ -135,6 +136,8 @@ def _measured(
     about = {name: getattr(config, name) for name in ("name", "model", "quantization")} | {
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
         "base": base.name,
+        "checkpoint": checkpoint_digest(loaded),
+        "base_checkpoint": checkpoint_digest(base),
         "self_generated": asdict(config.part(SelfGeneratedOptions)),
         "template": template.to_dict(),
         "settings": asdict(settings),

@@ -136,7 +136,7 @@ def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     from skipdecode.common.jsonl import json_line
     from skipdecode.data.output import named_text, open_writer, plain_text
-    from skipdecode.models.loading.base_weights import base_sample
+    from skipdecode.models.loading.base_weights import checkpoint_digest
 
     sampling = _checked_sampling(config)
     check_schedule_options(config, config.model)
@@ -148,7 +148,7 @@ def run(config: Config) -> int:
         note(form.remark)
     auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
     fingerprint = _fingerprint(config, source, form, schedule) | auto
-    fingerprint["model_weights"] = base_sample(loaded.model)
+    fingerprint["checkpoint"] = checkpoint_digest(loaded)
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:

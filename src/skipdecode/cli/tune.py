@@ -28,7 +28,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.models.loading.base_weights import base_entry
+from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
 from skipdecode.models.loading.locate import adapter_dir, model_files
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
 from skipdecode.schedule import Schedule
@@ -114,14 +114,15 @@ def run(config: Config) -> int:
         files = _files(config, template)
     else:
         template, made = make_template(config), {}
-    loaded = _load(config)
+    loaded, digest = _load(config)
     encode = partial(encode_file, config, template, model=loaded.model, tokenizer=loaded.tokenizer)
     examples = {name: encode(name, file) for name, file in files.items()}
     schedule, origin = _schedule(config, loaded, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
     data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
-    recipe = make_recipe(options, template, schedule, data, environment(), base=base, processes=processes)
+    about = {"checkpoint": digest, "base": base, "processes": processes}
+    recipe = make_recipe(options, template, schedule, data, environment(), **about)
     if config.resume and (stored := stored_recipe(out)) is not None:
         check_same_run(stored, recipe)
         _check_unfinished(out)
@@ -227,7 +228,8 @@ def _draw_curve(out: Path) -> None:
         note(f"no picture: {error}")
 
 
-def _load(config: Config) -> LoadedModel:
+def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
+    """The model, with an adapter merged, and the digest of what was loaded."""
     import torch
 
     from skipdecode.models.loading.hub import load_model
@@ -235,9 +237,10 @@ def _load(config: Config) -> LoadedModel:
     # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
     loaded = load_model(config.model, dtype="auto" if as_stored else "float32")
+    digest = checkpoint_digest(loaded)
     if not hasattr(loaded.model, "get_base_model"):
-        return loaded
-    return replace(loaded, model=loaded.model.merge_and_unload())
+        return loaded, digest
+    return replace(loaded, model=loaded.model.merge_and_unload()), digest
 
 
 def _schedule(config: Config, loaded: LoadedModel, lengths: Sequence[int]) -> ScheduleChoice:

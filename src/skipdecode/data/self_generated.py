@@ -29,6 +29,7 @@ from skipdecode.data.records import Record, Reject, Template, reject_summary
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
+from skipdecode.models.loading.base_weights import checkpoint_digest
 
 if TYPE_CHECKING:
     from skipdecode.engine.base import Engine
@@ -193,6 +194,7 @@ class SelfGeneratedData:
         depend_on = asdict(self.options) | {
             "prompts": source and source.fingerprint["sha256"],
             "model": self.loaded.name,
+            "checkpoint": checkpoint_digest(self.loaded),
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "template": self.template.to_dict(),
             "seed": self.seed,

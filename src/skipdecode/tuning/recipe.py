@@ -20,7 +20,7 @@ from skipdecode.schedule import Schedule
 
 __all__ = ["check_same_run", "data_entry", "make_recipe", "write_recipe"]
 
-_MUST_AGREE = ("options", "schedule", "data")
+_MUST_AGREE = ("options", "prompt", "schedule", "data", "checkpoint")
 
 
 def make_recipe(
@@ -30,6 +30,7 @@ def make_recipe(
     data: Mapping[str, Any],
     environment: Mapping[str, Any],
     *,
+    checkpoint: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
     processes: int = 1,
 ) -> dict[str, Any]:
@@ -39,6 +40,8 @@ def make_recipe(
     ----------
     template : Template
         What the options made prompts of, in full.
+    checkpoint : mapping, optional
+        Of `skipdecode.models.loading.base_weights.checkpoint_digest`.
     base : mapping, optional
         Of `skipdecode.models.loading.base_weights.base_entry`.
     """
@@ -49,6 +52,7 @@ def make_recipe(
         "prompt": template.to_dict(),
         "schedule": schedule.to_dict(),
         "data": dict(data),
+        "checkpoint": checkpoint,
         "base": base,
         "environment": dict(environment),
         "processes": processes,
@@ -78,7 +82,7 @@ def check_same_run(stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"launch as many, or start a new run in another --out"
         )
     for part in _MUST_AGREE:
-        before, after = stored.get(part) or {}, now[part]
+        before, after = stored.get(part) or {}, now[part] or {}
         for name in sorted(before.keys() | after.keys()):
             if before.get(name) != after.get(name):
                 raise UsageError(

@@ -7,20 +7,27 @@ model (140%).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.progress import note
 from skipdecode.errors import ModelLoadError
+from skipdecode.models.families import unwrap
 from skipdecode.models.loading.store import SOURCE_FILE
 
-__all__ = ["base_entry", "base_sample", "check_base", "is_other_model"]
+if TYPE_CHECKING:
+    from skipdecode.models.loading.hub import LoadedModel
+
+__all__ = ["base_entry", "base_sample", "check_base", "checkpoint_digest", "is_other_model"]
 
 _PLACES = 64
 _CAST = 0.004
 _OTHER_MODEL = 0.3
+_OF_THE_PLACE = ("_name_or_path", "transformers_version")  # entries of a config that decide no text
 
 
 def base_entry(model: Any, path: Path) -> dict[str, Any]:
@@ -64,6 +71,31 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
             f"the adapter {adapter.name} was tuned on other bits of {base}{source}: weights differ by {away:.1%}, and "
             "losses a little; skipdecode tune makes one for these"
         )
+
+
+def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
+    """All of a checkpoint that decides its texts, JSON-ready: a run goes on only with the same."""
+    model, tokenizer = unwrap(loaded.model), loaded.tokenizer
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_THE_PLACE}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
+    for last_call in ("truncation", "padding") if backend is not None else ():
+        vocabulary.pop(last_call, None)
+    adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(loaded.path.glob("adapter_*"))]
+    cleaned = getattr(tokenizer, "clean_up_tokenization_spaces", None)
+    return {
+        "model_weights": base_sample(loaded.model),
+        "adapter": _digest(adapter),
+        "config": _digest(config),
+        "end_tokens": [model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)],
+        "special_tokens": _digest(getattr(tokenizer, "special_tokens_map", None)),
+        "tokenizer": _digest([vocabulary, cleaned]),
+        "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def is_other_model(known: Any, now: list[float]) -> bool:
