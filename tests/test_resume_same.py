@@ -16,6 +16,8 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.jsonl import json_line
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.hub import load_model
 from textgen_tools import save_tiny_model
 from tiny import LAYERS
 from tuning_data import records, write_jsonl
@@ -77,7 +79,7 @@ COMMANDS = {
 
 def prepare(place: Path) -> None:
     save_tiny_model(place / "base", context=256)
-    save_adapter(place / "adapter", str(place / "base"))
+    save_adapter(place / "adapter", "base")
     write_jsonl(place / "in.jsonl", records(6))
     (place / "t.yaml").write_text(TASK)
     Schedule.constant(LAYERS, 5).save(place / "s.json")
@@ -119,20 +121,15 @@ def test_an_edited_file_is_a_refusal_that_names_what_changed(
 ):
     if (verb, what) == ("calibrate", "schedule"):
         return  # it makes one
-    place, words = begun[verb]
-    # The adapter names its base by its place.
-    kept = tmp_path / "kept"
-    shutil.copytree(place, kept)
+    before, words = begun[verb]
+    place = tmp_path / "copy"
+    shutil.copytree(before, place)
     monkeypatch.chdir(place)
     edit, told = CHECKPOINT[what]
-    try:
-        edit(place)
-        assert main(words) == 2
-        printed = capsys.readouterr().err
-        assert (told if verb != "calibrate" or what not in ("input", "task") else "records") in printed
-    finally:
-        shutil.rmtree(place)
-        shutil.copytree(kept, place)
+    edit(place)
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert (told if verb != "calibrate" or what not in ("input", "task") else "records") in printed
 
 
 def test_the_same_files_go_on(begun: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -144,3 +141,12 @@ def test_the_same_files_go_on(begun: Any, tmp_path: Path, monkeypatch: pytest.Mo
     rows = [json.loads(line) for line in Path("again.jsonl").read_text().splitlines()]
     assert rows[0] == {"id": "r0", "text": ""}
     assert rows[1:] == [json.loads(line) for line in Path("other.jsonl").read_text().splitlines()][1:]
+
+
+def test_an_edited_tokenizer_has_another_digest(tmp_path: Path):
+    model = save_tiny_model(tmp_path / "base")
+    before = checkpoint_digest(load_model(model))
+    assert checkpoint_digest(load_model(model)) == before
+    in_json("base/tokenizer.json", normalizer={"type": "Lowercase"})(tmp_path)
+    after = checkpoint_digest(load_model(model))
+    assert {name for name in before if before[name] != after[name]} == {"tokenizer"}
