@@ -56,6 +56,7 @@ def in_weights(file: str, key: str) -> Callable[[Path], None]:
 
 CHECKPOINT: dict[str, tuple[Callable[[Path], None], str]] = {
     "chat template": (in_text("base/chat_template.jinja", "<assistant>", "<bot>"), "chat_template"),
+    "tokenizer": (in_json("base/tokenizer.json", normalizer={"type": "Lowercase"}), "tokenizer"),
     "end token": (in_json("base/generation_config.json", eos_token_id=7), "end_tokens"),
     "config": (in_json("base/config.json", rms_norm_eps=0.5), "config"),
     "adapter": (in_weights("adapter/adapter_model.safetensors", "layers.5"), "adapter"),

@@ -78,7 +78,7 @@ def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     model, tokenizer = unwrap(loaded.model), loaded.tokenizer
     config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_THE_PLACE}
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
+    vocabulary: Any = json.loads(backend.to_str()) if backend is not None else tokenizer and tokenizer.get_vocab()
     for last_call in ("truncation", "padding") if backend is not None else ():
         vocabulary.pop(last_call, None)
     adapter = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(loaded.path.glob("adapter_*"))]
