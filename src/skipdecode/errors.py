@@ -10,6 +10,7 @@
     ├── UsageError             wrong flags or values on the command line
     │   └── OptionError        a value that an option does not accept
     ├── ScheduleError          a schedule that is not nested, or does not fit the model
+    ├── FitError               a fit that cannot be read, or is for another model
     ├── TargetError            a wall-clock target that no schedule of this kind reaches
     ├── AttachError            the model cannot be gated
     │   ├── UnsupportedModelError   its architecture is not in the table of families
@@ -35,6 +36,7 @@ __all__ = [
     "DataError",
     "DivergedError",
     "FetchError",
+    "FitError",
     "MissingExtraError",
     "ModelLoadError",
     "OptionError",
@@ -89,6 +91,10 @@ class OptionError(UsageError):
 
 class ScheduleError(SkipDecodeError, ValueError):
     """A schedule that is not nested, drops a layer it must keep, or does not fit the model."""
+
+
+class FitError(SkipDecodeError, ValueError):
+    """A fit that cannot be read, is not finite, or is for another model or prompt set."""
 
 
 class TargetError(SkipDecodeError, ValueError):

@@ -20,8 +20,9 @@ from skipdecode.errors import (
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.carried import of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
+from skipdecode.models.fit import Fit, fit_of
 from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
-from skipdecode.models.gate import GateState, gate_layer, is_gated, ungate_layer
+from skipdecode.models.gate import GateState, gate_layer, is_gated, text_columns, ungate_layer
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
@@ -31,7 +32,7 @@ __all__ = ["Attachment", "attach", "detach"]
 _MARK = "_skipdecode_attachment"
 
 
-def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
+def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None) -> Attachment:
     """Put a schedule on a model: from here on its `generate` and `forward` skip layers.
 
     Where prompts leave keys and values only, families that make them and queries in one product make the queries too
@@ -46,6 +47,8 @@ def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
     schedule : Schedule, optional
         Default: the one that the model carries, as `skipdecode tune` writes it: its PEFT adapter's, else its config's
         (key `skipdecode`).
+    fit : Fit, optional
+        Bridges and prompt maps that stand in for skipped layers. Default: those that the model was loaded with.
 
     Returns
     -------
@@ -65,8 +68,10 @@ def attach(model: Any, schedule: Schedule | None = None) -> Attachment:
         A schedule is attached already.
     ScheduleError
         The schedule is for another number of layers, or there is none.
+    FitError
+        The fit is for another model, or maps keys and values of a family that makes them and queries in one product.
     """
-    attachment = Attachment(model, schedule)
+    attachment = Attachment(model, schedule, fit)
     if not attachment.model.training:
         line = untuned_line([attachment.schedule], Recipe(tuned_under=tuned_under(model)))
         if line is not None:
@@ -101,7 +106,7 @@ class Attachment:
         What the last `generate` call ran and held.
     """
 
-    def __init__(self, model: Any, schedule: Schedule | None = None) -> None:
+    def __init__(self, model: Any, schedule: Schedule | None = None, fit: Fit | None = None) -> None:
         self._model = unwrap(model)
         family = find_family(self._model)
         self._layers = list(decoder_layers(self._model))
@@ -111,8 +116,11 @@ class Attachment:
                 "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
-        self.schedule = of_model(model) if schedule is None else schedule
         self._gate_state = GateState(family.returns_tuple, self.new_cache)
+        self._fit = fit_of(model) if fit is None else fit
+        if self._fit is not None:
+            self._fit.check_fits(self._model)
+        self.schedule = of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._uncached_prompt: int | None = None
         self._paused = False
@@ -143,6 +151,7 @@ class Attachment:
             raise ScheduleError(f"a Schedule is needed, not {type(schedule).__name__}: see skipdecode.Schedule")
         schedule.check_fits(len(self._layers))
         self._schedule = schedule
+        self._gate_state.take_fit(self._fit, schedule, self._layers)
         self._step_plans: dict[int | None, StepPlan] = {}
 
     def new_cache(self, prompt_length: int | None = None) -> SkipCache:
@@ -194,7 +203,7 @@ class Attachment:
             advance = self._plan(call, prompt_length)
             output = forward(**call)
         finally:
-            self._gate_state.plan = None
+            self._gate_state.plan = self._gate_state.text = None
         if advance is not None:
             cache, positions = advance
             cache.advance(positions)
@@ -212,6 +221,7 @@ class Attachment:
             return self._plan_cached(call, prompt_length, columns)
         if self._schedule.is_full:
             return None
+        self._gate_state.text = text_columns(call.get("attention_mask"), columns)
         forced = call.get("labels") is not None or (prompt_length is not None and not call.get("use_cache"))
         if not forced and self._arguments.wants_cache(call):
             return self._plan_cached(call, prompt_length, columns)
@@ -252,6 +262,7 @@ class Attachment:
                 "where the prompt ends, with prompt_length=… in the call or in new_cache"
             )
         positions = cache.next_positions(columns)
+        self._gate_state.text = text_columns(call.get("attention_mask"), columns)
         self._set_columns(positions)
         return cache, positions
 

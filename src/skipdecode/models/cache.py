@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from transformers import DynamicCache
 
 from skipdecode.errors import UnsupportedFeatureError
@@ -36,6 +37,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         self.prompt_length = prompt_length
         self._projecting = False
         self._projected = 0  # columns of this forward that the layer at work has projected
+        self.taps: dict[int, Tensor] = {}  # of layers with a fitted map: the last prompt states that it sees
         self.length = 0
         self.fed: int | None = None
 
@@ -107,6 +109,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             layer.keys = layer.values = None
             layer.is_initialized = False
         super().reset()
+        self.taps = {}
         self.length = 0
         self.fed = self.prompt_length = None
 

@@ -10,30 +10,65 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipdecode.errors import UnsupportedFeatureError
+from skipdecode.errors import FitError, UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
+from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
 from skipdecode.models.plan import LayerPlan, StepPlan
+from skipdecode.schedule import Schedule
 
-__all__ = ["GateState", "gate_layer", "is_gated", "query_projection", "ungate_layer", "with_mixin"]
+__all__ = ["GateState", "gate_layer", "is_gated", "query_projection", "text_columns", "ungate_layer", "with_mixin"]
 
 
 class GateState:
     """Holds the plan of the forward under way (None: every layer runs on everything); all gates of a model share it.
 
     `scratch` makes the cache of a forward without one, for layers that project: within it, one layer's keys and values
-    of the columns that it does not run meet those that it runs.
+    of the columns that it does not run meet those that it runs. `maps` are the fit's for this schedule's prompts, by
+    layer, and `text` is what `text_columns` gives.
     """
 
     def __init__(self, returns_tuple: bool, scratch: Callable[[], SkipCache]) -> None:
         self.returns_tuple = returns_tuple
         self.scratch = scratch
         self.plan: StepPlan | None = None
+        self.bridges: dict[int, Bridge] = {}
+        self.maps: dict[int, PromptMap] = {}
+        self.taps = 0
+        self.text: tuple[Tensor, Tensor] | None = None
+
+    def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
+        """Use what a fit has for a schedule; raises FitError where the layers cannot be given keys and values."""
+        numbers, prompt = range(schedule.num_layers), schedule.prompt_layers()
+        if fit is None or schedule.is_full:
+            self.bridges, self.maps = {}, {}
+            return
+        fit.to(next(layers[0].parameters()).device)
+        self.taps = fit.taps
+        self.bridges = {n: found for n in numbers if (found := fit.bridge(n)) is not None}
+        self.maps = {n: found for n in schedule.projected if (found := fit.prompt_map(prompt, n)) is not None}
+        for layer in self.maps:
+            if _projection(layers[layer], "k_proj") is None:
+                raise FitError(
+                    f"keys and values of prompts cannot be fitted to {type(layers[layer]).__name__}, which makes them "
+                    "and queries in one product: use prompts at full depth or max_exit, or a fit of bridges alone"
+                )
+
+    def passed(self, index: int, hidden: Tensor) -> Tensor:
+        """The states (batch, columns, hidden_size) of tokens that do not run a layer, behind it."""
+        plan, bridge = self.plan.layers[index], self.bridges.get(index)  # type: ignore[union-attr]
+        if bridge is None or plan.bridged >= hidden.shape[1]:
+            return hidden
+        before, here = hidden[:, : plan.bridged], hidden[:, plan.bridged :]
+        across = bridge(here)
+        if plan.crosses is not None:
+            across = torch.where(plan.crosses.to(here.device).unsqueeze(-1), across, here)
+        return torch.cat((before, across), 1) if plan.bridged else across
 
 
 class _Gated:
@@ -49,7 +84,8 @@ class _Gated:
         hidden = args[0] if args else kwargs["hidden_states"]
         plan = state.plan.layers[index]
         if plan.count == 0:
-            return (hidden,) if state.returns_tuple else hidden
+            passed = state.passed(index, hidden)
+            return (passed,) if state.returns_tuple else passed
         columns = hidden.shape[1]
         if plan.start:
             kind: Any = type(self)
@@ -62,9 +98,10 @@ class _Gated:
         out = run(*args, **kwargs)
         if plan.count == columns and plan.keep is None:
             return out
+        passed = state.passed(index, hidden)
         if not state.returns_tuple:
-            return _merge(out, hidden, plan)
-        return (_merge(out[0], hidden, plan), *out[1:])
+            return _merge(out, passed, plan)
+        return (_merge(out[0], passed, plan), *out[1:])
 
     def _run_late(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
         """Project the columns before the plan's first, then run the rest on top of their keys and values."""
@@ -72,25 +109,35 @@ class _Gated:
         plan, columns = state.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
         layer: Any = self
         kind: Any = type(self)
+        passed = state.passed(index, hidden)
         if getattr(layer, "gradient_checkpointing", False) and layer.training:
+            if index in state.maps:
+                raise UnsupportedFeatureError(
+                    "gradient checkpointing with fitted keys and values of prompts is not supported: turn it off, or "
+                    "leave the fit out"
+                )
             # A checkpointed layer takes no cache: it runs on all columns, and what is only projected is dropped.
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
             out = out[0] if state.returns_tuple else out
-            return _merge(out[:, plan.start :], hidden, plan)
+            return _merge(out[:, plan.start :], passed, plan)
         name = next(name for name in _CACHE_NAMES if name in _positional_names(kind))
         cache = named[name] = state.scratch() if named.get(name) is None else named[name]
         before = _columns(named, 0, plan.start, columns)
-        with _without_queries(layer):
+        fitted = _fitted_keys(state, index, hidden[:, : plan.count], cache)
+        with _without_queries(layer), _given_keys(layer, fitted, slice(0, plan.start)):
             cache.project(lambda: run(hidden[:, : plan.start], **before), plan.start)
         try:
             if plan.start == plan.count:
-                return hidden
+                return passed
             now = _columns(named, plan.start, plan.count, columns)
-            now["attention_mask"] = _fitted(now.get("attention_mask"), cache.tokens_held(index), plan, hidden)
-            out = run(hidden[:, plan.start : plan.count], **now)
+            now["attention_mask"] = _fitting(now.get("attention_mask"), cache.tokens_held(index), plan, hidden)
+            # In a ragged batch prompt tokens of longer rows are among the columns that run.
+            given = None if plan.keep is None else fitted
+            with _given_keys(layer, given, slice(plan.start, plan.count), plan.keep):
+                out = run(hidden[:, plan.start : plan.count], **now)
         finally:
             cache.end_layer()
-        return _merge(out[0] if state.returns_tuple else out, hidden, plan)
+        return _merge(out[0] if state.returns_tuple else out, passed, plan)
 
 
 def ungate_layer(layer: nn.Module) -> None:
@@ -99,6 +146,17 @@ def ungate_layer(layer: nn.Module) -> None:
     if base is not None:
         layer.__class__ = base
     del layer.__dict__["_skipdecode"]
+
+
+def text_columns(mask: Tensor | None, columns: int) -> tuple[Tensor, Tensor] | None:
+    """Of the last columns of a padding mask (batch, all columns): where text is, and where it begins, both of bool.
+
+    None where there is no such mask: all is text, and it begins in the first column of an empty cache.
+    """
+    if mask is None or mask.dim() != 2:
+        return None
+    text = mask[:, -columns:].bool()
+    return text, text & (mask.cumsum(1) == 1)[:, -columns:]
 
 
 def gate_layer(layer: nn.Module, index: int, state: GateState) -> None:
@@ -136,7 +194,24 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
 
 def query_projection(layer: nn.Module) -> Any:
     """The module that makes a layer's queries alone; None where one makes queries, keys and values together."""
-    return next((module for name, module in layer.named_modules() if name.endswith("q_proj")), None)
+    return _projection(layer, "q_proj")
+
+
+def _projection(layer: nn.Module, name: str) -> Any:
+    return next((module for path, module in layer.named_modules() if path.endswith(name)), None)
+
+
+@contextlib.contextmanager
+def _calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it a call of the module calls `forward`."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
 
 
 @contextlib.contextmanager
@@ -147,14 +222,46 @@ def _without_queries(layer: nn.Module) -> Iterator[None]:
         yield
         return
     width: Any = found.out_features
-    before = found.__dict__.get("forward")
-    found.__dict__["forward"] = lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)
-    try:
+    with _calling(found, lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)):
         yield
-    finally:
-        del found.__dict__["forward"]
-        if before is not None:
-            found.__dict__["forward"] = before
+
+
+@contextlib.contextmanager
+def _given_keys(
+    layer: nn.Module, fitted: tuple[Tensor, Tensor] | None, columns: slice, keep: Tensor | None = None
+) -> Iterator[None]:
+    """Within it the key and value projections give the fitted ones of these columns, but where `keep` holds."""
+    if fitted is None:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for name, given in zip(("k_proj", "v_proj"), fitted, strict=True):
+            module = _projection(layer, name)
+            own, wanted = module.forward, given[:, columns]
+
+            def forward(x: Tensor, own: Any = own, wanted: Tensor = wanted) -> Tensor:
+                made = wanted.to(x.dtype)
+                return made if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), own(x), made)
+
+            stack.enter_context(_calling(module, forward))
+        yield
+
+
+def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache) -> tuple[Tensor, Tensor] | None:
+    """Keys and values that the fit has for the states at a layer; None where it has no map for it."""
+    made = state.maps.get(index)
+    if made is None:
+        return None
+    states, columns = normed(hidden), hidden.shape[1]
+    if state.text is None:
+        first = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        first[:, :1] = cache.length == 0
+    else:
+        text, first = (marks[:, :columns].to(hidden.device) for marks in state.text)
+        states = states * text.unsqueeze(-1)  # padding is no token that a tap could see
+    features, cache.taps[index] = with_taps(states, cache.taps.get(index), state.taps)
+    keys, values = made(features, first)
+    return keys, values
 
 
 # ---------------------------------------------------------------------- some columns of a layer's inputs
@@ -214,7 +321,7 @@ def _cut_mask(mask: Any, start: int, count: int, columns: int) -> Any:
     return mask
 
 
-def _fitted(mask: Tensor | None, held: int, plan: LayerPlan, hidden: Tensor) -> Tensor | None:
+def _fitting(mask: Tensor | None, held: int, plan: LayerPlan, hidden: Tensor) -> Tensor | None:
     """The mask for columns that come after `held` ones: a sliding layer holds fewer than the mask is for.
 
     No mask means causal, which attention takes to begin at the first key, so where several columns follow others it is

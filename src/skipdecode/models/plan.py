@@ -47,11 +47,16 @@ class LayerPlan:
     Columns before `start` are projected: keys and values are stored, the states pass by. `keep` (batch, count - start)
     marks the tokens that the layer is for; None where all of them are, which is always so in decoding. A ragged
     teacher-forced batch is the one case in which columns beyond a row's own are computed, with the layer's other rows.
+
+    Tokens that skip the layer from column `bridged` on take its bridge, where a fit has one (`skipdecode.models.fit`);
+    `crosses` (batch, columns - bridged) marks them where rows differ. Prompt tokens never do, the last one apart.
     """
 
     count: int
     start: int = 0
     keep: Tensor | None = None
+    bridged: int = AFTER
+    crosses: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,39 +74,42 @@ class StepPlan:
     @classmethod
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:
         """Plan for rows in lockstep; `positions` holds the generation position of each column."""
-        first, end = _bounds(schedule)
         plans = []
-        for layer in range(schedule.num_layers):
-            count = bisect_left(positions, end[layer])
-            plans.append(LayerPlan(count, min(count, bisect_left(positions, first[layer]))))
+        for first, end, skipped in zip(*_bounds(schedule), strict=True):
+            count = bisect_left(positions, end)
+            start = min(count, bisect_left(positions, first))
+            plans.append(LayerPlan(count, start, bridged=bisect_left(positions, skipped)))
         return cls(len(positions), tuple(plans))
 
     @classmethod
     def of_rows(cls, schedule: Schedule, positions: Tensor) -> StepPlan:
         """Plan for rows of their own; `positions` (batch, columns) of whole numbers, non-decreasing along a row."""
-        first, end = (torch.tensor(bound, device=positions.device)[:, None, None] for bound in _bounds(schedule))
-        before, active = positions < first, positions < end
-        starts, counts = before.sum(-1).tolist(), active.sum(-1).tolist()  # one transfer for all layers
+        bounds = (torch.tensor(bound, device=positions.device)[:, None, None] for bound in _bounds(schedule))
+        first, end, skipped = bounds
+        before, active, crosses = positions < first, positions < end, positions >= skipped
+        ends = torch.stack((before.sum(-1), active.sum(-1), (~crosses).sum(-1))).tolist()  # one transfer for all layers
         active &= ~before
-        return cls(positions.shape[1], tuple(map(_row_plan, starts, counts, active)))
+        return cls(positions.shape[1], tuple(map(_row_plan, *ends, active, crosses)))
 
 
-def _bounds(schedule: Schedule) -> tuple[list[int], list[int]]:
-    """For each layer the positions from which it runs, and from which it does no more."""
+def _bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
+    """For each layer the positions from which it runs, from which it does no more, and from which its bridge serves."""
     on_prompt, at_last = set(schedule.prompt_layers()), set(schedule.last_prompt_layers())
     first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]
-    end = []
+    end, skipped = [], []
     for layer in range(schedule.num_layers):
         drop = schedule.drop_position(layer)
         end.append((AFTER + 1 if drop is None else drop) if layer in at_last else PROMPT)
-    return first, end
+        skipped.append(end[-1] if layer in at_last else LAST_PROMPT)
+    return first, end, skipped
 
 
-def _row_plan(starts: list[int], counts: list[int], active: Tensor) -> LayerPlan:
-    start, count = min(starts), max(counts)
+def _row_plan(starts: list[int], counts: list[int], bridged: list[int], active: Tensor, crosses: Tensor) -> LayerPlan:
+    start, count, bridge = min(starts), max(counts), min(bridged)
+    across = None if bridge == max(bridged) else crosses[:, bridge:]
     if start == max(starts) and count == min(counts):
-        return LayerPlan(count, min(start, count))
-    return LayerPlan(count, start, active[:, start:count])
+        return LayerPlan(count, min(start, count), None, bridge, across)
+    return LayerPlan(count, start, active[:, start:count], bridge, across)
 
 
 def label_positions(labels: Tensor) -> Tensor:

@@ -1,0 +1,252 @@
+"""Fitted stand-ins for work that a schedule leaves out: bridges over skipped layers, keys and values of prompts.
+
+Both are maps of one token's state. A map of keys and values may also see the tokens just before its own, the *taps*. So
+layer sets stay nested, nothing more is cached, and a batch changes nothing. The input is the state divided by its root
+mean square. `skipdecode.calibration.fitting` finds the maps by least squares; docs/theory.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skipdecode.errors import FitError
+from skipdecode.models.families import decoder_layers, unwrap
+
+__all__ = ["FIT_FILE", "FIT_FORMAT", "Bridge", "Fit", "PromptMap", "fit_of", "keep_fit", "normed", "with_taps"]
+
+FIT_FILE = "fit.safetensors"
+FIT_FORMAT = 1
+MOST_TAPS = 2
+EPSILON = 1e-6
+_KEPT = "_skipdecode_fit"
+
+
+def normed(hidden: Tensor) -> Tensor:
+    """States (…, hidden_size) divided by their root mean square, in fp32 (fp64 stays)."""
+    hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + EPSILON)
+
+
+def with_taps(states: Tensor, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
+    """Normed states (rows, columns, hidden_size) with those of the `taps` columns before each beside them.
+
+    `before` (rows, taps, hidden_size) are the normed states in front of the first column; None: zeros. Returns the
+    features, (rows, columns, (taps + 1) * hidden_size), and what is `before` for the columns to come.
+    """
+    if before is None:
+        before = states.new_zeros(states.shape[0], taps, states.shape[2])
+    longer, columns = torch.cat((before, states), 1), states.shape[1]
+    shifted = [longer[:, taps - tap : taps - tap + columns] for tap in range(taps + 1)]
+    return torch.cat(shifted, -1), longer[:, columns:]
+
+
+class Bridge(nn.Module):
+    """What a token adds to its state h in place of a skipped layer: ``up @ down @ normed(h) + bias``.
+
+    Parameters
+    ----------
+    down, up : Tensor
+        (rank, hidden_size) and (hidden_size, rank); rank 0 leaves the bias alone.
+    bias : Tensor
+        (hidden_size,)
+    """
+
+    def __init__(self, down: Tensor, up: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.down, self.up, self.bias = (nn.Parameter(t, requires_grad=False) for t in (down, up, bias))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The states (…, hidden_size) behind the bridge, in their own type."""
+        added = normed(hidden) @ self.down.float().T @ self.up.float().T + self.bias.float()
+        return (hidden.float() + added).to(hidden.dtype)
+
+
+class PromptMap(nn.Module):
+    """Keys and values of prompt tokens in a layer that they do not run, before rotary positions and a norm of keys.
+
+    Parameters
+    ----------
+    weight : Tensor
+        (keys + values, (taps + 1) * hidden_size): of the token's own normed state first, then of those before it.
+    bias, first : Tensor
+        (keys + values,); `first` stands for the whole map at the first token of a text, whose state is an outlier.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, first: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias, self.first = (nn.Parameter(t, requires_grad=False) for t in (weight, bias, first))
+
+    def forward(self, features: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each (rows, columns, width), of features as `with_taps` makes them.
+
+        `is_first` (rows, columns) marks the first tokens of texts.
+        """
+        made = features @ self.weight.float().T + self.bias.float()
+        made = torch.where(is_first[..., None], self.first.float(), made)
+        keys, values = made.chunk(2, -1)
+        return keys, values
+
+
+class Fit(nn.Module):
+    """The bridges of a model's layers, and the keys and values of its prompts for one or more prompt sets.
+
+    Parameters
+    ----------
+    bridges : mapping of int to Bridge
+        By layer.
+    prompts : mapping of tuple of int to mapping of int to PromptMap
+        For each set of layers that prompts run (`Schedule.prompt_layers`), the maps by layer.
+    taps : int
+        Tokens before its own that a prompt map sees.
+    about : dict
+        JSON-ready: the weights that it was fitted to ("base"), and how.
+
+    Raises
+    ------
+    FitError
+        A tensor of a wrong shape, or one that is not finite.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        bridges: Mapping[int, Bridge],
+        prompts: Mapping[tuple[int, ...], Mapping[int, PromptMap]],
+        taps: int = 0,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_layers, self.hidden_size, self.taps, self.about = num_layers, hidden_size, taps, dict(about or {})
+        self.prompt_sets = tuple(prompts)
+        self.bridges = nn.ModuleDict({str(layer): bridges[layer] for layer in sorted(bridges)})
+        self.maps = nn.ModuleList(nn.ModuleDict({str(n): of[n] for n in sorted(of)}) for of in prompts.values())
+        self._check()
+
+    def bridge(self, layer: int) -> Bridge | None:
+        """The bridge over a layer; None where the state passes as it is."""
+        return dict(self.bridges.items()).get(str(layer))  # type: ignore[return-value]
+
+    def prompt_map(self, prompt: Iterable[int], layer: int) -> PromptMap | None:
+        """The map of a layer for prompts that run the layers `prompt`; None where its own projection serves."""
+        wanted = tuple(prompt)
+        for layers, maps in zip(self.prompt_sets, self.maps, strict=True):
+            if layers == wanted:
+                return dict(maps.items()).get(str(layer))  # type: ignore[operator,union-attr]
+        return None
+
+    def check_fits(self, model: Any) -> None:
+        """Raise FitError unless the fit is for a model of these layers and this width."""
+        plain = unwrap(model)
+        layers, width = len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size
+        if (layers, width) != (self.num_layers, self.hidden_size):
+            raise FitError(
+                f"the fit is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {layers} of "
+                f"{width}: fit this model with skipdecode calibrate"
+            )
+
+    def save(self, path: Path | str) -> None:
+        """Write the fit as a safetensors file, in 16 bits where all numbers keep their size in it."""
+        about = {
+            "format": FIT_FORMAT,
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "taps": self.taps,
+            "prompts": [list(layers) for layers in self.prompt_sets],
+            **self.about,
+        }
+        tensors = {name: _narrow(tensor.detach().cpu()) for name, tensor in self.state_dict().items()}
+        save_file(tensors, str(path), {"skipdecode.fit": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: Path | str) -> Fit:
+        """The fit of a file that `save` wrote; raises FitError naming the file and what is wrong."""
+        try:
+            with safe_open(str(path), "pt") as file:
+                about = json.loads((file.metadata() or {}).get("skipdecode.fit", "null"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        except (OSError, SafetensorError, ValueError) as e:
+            raise FitError(f"fit {path}: cannot be read: {e}") from None
+        try:
+            return cls._of_tensors(about, tensors)
+        except FitError as e:
+            raise FitError(f"fit {path}: {e}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise FitError(f"fit {path}: is no fit of format {FIT_FORMAT} ({e!r}): make it with calibrate") from None
+
+    @classmethod
+    def _of_tensors(cls, about: Any, tensors: dict[str, Tensor]) -> Fit:
+        about = dict(about)
+        if about.pop("format") != FIT_FORMAT:
+            raise FitError(f"format {FIT_FORMAT} is accepted, no other: make it again with skipdecode calibrate")
+        sets = [tuple(map(int, layers)) for layers in about.pop("prompts")]
+        bridges: dict[int, dict[str, Tensor]] = {}
+        maps: dict[tuple[int, ...], dict[int, dict[str, Tensor]]] = {layers: {} for layers in sets}
+        for name, tensor in tensors.items():
+            match name.split("."):
+                case "bridges", layer, part:
+                    bridges.setdefault(int(layer), {})[part] = tensor.float()
+                case "maps", number, layer, part:
+                    maps[sets[int(number)]].setdefault(int(layer), {})[part] = tensor.float()
+                case _:
+                    raise FitError(f"tensor {name!r} is not known")
+        sizes = (about.pop(name) for name in ("num_layers", "hidden_size"))
+        return cls(
+            *sizes,
+            {layer: Bridge(**parts) for layer, parts in bridges.items()},
+            {layers: {n: PromptMap(**parts) for n, parts in of.items()} for layers, of in maps.items()},
+            about.pop("taps"),
+            about,
+        )
+
+    def _check(self) -> None:
+        width = self.hidden_size
+        if not 0 <= self.taps <= MOST_TAPS:
+            raise FitError(f"taps={self.taps} is not accepted: give 0 to {MOST_TAPS}")
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer, bridge in self.bridges.items():
+            rank = bridge.down.shape[0]  # type: ignore[index,union-attr]
+            shapes |= {f"bridges.{layer}.{n}": s for n, s in (("down", (rank, width)), ("up", (width, rank)))}
+            shapes[f"bridges.{layer}.bias"] = (width,)
+        for number, maps in enumerate(self.maps):
+            for layer, made in maps.items():  # type: ignore[operator,union-attr]
+                rows = made.bias.shape[0]
+                shapes[f"maps.{number}.{layer}.weight"] = rows, (self.taps + 1) * width
+                shapes[f"maps.{number}.{layer}.first"] = (rows,)
+        for name, tensor in self.state_dict().items():
+            layer = name.split(".")[-2]
+            if int(layer) >= self.num_layers:
+                raise FitError(f"tensor {name!r} is of layer {layer}, but the model has {self.num_layers}")
+            if name in shapes and tuple(tensor.shape) != shapes[name]:
+                raise FitError(f"tensor {name!r} is of shape {tuple(tensor.shape)}, {shapes[name]} is needed")
+            if not torch.isfinite(tensor).all():
+                raise FitError(f"tensor {name!r} has numbers that are not finite: fit again, on more tokens")
+
+
+def keep_fit(model: Any, fit: Fit | None) -> None:
+    """Have a loaded model know its fit; None takes it away. Raises FitError if it is for another model."""
+    plain = unwrap(model)
+    if fit is None:
+        plain.__dict__.pop(_KEPT, None)
+        return
+    fit.check_fits(plain)
+    plain.__dict__[_KEPT] = fit
+
+
+def fit_of(model: Any) -> Fit | None:
+    """The fit that a loaded model knows; None if it has none."""
+    found: Fit | None = unwrap(model).__dict__.get(_KEPT)
+    return found
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    half = tensor.half()
+    return half if bool(torch.isfinite(half).all()) else tensor.bfloat16()
