@@ -22,7 +22,17 @@ from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 
-__all__ = ["GateState", "gate_layer", "is_gated", "query_projection", "text_columns", "ungate_layer", "with_mixin"]
+__all__ = [
+    "GateState",
+    "calling",
+    "projection",
+    "gate_layer",
+    "is_gated",
+    "query_projection",
+    "text_columns",
+    "ungate_layer",
+    "with_mixin",
+]
 
 
 class GateState:
@@ -53,7 +63,7 @@ class GateState:
         self.bridges = {n: found for n in numbers if (found := fit.bridge(n)) is not None}
         self.maps = {n: found for n in schedule.projected if (found := fit.prompt_map(prompt, n)) is not None}
         for layer in self.maps:
-            if _projection(layers[layer], "k_proj") is None:
+            if projection(layers[layer], "k_proj") is None:
                 raise FitError(
                     f"keys and values of prompts cannot be fitted to {type(layers[layer]).__name__}, which makes them "
                     "and queries in one product: use prompts at full depth or max_exit, or a fit of bridges alone"
@@ -194,15 +204,16 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
 
 def query_projection(layer: nn.Module) -> Any:
     """The module that makes a layer's queries alone; None where one makes queries, keys and values together."""
-    return _projection(layer, "q_proj")
+    return projection(layer, "q_proj")
 
 
-def _projection(layer: nn.Module, name: str) -> Any:
+def projection(layer: nn.Module, name: str) -> Any:
+    """The module of a layer whose path ends in `name`, such as "k_proj"; None if there is none."""
     return next((module for path, module in layer.named_modules() if path.endswith(name)), None)
 
 
 @contextlib.contextmanager
-def _calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Within it a call of the module calls `forward`."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
@@ -222,7 +233,7 @@ def _without_queries(layer: nn.Module) -> Iterator[None]:
         yield
         return
     width: Any = found.out_features
-    with _calling(found, lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)):
+    with calling(found, lambda x: x.new_zeros(()).expand(*x.shape[:-1], width)):
         yield
 
 
@@ -236,14 +247,14 @@ def _given_keys(
         return
     with contextlib.ExitStack() as stack:
         for name, given in zip(("k_proj", "v_proj"), fitted, strict=True):
-            module = _projection(layer, name)
+            module = projection(layer, name)
             own, wanted = module.forward, given[:, columns]
 
             def forward(x: Tensor, own: Any = own, wanted: Tensor = wanted) -> Tensor:
                 made = wanted.to(x.dtype)
                 return made if keep is None else torch.where(keep.to(x.device).unsqueeze(-1), own(x), made)
 
-            stack.enter_context(_calling(module, forward))
+            stack.enter_context(calling(module, forward))
         yield
 
 
