@@ -45,15 +45,16 @@ def oracle_logits(
 ) -> Tensor:
     """Logits (rows, columns, vocabulary), uncached; `active` (layers, columns) or (layers, rows, columns).
 
-    With a `fit`, tokens from the last prompt token on (`prompt` columns, one number or one a row) that skip a layer
-    take its bridge. Prompt tokens before it take their keys and values in layers that only position 0 runs from the maps.
+    With a `fit`, tokens from the last prompt token on (`prompt` columns, one number or one a row; under "max_exit" all
+    tokens) that skip a layer take its bridge. Prompt tokens before it take their keys and values in layers that only
+    position 0 runs from the maps.
     """
     if active.dim() == 2:
         active = active[:, None].expand(-1, ids.shape[0], -1)
     rest = torch.zeros_like(active[0])
     if fit is not None:
         rest = torch.arange(ids.shape[1])[None] < torch.as_tensor(prompt).reshape(-1, 1) - 1
-        rest = rest.expand(ids.shape[0], -1)
+        rest = rest.expand(ids.shape[0], -1) & (schedule.prompt != "max_exit")
 
     def replace(index: int, which: Tensor) -> Any:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

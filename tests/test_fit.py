@@ -10,9 +10,12 @@ import torch
 
 from oracle import active_tokens, layer_list, oracle_logits
 from skipdecode import Schedule, attach
+from skipdecode.engine.fast import FastEngine
+from skipdecode.engine.gated import GatedEngine
+from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError
 from skipdecode.models.families import FAMILIES
-from skipdecode.models.fit import Bridge, Fit, PromptMap
+from skipdecode.models.fit import Bridge, Fit, PromptMap, keep_fit
 from tiny import LAYERS, ragged_prompts, tiny_model
 
 NEW = 12
@@ -83,12 +86,20 @@ def check(model, schedule, fit):
         assert alone[0, own.shape[1] :].tolist() == text[row, prompt:].tolist()
 
 
+FALLING = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="falling")
+FLAT = Schedule.even(LAYERS, (5,))
+SCHEDULES = pytest.mark.parametrize("schedule", [FALLING, FLAT], ids=["falling", "flat"])
+
+
+@SCHEDULES
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_bridges_equal_the_oracle(family, schedule: Schedule):
     model = model_of(family)
     check(model, schedule, random_fit(model))
+    check(model, replace(schedule, prompt="max_exit"), random_fit(model))
 
 
+@SCHEDULES
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize(("prompt", "taps"), [(LOWER, 0), (LOWER, 2), (GAPS, 1)])
 def test_given_keys_equal_the_oracle(family, prompt, taps, schedule: Schedule):
@@ -111,3 +122,24 @@ def test_prompts_of_another_set_are_projected():
     fit = Fit(LAYERS, model.config.hidden_size, {}, {LOWER: {n: whole.prompt_map(LOWER, n) for n in range(3, LAYERS)}})
     ids, mask = ragged_prompts()
     assert torch.equal(decode(model, schedule, fit, ids, mask)[1], decode(model, schedule, None, ids, mask)[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text", "gpt2", "qwen3", "mistral"])
+@pytest.mark.parametrize(("prompt", "taps"), [("full", 0), ("max_exit", 0), (LOWER, 0), (LOWER, 2), (GAPS, 1)])
+def test_the_fast_engine_equals_the_gates(family, prompt, taps):
+    """In batches, with parts of prompts of a few tokens, and with a prefix cache."""
+    model = tiny_model(family).eval()
+    prompts = [] if isinstance(prompt, str) or None in projections(model) else [prompt]
+    keep_fit(model, random_fit(model, prompts, taps=taps))
+    schedule = replace(Schedule.from_speedup(LAYERS, 2, seq_len=8), prompt=prompt)
+    random = torch.Generator().manual_seed(3)
+    first = torch.randint(3, 100, (40,), generator=random).tolist()
+    texts = [first, [*first[:33], 7, 8, 9], [5, 6], torch.randint(3, 100, (21,), generator=random).tolist(), [4]]
+    requests = [Request(tuple(text), max_new_tokens=NEW) for text in texts]
+    expected = [row.tokens for row in GatedEngine(model, schedule, max_rows=1).decode(requests)]
+    for options in ({"max_rows": 4}, {"max_rows": 2, "prompt_tokens": 8}, {"max_rows": 3, "prefix_cache": True}):
+        engine = FastEngine(model, schedule, **options)
+        assert [row.tokens for row in engine.decode(requests)] == expected, options
+        if options.get("prefix_cache"):
+            assert [row.tokens for row in engine.decode(requests)] == expected
+            assert engine.stats.prefix_hit_tokens

@@ -118,7 +118,7 @@ class _Sums:
 
 
 class _Sweep:
-    """The state of a fit: every batch's states before the layer at work, of full depth, of prompts and of each depth."""
+    """Every batch's states before the layer at work: of full depth, of prompts and of each depth."""
 
     def __init__(
         self, model: Any, schedules: Sequence[Schedule], batches: Sequence[Batch], options: FitOptions
@@ -131,6 +131,8 @@ class _Sweep:
         self._calls = [_layer_calls(plain, self._layers, self._tuples, batch) for batch in self._batches]
         self._full = [calls.embedded for calls in self._calls]
         self._depths = _depths(schedules)
+        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
+        self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
         self._answers = {depth: list(self._full) for depth in self._depths}
         self._sets = {s.prompt_layers(): set[int]() for s in schedules if s.projected}
         for schedule in schedules:
@@ -197,13 +199,13 @@ class _Sweep:
                     every[number] = after[number]
                     continue
                 moved = self._bridges[index](states) if depth in out else self._layer(index, number, states)
-                answer = _columns(self._batches[number]) >= self._batches[number].prompt_length
-                every[number] = torch.where(answer.unsqueeze(-1), moved, after[number])
+                crosses = self._crossing(self._batches[number]).unsqueeze(-1)
+                every[number] = torch.where(crosses, moved, after[number])
 
     def _bridge(self, out: list[frozenset[int]], after: list[Tensor]) -> Bridge:
         sums, rank = _Sums(self._width, self._width), self._options.fit_rank
         for number, batch in enumerate(self._batches):
-            chosen = batch.attention_mask.bool() & (_columns(batch) >= batch.prompt_length)
+            chosen = batch.attention_mask.bool() & self._crossing(batch)
             goal = after[number][chosen]
             for depth in out:
                 states = self._answers[depth][number][chosen]
@@ -216,6 +218,10 @@ class _Sweep:
         _, vectors = torch.linalg.eigh(weight @ sums.second_moments() @ weight.T)
         up = vectors[:, -min(rank, self._width) :]
         return Bridge((up.T @ weight).float(), up.float(), bias.float())
+
+    def _crossing(self, batch: Batch) -> Tensor:
+        """The columns whose tokens take bridges, (rows, columns) of bool."""
+        return _columns(batch) >= (0 if self._whole else batch.prompt_length)
 
     def _layer(self, index: int, number: int, states: Tensor) -> Tensor:
         out = self._layers[index](states, **self._calls[number].arguments[index])

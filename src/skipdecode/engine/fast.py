@@ -229,7 +229,7 @@ class FastEngine(Engine):
         start = time.perf_counter()
         for row, tokens in sorted(feeds, key=lambda feed: not feed.row.output):  # who may give room comes first
             self._make_room(row, len(tokens))
-        batch, due = token_rows(feeds, self._order)
+        batch, due = token_rows(feeds, self._order, self.model.taps)
         for row, tokens in feeds:
             row.fed += len(tokens)
         logits = self.model.forward(batch, self.kv)

@@ -15,14 +15,15 @@ from torch import Tensor
 from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
-from skipdecode.engine.kernels.native import NativeKernels
+from skipdecode.engine.kernels.native import NativeKernels, NativeStack
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, Quantization
-from skipdecode.engine.kernels.spec import ModelSpec, StackInput
+from skipdecode.engine.kernels.spec import FitSpec, LinearSpec, ModelSpec, StackInput
 from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.model_spec import read_model
 from skipdecode.engine.prefix import PrefixKV
 from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.models.fit import EPSILON, Fit, fit_of
 
 __all__ = ["FastModel", "open_model"]
 
@@ -51,7 +52,7 @@ class FastModel:
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
         self.quantization = quantization
         self._quantized = None if quantization is None else QuantizedWeights(quantization)
-        self._kernels, self._model = kernels, model
+        self._kernels, self._model, self.fit = kernels, model, fit_of(model)
         if quantization is None:
             move_into_one_block(model)
         self.dtype = model.get_input_embeddings().weight.dtype
@@ -70,6 +71,11 @@ class FastModel:
     def fell_back(self) -> bool:
         """Whether the last forward asked an 8-bit copy of the head, and took the full head."""
         return self.head.fell_back
+
+    @property
+    def taps(self) -> int:
+        """Tokens before its own that a map of a prompt's keys and values sees."""
+        return 0 if self.fit is None else self.fit.taps
 
     def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         """An empty KV store of this model's geometry, for its forwards."""
@@ -95,13 +101,33 @@ class FastModel:
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts, rows.stored)
-        if self.projects and rows.stored is None and len(rows.wanted) < len(rows.tokens):
+        bridged = None if self.fit is None else rows.bridged
+        before = None if rows.before is None else torch.tensor(rows.before, dtype=torch.int32)
+        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts, rows.stored, bridged, before)
+        if (
+            self.projects
+            and rows.stored is None
+            and len(rows.wanted) < len(rows.tokens)
+            and not self._bridged_top(rows)
+        ):
             hidden = self._wanted_alone_at_the_top(given, rows.wanted)
         else:
-            self._stack(given)
+            self._stack_for(rows.prompt)(given)
             hidden = hidden if len(rows.wanted) == len(rows.tokens) else hidden[rows.wanted]
         return self._head(hidden, rows.tops)
+
+    def _bridged_top(self, rows: TokenRows) -> bool:
+        """Whether a layer above all that run has a bridge: what comes after the top layer must then run after it."""
+        top = max(layer for layer, count in enumerate(rows.counts) if count)
+        return self.fit is not None and any(self.fit.bridge(layer) for layer in range(top + 1, self.num_layers))
+
+    def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:
+        """The layers, with the fit's maps for prompts that run the layers `prompt`; None: without maps."""
+        if self.fit is None or prompt not in self.fit.prompt_sets:
+            return self._stack
+        if prompt not in self._mapped:
+            self._mapped[prompt] = self._kernels.stack(self._spec.layers, fit_spec(self.fit, self.dtype, prompt))
+        return self._mapped[prompt]
 
     def _wanted_alone_at_the_top(self, given: StackInput, wanted: list[int]) -> Tensor:
         """Run the stack; returns the hidden states of the wanted rows.
@@ -129,8 +155,22 @@ class FastModel:
 
     def _bind(self) -> None:
         """Take the weights' addresses."""
-        self._stack = self._kernels.stack(self._spec.layers)
+        self._mapped: dict[tuple[int, ...], NativeStack] = {}
+        self._stack = self._kernels.stack(self._spec.layers, self.fit and fit_spec(self.fit, self.dtype))
         self.head = self._head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
+
+
+def fit_spec(fit: Fit, dtype: torch.dtype, prompt: tuple[int, ...] | None = None) -> FitSpec:
+    """A fit for the kernels, its weights in the model's type; the maps are those for prompts that run `prompt`."""
+    ones, bridges, maps, first = torch.ones(fit.hidden_size), {}, {}, {}
+    for layer in range(fit.num_layers):
+        if (bridge := fit.bridge(layer)) is not None:
+            down = LinearSpec(bridge.down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON)
+            bridges[layer] = down, LinearSpec(bridge.up.detach().to(dtype).contiguous(), bridge.bias)
+        if prompt is not None and (made := fit.prompt_map(prompt, layer)) is not None:
+            maps[layer] = LinearSpec(made.weight.detach().to(dtype).contiguous(), made.bias, eps=EPSILON)
+            first[layer] = made.first
+    return FitSpec(bridges, maps, first, fit.taps)
 
 
 def open_model(model: Any, quantization: Quantization | None = None) -> FastModel:

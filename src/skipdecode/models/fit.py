@@ -20,7 +20,18 @@ from torch import Tensor, nn
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, unwrap
 
-__all__ = ["FIT_FILE", "FIT_FORMAT", "Bridge", "Fit", "PromptMap", "fit_of", "keep_fit", "normed", "with_taps"]
+__all__ = [
+    "EPSILON",
+    "FIT_FILE",
+    "FIT_FORMAT",
+    "Bridge",
+    "Fit",
+    "PromptMap",
+    "fit_of",
+    "keep_fit",
+    "normed",
+    "with_taps",
+]
 
 FIT_FILE = "fit.safetensors"
 FIT_FORMAT = 1

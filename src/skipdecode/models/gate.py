@@ -25,9 +25,9 @@ from skipdecode.schedule import Schedule
 __all__ = [
     "GateState",
     "calling",
-    "projection",
     "gate_layer",
     "is_gated",
+    "projection",
     "query_projection",
     "text_columns",
     "ungate_layer",

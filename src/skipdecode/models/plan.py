@@ -49,7 +49,8 @@ class LayerPlan:
     teacher-forced batch is the one case in which columns beyond a row's own are computed, with the layer's other rows.
 
     Tokens that skip the layer from column `bridged` on take its bridge, where a fit has one (`skipdecode.models.fit`);
-    `crosses` (batch, columns - bridged) marks them where rows differ. Prompt tokens never do, the last one apart.
+    `crosses` (batch, columns - bridged) marks them where rows differ. Prompt tokens do so only with prompt "max_exit",
+    the last one apart: with layers of their own they pass the others by.
     """
 
     count: int
@@ -100,7 +101,7 @@ def _bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     for layer in range(schedule.num_layers):
         drop = schedule.drop_position(layer)
         end.append((AFTER + 1 if drop is None else drop) if layer in at_last else PROMPT)
-        skipped.append(end[-1] if layer in at_last else LAST_PROMPT)
+        skipped.append(end[-1] if layer in at_last else PROMPT if schedule.prompt == "max_exit" else LAST_PROMPT)
     return first, end, skipped
 
 

@@ -45,17 +45,23 @@ struct LayerArgs {
   LinearArgs qkv, out, mlp_in, mlp_out;
   LinearArgs out_norm, mlp_norm;  // of what `out` and `mlp_out` add; without gamma: none
   AttentionArgs attention;
+  LinearArgs down, up;       // of the bridge over this layer; without weights: none
+  LinearArgs map;            // keys and values of rows that store them and do not run, from their features; or none
+  const float* first;        // [map.n]: instead of it, at position 0
 };
 
 struct StackArgs {
   const LayerArgs* layers;
   const int32_t* counts;  // [layers]: rows, from the first, that run each layer
   const int32_t* stored;  // [layers], not below counts: rows, from the first, whose keys and values each layer stores
-  float *hidden, *qkv, *attended, *wide;
+  const int32_t *bridged_from, *bridged_to;  // [layers]: rows that take the layer's bridge; or null
+  const int32_t* before;  // [rows, taps]: for a map's features, the rows of the tokens before each, -1 where there is none
+  float *hidden, *qkv, *attended, *wide, *features;
   void* pages;
   const int32_t *table, *slots, *positions;  // table: [layers, slots, table_width]
   double* seconds;                           // [6] or null: added to, by phase (see stack.cpp)
   int64_t count, page_tokens, table_width, table_layer;  // table_layer: entries of one layer
+  int64_t taps;                                          // states before its own that a row's features hold
   int32_t page_dtype, padding;
 };
 }

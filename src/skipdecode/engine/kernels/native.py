@@ -17,7 +17,7 @@ import torch
 
 from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.quantize import QuantizedWeight
-from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
+from skipdecode.engine.kernels.spec import AttentionSpec, FitSpec, LayerSpec, LinearSpec, StackInput
 
 __all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack"]
 
@@ -64,15 +64,21 @@ class AttentionArgs(ctypes.Structure):
 class LayerArgs(ctypes.Structure):
     """A decoder layer."""
 
-    _fields_ = _fields((LinearArgs, "qkv out mlp_in mlp_out out_norm mlp_norm"), (AttentionArgs, "attention"))
+    _fields_ = _fields(
+        (LinearArgs, "qkv out mlp_in mlp_out out_norm mlp_norm"),
+        (AttentionArgs, "attention"),
+        (LinearArgs, "down up map"),
+        (_POINTER, "first"),
+    )
 
 
 class StackArgs(ctypes.Structure):
     """A stack of them."""
 
     _fields_ = _fields(
-        (_POINTER, "layers counts stored hidden qkv attended wide pages table slots positions seconds"),
-        (_INT64, "count page_tokens table_width table_layer"),
+        (_POINTER, "layers counts stored bridged_from bridged_to before"),
+        (_POINTER, "hidden qkv attended wide features pages table slots positions seconds"),
+        (_INT64, "count page_tokens table_width table_layer taps"),
         (_INT32, "page_dtype padding"),
     )
 
@@ -119,8 +125,11 @@ class NativeKernels:
         call.keep = (keep, args)  # type: ignore[attr-defined]  # the C++ side holds only their addresses
         return call
 
-    def stack(self, layers: list[LayerSpec]) -> NativeStack:
-        """The call that runs layers of one geometry on fp32 hidden states, all in one parallel region."""
+    def stack(self, layers: list[LayerSpec], fit: FitSpec | None = None) -> NativeStack:
+        """The call that runs layers of one geometry on fp32 hidden states, all in one parallel region.
+
+        A `fit` stands in for layers that rows do not run.
+        """
         keep: list[Any] = []
         made = (LayerArgs * len(layers))()
         for args, layer in zip(made, layers, strict=True):
@@ -133,7 +142,22 @@ class NativeKernels:
             args.qkv.ldx = args.out.ldy = args.mlp_in.ldx = args.mlp_out.ldy = args.qkv.k
             args.qkv.ldy, args.out.ldx = args.qkv.n, args.out.k
             args.mlp_in.ldy = args.mlp_out.ldx = args.mlp_in.n
-        return NativeStack(self._stack, made, keep)
+        if fit is not None:
+            self._add_fit(made, fit, keep)
+        return NativeStack(self._stack, made, keep, 0 if fit is None else fit.taps)
+
+    def _add_fit(self, layers: Any, fit: FitSpec, keep: list[Any]) -> None:
+        for index, (down, up) in fit.bridges.items():
+            args = layers[index]
+            args.down, args.up = self.linear_args(down, keep), self.linear_args(up, keep)
+            args.down.ldx = args.up.ldy = args.qkv.k
+            args.down.ldy = args.up.ldx = args.down.n
+        for index, linear in fit.maps.items():
+            args = layers[index]
+            args.map = self.linear_args(linear, keep)
+            args.map.eps, args.map.ldx, args.map.ldy = linear.eps, args.map.k, args.qkv.n
+            keep.append(first := fit.first[index].detach().float().contiguous())
+            args.first = first.data_ptr()
 
     def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
         """`spec` as the C++ side has it; what it points to is put into `keep`."""
@@ -159,9 +183,9 @@ _ROWS_AT_ONCE = 64
 class NativeStack:
     """The call of a stack, its buffers, and the arguments whose addresses the C++ side holds."""
 
-    def __init__(self, function: Any, layers: Any, keep: list[Any]) -> None:
+    def __init__(self, function: Any, layers: Any, keep: list[Any], taps: int) -> None:
         self._function, self._layers, self._keep = function, layers, keep
-        self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers))
+        self._args = StackArgs(layers=ctypes.addressof(layers), count=len(layers), taps=taps)
         self._address = ctypes.addressof(self._args)
         self._rows = 0
         self._buffers: tuple[torch.Tensor, ...] = ()
@@ -173,6 +197,9 @@ class NativeStack:
             self._allocate(rows)
         counts, stored = array("i", given.counts), array("i", given.stored or given.counts)
         args.counts, args.stored = counts.buffer_info()[0], stored.buffer_info()[0]
+        bridged = [array("i", ends) for ends in zip(*given.bridged, strict=True)] if given.bridged else []
+        args.bridged_from, args.bridged_to = (ends.buffer_info()[0] for ends in bridged) if bridged else (None, None)
+        args.before = None if given.before is None else given.before.data_ptr()
         args.hidden, args.pages, args.table = given.hidden.data_ptr(), pages.data_ptr(), table.data_ptr()
         args.slots, args.positions = given.slots.data_ptr(), given.positions.data_ptr()
         args.page_tokens, args.page_dtype = pages.shape[3], WEIGHT_DTYPES[pages.dtype]
@@ -184,9 +211,11 @@ class NativeStack:
         self._buffers, rows = (), -(-rows // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         first = self._layers[0]
         # Where they are normed, what sublayers add lies where queries, keys and values were.
-        widths = max(first.qkv.n, first.out.n), first.out.k, first.mlp_in.n
+        wide = max(first.mlp_in.n, *(layer.down.n for layer in self._layers))
+        widths = max(first.qkv.n, first.out.n), first.out.k, wide, max(layer.map.k for layer in self._layers)
         self._buffers = tuple(torch.empty(rows, n) for n in widths)
-        self._args.qkv, self._args.attended, self._args.wide = (t.data_ptr() for t in self._buffers)
+        addresses = (t.data_ptr() for t in self._buffers)
+        self._args.qkv, self._args.attended, self._args.wide, self._args.features = addresses
         self._rows = rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from skipdecode.engine.kernels.quantize import QuantizedWeight
 __all__ = [
     "Activation",
     "AttentionSpec",
+    "FitSpec",
     "LayerSpec",
     "LinearSpec",
     "ModelSpec",
@@ -102,6 +104,28 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class FitSpec:
+    """What stands in for layers that rows do not run; see `skipdecode.models.fit`.
+
+    Parameters
+    ----------
+    bridges : mapping of int to pair of LinearSpec
+        By layer, the operations `down`, of normed states, and `up`, whose result is added.
+    maps : mapping of int to LinearSpec
+        By layer, keys and values (key columns first) of features: normed states, the token's own first.
+    first : mapping of int to torch.Tensor
+        By layer of `maps`, what stands for the map at position 0.
+    taps : int
+        Tokens before its own in a row's features.
+    """
+
+    bridges: Mapping[int, tuple[LinearSpec, LinearSpec]]
+    maps: Mapping[int, LinearSpec]
+    first: Mapping[int, torch.Tensor]
+    taps: int = 0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder.
 
@@ -157,6 +181,10 @@ class StackInput(NamedTuple):
     stored : list of int, optional
         How many rows, from the first, leave their keys and values in each layer: those that run it, and others that
         are only projected. Default: `counts`.
+    bridged : list of (int, int), optional
+        For each layer the first row that takes its bridge, and the first behind them that does not.
+    before : torch.Tensor, optional
+        (rows, taps), int32: the rows of the tokens before each, -1 where there is none; for rows that are projected.
     """
 
     hidden: torch.Tensor
@@ -166,3 +194,5 @@ class StackInput(NamedTuple):
     positions: torch.Tensor
     counts: list[int]
     stored: list[int] | None = None
+    bridged: list[tuple[int, int]] | None = None
+    before: torch.Tensor | None = None

@@ -2,6 +2,9 @@
 //
 // A step of a small model is some 200 phases of a few microseconds. They run in one parallel region, with a barrier between
 // phases that spins.
+#include <algorithm>
+#include <cmath>
+
 #include <omp.h>
 
 #include "kernels.h"
@@ -37,6 +40,43 @@ LinearArgs keys_and_values(LinearArgs a, int64_t queries) {
   return a;
 }
 
+// y += up(down(x)) on the rows that pass a layer by.
+void bridge(const StackArgs& s, int64_t index, const Team& team) {
+  const LayerArgs& layer = s.layers[index];
+  const int64_t from = s.bridged_from[index], n = s.bridged_to[index] - from;
+  float* hidden = s.hidden + from * layer.down.ldx;
+  linear_share(with(layer.down, n, hidden, s.wide, 0), team);
+  team.wait();
+  linear_share(with(layer.up, n, s.wide, hidden, 1), team);
+  team.wait();
+}
+
+// A row over its root mean square.
+void unit_row(const LinearArgs& map, const float* x, float* y, int64_t width) {
+  float sum = 0;
+  for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+  const float scale = 1 / std::sqrt(sum / width + map.eps);
+  for (int64_t i = 0; i < width; i++) y[i] = x[i] * scale;
+}
+
+// Keys and values of rows `n` to `stored`, which lie behind the queries in qkv, from the states that pass by.
+void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t n, int64_t stored, const Team& team) {
+  const int64_t width = layer.qkv.k, all = (s.taps + 1) * width;
+  for (int64_t row = n + team.id; row < stored; row += team.size)
+    for (int64_t tap = 0; tap <= s.taps; tap++) {
+      float* to = s.features + row * all + tap * width;
+      const int64_t from = tap ? s.before[row * s.taps + tap - 1] : row;
+      if (from < 0) std::fill(to, to + width, 0.0f);
+      else unit_row(layer.map, s.hidden + from * width, to, width);
+    }
+  team.wait();
+  float* y = s.qkv + n * layer.map.ldy + layer.qkv.n - layer.map.n;
+  linear_share(with(layer.map, stored - n, s.features + n * all, y, 0), team);
+  team.wait();
+  for (int64_t row = n + team.id; row < stored; row += team.size)
+    if (s.positions[row] == 0) std::copy(layer.first, layer.first + layer.map.n, y + (row - n) * layer.map.ldy);
+}
+
 void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock) {
   const LayerArgs& layer = s.layers[index];
   const int64_t n = s.counts[index], stored = s.stored[index];
@@ -56,7 +96,9 @@ void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock
     add_normed_share(with(norm, n, s.qkv, s.hidden, 1), team);
   };
   if (n) linear_share(with(layer.qkv, n, s.hidden, s.qkv, 0), team);
-  if (stored > n) {
+  if (stored > n && layer.map.w) {
+    mapped_keys_and_values(s, layer, n, stored, team);
+  } else if (stored > n) {
     const int64_t queries = attention.heads * attention.dim;
     const LinearArgs rest = keys_and_values(layer.qkv, queries);
     linear_share(with(rest, stored - n, s.hidden + n * rest.ldx, s.qkv + n * rest.ldy + layer.qkv.n - rest.n, 0), team);
@@ -102,7 +144,9 @@ extern "C" void skipdecode_linear(const LinearArgs* a) {
 extern "C" void skipdecode_stack(const StackArgs* s) {
   with_team([s](const Team& team) {
     Clock clock{team.id ? nullptr : s->seconds, omp_get_wtime()};
-    for (int64_t i = 0; i < s->count; i++)
+    for (int64_t i = 0; i < s->count; i++) {
       if (s->stored[i]) run_layer(*s, i, team, clock);
+      if (s->bridged_from && s->layers[i].down.w && s->bridged_from[i] < s->bridged_to[i]) bridge(*s, i, team);
+    }
   });
 }
