@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from oracle import active_tokens, layer_list, oracle_logits
 from skipdecode import Schedule, attach
+from skipdecode.calibration.fitting import FitOptions, fit_model
+from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError
+from skipdecode.evaluation.teacher_forced import token_fidelity
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.fit import Bridge, Fit, PromptMap, keep_fit
+from skipdecode.tuning.collate import collate
 from tiny import LAYERS, ragged_prompts, tiny_model
 
 NEW = 12
@@ -143,3 +150,105 @@ def test_the_fast_engine_equals_the_gates(family, prompt, taps):
         if options.get("prefix_cache"):
             assert [row.tokens for row in engine.decode(requests)] == expected
             assert engine.stats.prefix_hit_tokens
+
+
+def test_a_file_gives_the_same_fit(tmp_path):
+    model = model_of("llama")
+    fit = random_fit(model, [LOWER, GAPS], taps=1)
+    fit.half().float().save(tmp_path / "fit.safetensors")  # numbers that 16 bits hold
+    loaded = Fit.load(tmp_path / "fit.safetensors")
+    assert (loaded.prompt_sets, loaded.taps, loaded.num_layers) == ((LOWER, GAPS), 1, LAYERS)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in fit.state_dict().items())
+
+
+def broken(tensors, about):
+    tensors["bridges.1.down"] = tensors["bridges.1.down"][:, :-1].contiguous()
+
+
+def infinite(tensors, about):
+    tensors["bridges.1.bias"][0] = float("inf")
+
+
+def foreign(tensors, about):
+    tensors["other"] = torch.zeros(1)
+
+
+def partial(tensors, about):
+    del tensors["bridges.1.up"]
+
+
+def newer(tensors, about):
+    about["format"] = 99
+
+
+@pytest.mark.parametrize("change", [broken, infinite, foreign, partial, newer])
+def test_a_file_that_is_no_fit_is_refused_in_one_line(tmp_path, change):
+    path = tmp_path / "fit.safetensors"
+    random_fit(model_of("llama")).save(path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["skipdecode.fit"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(tensors, about)
+    save_file(tensors, path, {"skipdecode.fit": json.dumps(about)})
+    with pytest.raises(FitError) as refusal:
+        Fit.load(path)
+    assert str(path) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_cut_and_foreign_files_are_refused(tmp_path):
+    path = tmp_path / "fit.safetensors"
+    path.write_bytes(b"no tensors")
+    with pytest.raises(FitError):
+        Fit.load(path)
+    save_file({"weight": torch.zeros(1)}, path)
+    with pytest.raises(FitError):
+        Fit.load(path)
+
+
+def test_a_fit_of_another_model_is_refused():
+    other = tiny_model("llama", hidden_size=64)
+    with pytest.raises(FitError, match="columns"):
+        attach(model_of("llama"), FLAT, random_fit(other))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text"])
+def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
+    model = model_of(family)
+    random = torch.Generator().manual_seed(5)
+    texts = torch.randint(3, 100, (40, 40), generator=random).tolist()
+    examples = [Example(str(i), tuple(text[:20]), tuple(text[20:])) for i, text in enumerate(texts)]
+    batches = [collate(examples[i : i + 5], 0) for i in range(0, 40, 5)]
+    for schedule in (FALLING, replace(Schedule.full(LAYERS), prompt=LOWER), replace(FALLING, prompt="max_exit")):
+        fit = fit_model(model, [schedule], batches, FitOptions(fit_rank=16, fit_taps=1))
+        pairs = [text[:20] for text in texts[:10]], [text[20:] for text in texts[:10]]
+        distance = {}
+        for name, used in (("fitted", fit), ("skipped", None)):
+            keep_fit(model, used)
+            distance[name] = sum(row["kl"].mean() for row in token_fidelity(model, schedule, *pairs))
+            keep_fit(model, None)
+        assert distance["fitted"] < 0.9 * distance["skipped"], schedule.name
+
+
+def test_too_few_tokens_are_refused():
+    batch = collate([Example("1", (3, 4, 5), (6, 7))], 0)
+    with pytest.raises(FitError, match="too few"):
+        fit_model(model_of("llama"), [FLAT], [batch], FitOptions())
+
+
+def test_training_through_bridges_has_the_oracle_s_gradients():
+    model = tiny_model("llama")
+    fit = random_fit(model)
+    ids, mask = ragged_prompts((12, 12, 12))
+    labels = ids.clone()
+    labels[:, :5] = -100
+    with attach(model.train(), FLAT, fit) as attached:
+        attached.model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    logits = oracle_logits(model, ids, mask, active_tokens(FLAT, 5, 12), fit, FLAT, 5)
+    torch.nn.functional.cross_entropy(logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()).backward()
+    for name, gradient in found.items():
+        expected = dict(model.named_parameters())[name].grad
+        assert expected is not None
+        assert torch.allclose(gradient, expected, atol=1e-5), name

@@ -114,7 +114,7 @@ class _Sums:
     def _solution(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
         penalty = torch.full((len(gram),), ridge * float(gram.diagonal()[:-1].mean()), dtype=gram.dtype)
         penalty[-1] = 0
-        return torch.linalg.solve(gram + penalty.diag(), cross)
+        return torch.linalg.solve(gram + penalty.diag(), cross)  # type: ignore[no-any-return]
 
 
 class _Sweep:

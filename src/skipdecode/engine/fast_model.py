@@ -156,7 +156,9 @@ class FastModel:
     def _bind(self) -> None:
         """Take the weights' addresses."""
         self._mapped: dict[tuple[int, ...], NativeStack] = {}
-        self._stack = self._kernels.stack(self._spec.layers, self.fit and fit_spec(self.fit, self.dtype))
+        self._stack = self._kernels.stack(
+            self._spec.layers, None if self.fit is None else fit_spec(self.fit, self.dtype)
+        )
         self.head = self._head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
 
 

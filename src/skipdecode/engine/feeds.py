@@ -120,7 +120,7 @@ def token_rows(feeds: list[Feed], order: DepthOrder, taps: int = 0) -> tuple[Tok
 
 def _rows_before(spans: list[_Span], every: int, taps: int) -> list[list[int]]:
     """For the first `every` rows of a forward the rows of the `taps` tokens before each, -1 where there is none."""
-    places = {}
+    places: dict[tuple[int, int], int] = {}
     for span in spans:
         for offset in range(len(span.tokens)):
             places[span.row.slot, span.start + offset] = len(places)

@@ -151,7 +151,7 @@ class Fit(nn.Module):
         wanted = tuple(prompt)
         for layers, maps in zip(self.prompt_sets, self.maps, strict=True):
             if layers == wanted:
-                return dict(maps.items()).get(str(layer))  # type: ignore[operator,union-attr]
+                return dict(maps.items()).get(str(layer))  # type: ignore[operator]
         return None
 
     def check_fits(self, model: Any) -> None:
@@ -209,12 +209,13 @@ class Fit(nn.Module):
                     maps[sets[int(number)]].setdefault(int(layer), {})[part] = tensor.float()
                 case _:
                     raise FitError(f"tensor {name!r} is not known")
-        sizes = (about.pop(name) for name in ("num_layers", "hidden_size"))
+        num_layers, hidden_size, taps = (about.pop(name) for name in ("num_layers", "hidden_size", "taps"))
         return cls(
-            *sizes,
+            num_layers,
+            hidden_size,
             {layer: Bridge(**parts) for layer, parts in bridges.items()},
             {layers: {n: PromptMap(**parts) for n, parts in of.items()} for layers, of in maps.items()},
-            about.pop("taps"),
+            taps,
             about,
         )
 
@@ -224,12 +225,12 @@ class Fit(nn.Module):
             raise FitError(f"taps={self.taps} is not accepted: give 0 to {MOST_TAPS}")
         shapes: dict[str, tuple[int, ...]] = {}
         for layer, bridge in self.bridges.items():
-            rank = bridge.down.shape[0]  # type: ignore[index,union-attr]
-            shapes |= {f"bridges.{layer}.{n}": s for n, s in (("down", (rank, width)), ("up", (width, rank)))}
+            rank = int(bridge.down.shape[0])  # type: ignore[index]
+            shapes[f"bridges.{layer}.down"], shapes[f"bridges.{layer}.up"] = (rank, width), (width, rank)
             shapes[f"bridges.{layer}.bias"] = (width,)
         for number, maps in enumerate(self.maps):
-            for layer, made in maps.items():  # type: ignore[operator,union-attr]
-                rows = made.bias.shape[0]
+            for layer, made in maps.items():  # type: ignore[operator]
+                rows = len(made.bias)
                 shapes[f"maps.{number}.{layer}.weight"] = rows, (self.taps + 1) * width
                 shapes[f"maps.{number}.{layer}.first"] = (rows,)
         for name, tensor in self.state_dict().items():

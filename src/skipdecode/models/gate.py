@@ -61,7 +61,7 @@ class GateState:
         fit.to(next(layers[0].parameters()).device)
         self.taps = fit.taps
         self.bridges = {n: found for n in numbers if (found := fit.bridge(n)) is not None}
-        self.maps = {n: found for n in schedule.projected if (found := fit.prompt_map(prompt, n)) is not None}
+        self.maps = {n: made for n in schedule.projected if (made := fit.prompt_map(prompt, n)) is not None}
         for layer in self.maps:
             if projection(layers[layer], "k_proj") is None:
                 raise FitError(
