@@ -262,23 +262,21 @@ def test_profile_accounts_for_the_whole_step_and_opens_as_a_trace(tmp_path: Path
     assert bench(model, *wanted, "--out", str(out), "--profile", str(trace)) == 0
     assert "ms a step (" in capsys.readouterr().out
     rows = json.loads(out.read_text())["profile"]
-    schedule = Schedule.from_speedup(LAYERS, 2, 8)
     for engine, nominal in [("fast", 1), ("fast", 2), ("transformers", 1), ("gated", 1), ("gated", 2)]:
         mine = {r["kind"]: r for r in rows if (r["engine"], r["nominal_speedup"]) == (engine, nominal)}
         assert sum(r["share"] for r in mine.values()) == pytest.approx(1)
-        depth = LAYERS if nominal == 1 else schedule.mean_budget(8)
-        products = 1 if engine == "fast" else 4  # a norm, then q, k and v apart
-        assert mine["qkv"]["calls_per_step"] == pytest.approx(depth * products)
-        assert mine["head"]["gb_per_s"] > 0
-        assert {"append", "attention", "out", "mlp_in", "mlp_out", "embedding", "head", "host"} <= set(mine)
+        named = {"qkv", "attention", "out", "mlp_in", "mlp_out", "embed", "layers", "head", "sampling"}
+        assert named <= set(mine) if engine == "fast" else "aten::mm" in mine or "aten::addmm" in mine
+        if engine == "fast":
+            assert mine["layers"]["calls_per_step"] == mine["head"]["calls_per_step"] == 1
+        elif nominal == 2:  # operators run for the layers that run
+            (full,) = (r for r in rows if (r["kind"], r["engine"], r["nominal_speedup"]) == ("aten::mm", engine, 1))
+            assert mine["aten::mm"]["calls_per_step"] < full["calls_per_step"]
     document = json.loads(trace.read_text())
     assert document["profile"] == rows
     events = document["traceEvents"]
     assert {e["ph"] for e in events} == {"M", "X"}
-    steps = [e for e in events if e["pid"] == 1 and e.get("cat") == "step"]
-    assert len(steps) == 8
-    for call in (e for e in events if e["pid"] == 1 and e.get("cat") == "call"):
-        assert any(s["ts"] <= call["ts"] and call["ts"] + call["dur"] <= s["ts"] + s["dur"] + 1 for s in steps)
+    assert sum(e["pid"] == 1 and e["name"] == "layers" for e in events) == 8
 
 
 @pytest.mark.parametrize("engine", ["fast", "transformers"])
@@ -286,7 +284,7 @@ def test_a_profiled_model_is_left_as_it_was(engine: str):
     model = tiny_model("llama")
     peer = make_peer(engine, model)
     before = {m: dict(m.__dict__) for m in model.modules()}
-    assert profile([peer], Workload((1,), (6,), 5, (), 1), LAYERS, 1e9)["rows"]
+    assert profile([peer], Workload((1,), (6,), 5, (), 1), LAYERS)["rows"]
     for module, held in before.items():
         assert module.__dict__.keys() == held.keys()
     assert peer.decode_seconds(Schedule.full(LAYERS), Rows(1, 6, 5)) > 0

@@ -58,7 +58,7 @@ class Config(Workload, ThreadOptions):
         path=Writes(),
     )
     profile: str | None = option(
-        "file for a trace of decode steps; also prints where their time goes", default=None, path=Writes()
+        "file for a trace of 16 decode steps; also prints where their time goes", default=None, path=Writes()
     )
     overwrite: bool = option(OVERWRITE, default=False)
 
@@ -119,7 +119,7 @@ def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         document = heading("bench") | {"environment": environment(), "config": settings} | found
         if config.profile is None:
             return document, {}
-        steps = profile(peers, config, layers, found["bandwidth_gb_s"] * 1e9)
+        steps = profile(peers, config, layers)
         return document | {"profile": steps["rows"]}, {"traceEvents": steps["traceEvents"], "displayTimeUnit": "ms"}
     finally:
         for peer in peers:
@@ -168,8 +168,6 @@ _PROFILE = {
     "share": "{share:.1%}",
     "calls/step": "{calls_per_step:.1f}",
     "us/call": "{us_per_call:.1f}",
-    "GB/s": "{gb_per_s:.1f}",
-    "of bandwidth": "{bandwidth_share:.0%}",
 }
 _RUN = ("engine", "batch", "prompt", "nominal_speedup")
 

@@ -20,8 +20,7 @@ from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.kv import PagedKV
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.plan import PROMPT
-from skipdecode.performance.bench.peers import Peer, Rows
-from skipdecode.performance.bench.recorder import replaced
+from skipdecode.performance.bench.peers import Peer, Rows, replaced
 from skipdecode.performance.cost import CostModel, StepCost
 from skipdecode.schedule import Schedule
 
