@@ -92,7 +92,7 @@ def _recorded(peer: Peer, schedule: Schedule, rows: Rows) -> tuple[list[dict[str
 
 
 def _table(seconds: dict[str, float], calls: dict[str, int], total: float, steps: int) -> list[dict[str, Any]]:
-    """Our own parts and the operators that take the most time, the others together, and what no kind accounts for, "host"."""
+    """Our own parts and the longest operators, the others together, and what no kind accounts for, "host"."""
     most = sorted(seconds, key=lambda kind: (kind not in _PARTS, -seconds[kind]))
     shown = {kind: seconds[kind] for kind in most[:_SHOWN]}
     shown["other"] = sum(seconds.values()) - sum(shown.values())
