@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
@@ -23,7 +22,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.locate import model_files
-from skipdecode.performance.bench.workload import DRAFTING, GEOMETRIES, PEERS, Workload, build
+from skipdecode.performance.bench.workload import GEOMETRIES, PEERS, Workload, build
 
 if TYPE_CHECKING:
     from skipdecode.performance.bench.peers import Peer
@@ -44,13 +43,12 @@ class Config(Workload, ThreadOptions):
     engines: tuple[str, ...] = option(
         "fast, fast-int8, fast-int4, fast-w8a8: the package's own, with the model's weights or quantized ones; "
         "transformers, transformers-static: its generate, untouched, with its dynamic or a static cache; gated: "
-        "transformers under the schedules; early-exit, prompt-lookup: transformers' drafting, one row, on a real text; "
+        "transformers under the schedules; "
         "llama.cpp-TYPE: llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast "
         "ones and gated run schedules, the others full depth",
         default=("fast", "transformers"),
         choices=PEERS,
     )
-    exit_layer: int | None = option("layers that draft in early-exit (default: a quarter)", default=None, least=1)
     out: str | None = option("file for the results as JSON", default=None, path=Writes())
     png: str | None = option(
         "file for a picture: speed-up and share of the limit against nominal, step time against batch and prompt",
@@ -133,25 +131,15 @@ def _peers(config: Config) -> tuple[Any, list[Peer]]:
     from skipdecode.models.loading.hub import choose_device, load_model
     from skipdecode.performance.bench.peers import make_peer
 
-    tokenizer = None
     if config.geometry is not None:
         model = build(config.geometry, getattr(torch, config.dtype), choose_device(config.device))
         _check_fits(config, model.config)
     else:
         loaded = load_model(str(config.model), dtype=config.dtype, device=config.device, require_tokenizer=False)
-        model, tokenizer = loaded.model, loaded.tokenizer
+        model = loaded.model
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()
-    names = dict.fromkeys(config.engines)
-    text = _text(tokenizer) if tokenizer is not None and names.keys() & DRAFTING else None
-    return model, [make_peer(name, model, text=text, exit_layer=config.exit_layer) for name in names]
-
-
-def _text(tokenizer: Any) -> list[int]:
-    """The demo's prompts, a line each: what drafting methods continue."""
-    listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
-    ids: list[int] = tokenizer("\n".join(prompt["text"] for prompt in listed))["input_ids"]
-    return ids
+    return model, [make_peer(name, model) for name in dict.fromkeys(config.engines)]
 
 
 # ---------------------------------------------------------------------- report
@@ -178,7 +166,7 @@ def _report(document: dict[str, Any]) -> list[str]:
     rows = [row | {"mb_per_step": row["bytes_per_step"] / 1e6} for row in document["rows"]]
     rates = "".join(f", products in {kind}: {rate:.0f} GFLOP/s" for kind, rate in document["products_gflop_s"].items())
     read = f"large read: {document['bandwidth_gb_s']:.1f} GB/s{rates}, {document['environment']['threads']} threads"
-    lines = [*figures(BENCH | _BESIDE_REPORT, rows), "", read, *document["notes"]]
+    lines = [*figures(BENCH | _BESIDE_REPORT, rows), "", read]
     unprofiled = {tuple(r[k] for k in _RUN): r["ms_per_step"] for r in rows}
     parts: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in document.get("profile", ()):

@@ -16,7 +16,6 @@ import torch
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
-from skipdecode.errors import UsageError
 from skipdecode.performance.bench.peers import Peer, Rows
 from skipdecode.performance.bench.workload import Workload
 from skipdecode.performance.machine import measure_bandwidth, measure_products
@@ -61,10 +60,10 @@ def measure(
     -------
     dict
         ``bandwidth_gb_s``, the median of all reads; ``products_gflop_s``, of products by type; ``rows``, one for each
-        batch, prompt length, engine and nominal speed-up; ``notes``, lines on what could not be measured.
+        batch, prompt length, engine and nominal speed-up.
     """
     schedules = workload.schedules(num_layers)
-    cells = [(Rows(*size, workload.new), _runs(peers, schedules, size[0])) for size in workload.sizes]
+    cells = [(Rows(*size, workload.new), _runs(peers, schedules)) for size in workload.sizes]
     found = []
     total = sum(len(runs) for _, runs in cells) * workload.rounds
     with progress_bar(total, "run", shown=progress) as bar:
@@ -85,8 +84,6 @@ def measure(
 
                 watch.lap(lap)
             found += [_row(rows, watch, run) for run in runs]
-    if not found:
-        raise UsageError("; ".join(_notes(peers, workload)))
     bandwidth = statistics.median(b for row in found for b in row["bandwidth_gb_s"])
     kinds = {peer.name: peer.arithmetic for peer in peers}
     products = {
@@ -97,22 +94,11 @@ def measure(
         "bandwidth_gb_s": bandwidth,
         "products_gflop_s": products,
         "rows": found,
-        "notes": _notes(peers, workload),
     }
 
 
-def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule], batch: int) -> list[_Run]:
-    fit = [p for p in peers if p.max_batch is None or batch <= p.max_batch]
-    return [_Run(p, n, s) for n, s in schedules.items() for p in fit if p.skips or n == 1]
-
-
-def _notes(peers: Sequence[Peer], workload: Workload) -> list[str]:
-    left_out = {p: [str(b) for b in workload.batches if p.max_batch is not None and b > p.max_batch] for p in peers}
-    return [
-        f"{peer.name} decodes {peer.max_batch} row at a time: not measured at batch {', '.join(batches)}"
-        for peer, batches in left_out.items()
-        if batches
-    ]
+def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule]) -> list[_Run]:
+    return [_Run(p, n, s) for n, s in schedules.items() for p in peers if p.skips or n == 1]
 
 
 def _row(rows: Rows, watch: _Watch, run: _Run) -> dict[str, Any]:
@@ -127,7 +113,7 @@ def _row(rows: Rows, watch: _Watch, run: _Run) -> dict[str, Any]:
         "weights": peer.weights,
         **rows._asdict(),
         "nominal_speedup": run.nominal,
-        "mean_layers": peer.mean_layers(run.schedule, rows),
+        "mean_layers": run.schedule.mean_budget(steps),
         "request_speedup": _request_speedup(watch, full[peer.name], run),
         "request_speedup_over_transformers": _request_speedup(watch, reference, run),
         "decode_tokens_per_s": rows.batch * steps / median,

@@ -10,17 +10,15 @@ from skipdecode.performance.bench.gguf_file import KINDS
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 
-__all__ = ["DRAFTING", "GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
+__all__ = ["GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
 
 QUANTIZED = ("fast-int8", "fast-int4", "fast-w8a8")
-DRAFTING = ("early-exit", "prompt-lookup")
 PEERS = (
     "fast",
     *QUANTIZED,
     "transformers",
     "transformers-static",
     "gated",
-    *DRAFTING,
     *(f"llama.cpp-{kind}" for kind in KINDS),
     "vllm",
 )

@@ -1,8 +1,7 @@
 """What is measured against each other, by name: an `Engine` for every one, and what its steps must read.
 
 A step's time does not depend on what a cache holds, only on how much. So prompts are made up where an engine lets them
-(`made_up`): computed, they would take most of a benchmark's time. Only drafting methods, whose speed depends on the
-text, get a real one.
+(`made_up`): computed, they would take most of a benchmark's time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
-from skipdecode.performance.bench.workload import DRAFTING, PEERS, QUANTIZED
+from skipdecode.performance.bench.workload import PEERS, QUANTIZED
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine
@@ -38,14 +37,12 @@ class Peer(ABC):
 
     `weights` is the type in which it reads them, `arithmetic` the one in which it multiplies
     (`skipdecode.performance.machine.measure_products`). One that `skips` can run schedules; others are measured at
-    full depth only. One that `times_prompts` has forwards of prompts that are its users'. `max_batch` is the most
-    rows that it decodes together, None for any number; one that `warms` compiles or records a step on its first
-    run, which is not to be timed.
+    full depth only. One that `times_prompts` has forwards of prompts that are its users'. One that `warms` compiles or
+    records a step on its first run, which is not to be timed.
     """
 
     name: str
     skips: bool = False
-    max_batch: int | None = None
     warms: bool = False
     times_prompts: bool = True
 
@@ -78,7 +75,7 @@ class Peer(ABC):
             return token_times(engine, self.requests(rows))
 
     def step_seconds(self, schedule: Schedule, rows: Rows) -> list[float]:
-        """Seconds of each decode step of all rows, of drafting methods of each token."""
+        """Seconds of each decode step of all rows."""
         return [after - before for before, after in pairwise(self.run(schedule, rows))]
 
     def decode_seconds(self, schedule: Schedule, rows: Rows) -> float:
@@ -106,10 +103,6 @@ class Peer(ABC):
         flops = batch * sizes.fixed_flops(), batch * sizes.layer_flops(), sizes.kv_flops_per_token()
         cost = CostModel.of_step(sizes.num_layers, batch, *flops)
         return cost.sequence_seconds(schedule, rows.prompt, rows.new) / (rows.new - 1)
-
-    def mean_layers(self, schedule: Schedule, rows: Rows) -> float:
-        """Mean layers that a step runs."""
-        return schedule.mean_budget(rows.new - 1)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Give back what is not Python's to collect."""
@@ -140,26 +133,18 @@ def replaced(calls: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Iterator[N
                 setattr(owner, name, held)
 
 
-def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_layer: int | None = None) -> Peer:
+def make_peer(name: str, model: Any) -> Peer:
     """A peer by name.
-
-    Drafting peers continue `text`, the tokens of a real one; `exit_layer` layers draft in "early-exit", by default a
-    quarter of them.
 
     Raises
     ------
     UsageError
-        For a name that is not known or does not cover the model, and for a drafting peer without a text.
+        For a name that is not known or does not cover the model.
     MissingExtraError
         If the peer's library is absent.
     """
     if name not in PEERS:
         raise UsageError(f"engine {name!r} is not known: accepted are {', '.join(PEERS)}")
-    if name in DRAFTING and not text:
-        raise UsageError(
-            f"the engine {name!r} gains by guessing a text, which random weights do not have: give a model with a "
-            "tokenizer, or leave it out of --engines"
-        )
     # Each engine's libraries are imported only when it is asked for.
     if name.startswith("llama.cpp-"):
         from skipdecode.performance.bench.peers.llama_cpp import LlamaCppPeer
@@ -176,7 +161,4 @@ def make_peer(name: str, model: Any, *, text: list[int] | None = None, exit_laye
         return own.FastPeer(model, quantization=kind)
     if name == "gated":
         return own.GatedPeer(model)
-    if name in DRAFTING:
-        layers = exit_layer or max(1, model.config.num_hidden_layers // 4)
-        return generate.DraftingPeer(model, name, text or [], layers)
     return generate.TransformersPeer(model, name)
