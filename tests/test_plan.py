@@ -250,7 +250,7 @@ def test_what_comes_next_can_be_run(model_dir, config_file, tmp_path, capsys, mo
     count_time(monkeypatch)
 
     def commands(model: str, *target: str) -> list[list[str]]:
-        lines = plan(capsys, model, *target, "--out", "s.json").splitlines()
+        lines = plan(capsys, model, *target, "--out", "s.json", "--overwrite").splitlines()
         return [shlex.split(line)[2:] for line in lines if line.startswith(("next", "then"))]
 
     save_checkpoint(tmp_path / "model")

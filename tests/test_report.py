@@ -76,7 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(out: Path, *arguments: str | Path) -> str:
-    assert main(["report", *map(str, arguments), "--out", str(out)]) == 0
+    assert main(["report", *map(str, arguments), "--out", str(out), "--overwrite"]) == 0
     return out.read_text(encoding="utf-8")
 
 
