@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         print(json.dumps(rows[-1]), flush=True)
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
-    return {**heading("agreement"), "environment": environment(), "config": config, "rows": rows}
+    return {**heading("benchmark", "agreement"), "environment": environment(), "config": config, "rows": rows}
 
 
 def main() -> None:

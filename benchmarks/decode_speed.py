@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
         )
     config = {k: v for k, v in vars(options).items() if k != "out"}
-    about = {**heading("decode-speed"), "environment": environment(), "config": config}
+    about = {**heading("benchmark", "decode-speed"), "environment": environment(), "config": config}
     return {**about, "cost_model": cost.to_dict(), "rows": rows}
 
 

@@ -184,7 +184,13 @@ def main() -> None:
         print(json.dumps(found[-1]), flush=True)
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data")}
     config["command"] = " ".join(["python", Path(sys.argv[0]).name])
-    document = {**heading("head"), "environment": environment(), "config": config, "same": found, "speed": timed}
+    document = {
+        **heading("benchmark", "head"),
+        "environment": environment(),
+        "config": config,
+        "same": found,
+        "speed": timed,
+    }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -92,7 +92,10 @@ def main() -> None:
     print(f"read {after:.1f} GB/s")
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            document = heading("kernel-speed") | {"threads": args.threads, "read_gb_per_s": [before, after]}
+            document = heading("benchmark", "kernel-speed") | {
+                "threads": args.threads,
+                "read_gb_per_s": [before, after],
+            }
             json.dump(document | {"rows": table}, file, indent=1)
 
 

@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prediction: {e}", file=sys.stderr)
         return 1
     document = {
-        **heading("prediction"),
+        **heading("benchmark", "prediction"),
         "environment": environment(),
         "what": WHAT,
         "rounds": ROUNDS,

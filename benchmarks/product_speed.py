@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         print(json.dumps(row), flush=True)
     config = {k: v for k, v in vars(options).items() if k != "out"}
     found = {"products_gflop_s": {k: statistics.median(v) / 1e9 for k, v in rates.items()}, "rows": table}
-    return {**heading("product-speed"), "environment": environment(), "config": config} | found
+    return {**heading("benchmark", "product-speed"), "environment": environment(), "config": config} | found
 
 
 def _row(geometry: ModelGeometry, times: Any, rates: Any, name: str, tokens: int) -> dict[str, Any]:

@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = load_runs(options.runs)
         full = yardstick(runs, options.full)
         files = (options.speed, options.speed_alone)
-        speeds = tuple(None if file is None else read_result(file, "schedule-speed") for file in files)
+        speeds = tuple(None if file is None else read_result(file, "benchmark") for file in files)
         document = build(runs, full, speeds, options.resamples, options.model, options.beside)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except (SkipDecodeError, OSError) as e:

@@ -95,7 +95,7 @@ def any_order(work: dict[str, Any]) -> Schedule:
 
 def measured(out: Path) -> list[dict[str, Any]]:
     """The work of an earlier call."""
-    return [row["work"] for row in read_result(out, "schedule-speed")["rows"]]
+    return [row["work"] for row in read_result(out, "benchmark")["rows"]]
 
 
 def document(turns: Turns, works: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def document(turns: Turns, works: Sequence[dict[str, Any]], about: dict[str, Any
         rows.append({"work": work, **found, **bounds})
         del rows[-1]["full_depth_speed"]
     return {
-        **heading("schedule-speed"),
+        **heading("benchmark", "schedule-speed"),
         "environment": environment(),
         "what": WHAT,
         "rounds": ROUNDS,

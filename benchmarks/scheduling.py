@@ -301,7 +301,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     job = load(options)
-    document = read_result(options.out, "scheduling") if options.out.exists() else heading("scheduling")
+    document = read_result(options.out, "benchmark") if options.out.exists() else heading("benchmark", "scheduling")
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     found = {"waves": waves, "stream": stream}[options.part](job, options)
     here = environment()

@@ -192,7 +192,12 @@ def main() -> None:
     with server(options, *more) as (url, process):
         found = asyncio.run(run(url, process, options))
     config = {"model": options.model, "clients": options.clients, "command": " ".join(["python", *sys.argv])}
-    document = {**heading("serve-faults"), "environment": environment(), "config": config, **found}
+    document = {
+        **heading("benchmark", "serve-faults"),
+        "environment": environment(),
+        "config": config,
+        **found,
+    }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=1))
 

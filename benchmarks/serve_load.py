@@ -290,7 +290,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rates = [found["tokens_per_s"] for found in document["schedules"].values()]
     config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
     return {
-        **heading("serve-load"),
+        **heading("benchmark", "serve-load"),
         "environment": environment(),
         "config": config,
         "speedup": rates[1] / rates[0],

@@ -333,7 +333,7 @@ def vllm_versions(document: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-# By name, with the kind of result that each is made from.
+# By name, with the kind of result, or the benchmark, that each is made from.
 TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
@@ -363,7 +363,10 @@ def filled(page: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         kind, rows = TABLES[match[2]]
-        return match[1] + markdown(rows(read_result(ROOT / match[3], kind))) + match[4]
+        document = read_result(ROOT / match[3])
+        if document.get("benchmark", document["kind"]) != kind:
+            raise SystemExit(f"{match[3]} is no result of {kind}")
+        return match[1] + markdown(rows(document)) + match[4]
 
     return BLOCK.sub(table, page)
 

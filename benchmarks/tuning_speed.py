@@ -90,7 +90,12 @@ def main() -> None:
     keep_freed_memory()
     rows = measure(True, options) + measure(False, options)
     config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
-    document = {**heading("tuning-speed"), "environment": environment(), "config": config, "rows": rows}
+    document = {
+        **heading("benchmark", "tuning-speed"),
+        "environment": environment(),
+        "config": config,
+        "rows": rows,
+    }
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         speeds = f"{row['tokens_per_s']:7.0f} tokens/s {row['speedup']:.2f}x"

@@ -70,7 +70,7 @@ def main() -> None:
             )
             print(json.dumps(rows[-1]), flush=True)
     counts = {"prompts": len(asked), "names": sum(len(names) for _, names in asked)}
-    document = {**heading("unseen-names"), "environment": environment(), **counts, "rows": rows}
+    document = {**heading("benchmark", "unseen-names"), "environment": environment(), **counts, "rows": rows}
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

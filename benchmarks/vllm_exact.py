@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     figures = {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
-    return {**heading("vllm-exact"), "environment": environment(), "config": config} | figures
+    return {**heading("benchmark", "vllm-exact"), "environment": environment(), "config": config} | figures
 
 
 def main() -> None:

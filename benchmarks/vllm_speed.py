@@ -253,9 +253,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it stay")
     options = parser.parse_args()
     for part, ratio, run in measure(options):
-        document = {**heading("vllm-speed"), "ratios": {}, "runs": []}
+        document = {**heading("benchmark", "vllm-speed"), "ratios": {}, "runs": []}
         if options.out.is_file():
-            document = read_result(options.out, "vllm-speed")
+            document = read_result(options.out, "benchmark")
         config = {k: v for k, v in vars(options).items() if k not in ("out", "model")} | {"part": part}
         document["environment"] = environment()
         document["ratios"][part] = ratio

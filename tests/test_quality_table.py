@@ -124,7 +124,7 @@ def test_a_yardstick_and_a_speed_for_every_run_are_needed(
 ):
     table, out = script("quality_table"), str(tmp_path / "t.json")
     (tmp_path / "speed.json").write_text(
-        json.dumps(heading("schedule-speed") | {"environment": {"threads": 1}, "rows": []})
+        json.dumps(heading("benchmark", "schedule-speed") | {"environment": {"threads": 1}, "rows": []})
     )
     two, four, full = (str(runs[name].path.parent) for name in ("flat-2x", "flat-4x", "full"))
     for arguments, message in (

@@ -29,29 +29,9 @@ CALIBRATION: dict[str, Any] = {
         {"base": 1.6, "losses": {str(i): 1.7 + i / 10 for i in range(2, 7)}},
     ],
     "verdicts": [
-        {"name": n, "speedup": 2.0, "mean_layers": 4, "predicted": 1.75, "measured": 1.875, "held_out": None}
+        {"name": n, "speedup": 2.0, "mean_layers": 4, "measured": 1.875, "held_out": None}
         for n in ("paper", "calibrated-2x")
     ],
-}
-
-LOAD: dict[str, Any] = {
-    **heading("serve-load"),
-    "config": {"model": "tiny", "streams": 64, "seconds": 120},
-    "environment": {"date": "2026-01-01", "cpu": "a CPU", "cores": 2, "packages": {}},
-    "speedup": 1.625,
-    "streams": 90,
-    "errors": [],
-    "streams_unlike_offline": 0,
-    "memory_mib": [[0.0, 500.0], [60.0, 520.0], [120.0, 521.0]],
-    "schedules": {
-        name: {
-            "tokens_per_s": rate,
-            "streams": 45,
-            "first_token_s": {"p50": 0.5, "p95": 0.75, "p99": 1.25},
-            "between_chunks_s": {"p50": 0.02, "p95": 0.03, "p99": 0.04},
-        }
-        for name, rate in (("full", 400.0), ("skipdecode-2x-flat", 650.0))
-    },
 }
 
 
@@ -67,9 +47,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "results").mkdir()
     assert table.main([str(path / "runs"), "--out", str(path / "results" / "table.json"), "--resamples", "50"]) == 0
     (path / "results" / "calibration.json").write_text(json.dumps(CALIBRATION))
-    other = heading("vllm-speed") | {"ratios": {"overhead": 0.015625}, "rows": [{"x": 3}]}
+    other = heading("benchmark", "vllm-speed") | {"ratios": {"overhead": 0.015625}, "rows": [{"x": 3}]}
     (path / "results" / "other.json").write_text(json.dumps(other))
-    (path / "results" / "serve.json").write_text(json.dumps(LOAD))
     hostile = Schedule(8, (3, 2, 1), (7, 6, 5), name='</script><b>"x" & y')
     (path / "hostile.json").write_text(hostile.to_json())
     return path
@@ -96,9 +75,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "mine on checkpoint: 8 records",
         "Outputs side by side",
         "Speed-up against nominal",
-        "Decoding through transformers: opt-1.3b",
         "Engines: smollm2-135m",
-        "The server under load: tiny",
         "Which layers run where",
         "Calibration:",
         "Loss while tuning",
@@ -113,7 +90,7 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
     # A score, a bench row, a calibration's loss, a dev loss: numbers of each source are on the page.
     bench = json.loads((ROOT / "results" / "bench-smollm2-135m-cpu.json").read_text())
     speedup = max(row["decode_speedup"] for row in bench["rows"])
-    for number in (f"{speedup:.2f}x", "1.8750", "0.1672", "3.73x", "1250 ms", "0.015625"):
+    for number in (f"{speedup:.2f}x", "1.8750", "0.1672", "0.015625"):
         assert number in page.text, number
     assert all(text in page.text for text in REFERENCES)
     assert '</script><b>"x" & y' in page.text
@@ -151,7 +128,7 @@ def test_a_directory_stands_for_its_results(tmp_path: Path, capsys: pytest.Captu
         ("c.json", "[1]", "does not say its kind"),
         ("d.json", heading("evaluation"), "lacks 'name'"),
         ("e.json", heading("bench") | {"bandwidth_gb_s": 1, "rows": [{"engine": "fast"}]}, "row 1 lacks "),
-        ("f.json", heading("decode-speed") | {"rows": 3}, "a list of rows is missing"),
+        ("f.json", heading("bench") | {"bandwidth_gb_s": 1, "rows": 3}, "a list of rows is missing"),
         ("g.json", '{"drop_order": [0], "budgets": [9], "num_layers": 4}', "g.json: "),
         ("h.jsonl", '{"kind": "tuning", "format": 1}\n{"kind": "train", "step": 1}\n', "cross_entropy"),
         ("i.jsonl", '{"kind": "train"\n', "line 1: not JSON"),
@@ -178,7 +155,7 @@ def test_a_broken_file_is_named(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("skipdecode: left out: ")
     assert name in line
-    assert "3.73x" in out.read_text()
+    assert "3.73433" in out.read_text()
 
 
 @pytest.mark.parametrize(

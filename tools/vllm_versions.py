@@ -48,7 +48,11 @@ def main() -> int:
     # Its own first: where that fails, nobody waits for the others.
     rows = [own_row(own)] + [row_beside(v) for v in sorted({inside[0], inside[-1]} - {own})]
     rows.sort(key=lambda row: Version(row["vllm"]))
-    document = heading("vllm-versions") | {"environment": environment(), "accepted": str(accepted), "rows": rows}
+    document = heading("benchmark", "vllm-versions") | {
+        "environment": environment(),
+        "accepted": str(accepted),
+        "rows": rows,
+    }
     write_whole(out, json.dumps(document, indent=1) + "\n")
     for row in rows:
         found = row["not_run"] or "{passed} passed, {failed} failed, {skipped} skipped in {seconds} s".format(**row)

@@ -15,35 +15,21 @@ from skipdecode.errors import DataError
 __all__ = ["FORMATS", "check_kind", "heading", "read_json", "read_result"]
 
 FORMATS: Mapping[str, int] = {
-    "agreement": 1,
     "bench": 1,
+    "benchmark": 1,
     "calibration": 1,
-    "decode-speed": 1,
     "evaluation": 1,
-    "head": 1,
-    "kernel-speed": 1,
-    "self-generated": 1,
-    "prediction": 1,
-    "product-speed": 1,
     "quality-table": 1,
-    "schedule-speed": 1,
-    "scheduling": 1,
-    "serve-faults": 1,
-    "serve-load": 1,
+    "self-generated": 1,
     "simulation": 1,
     "tuning": 1,
-    "tuning-speed": 1,
-    "unseen-names": 1,
-    "vllm-exact": 1,
-    "vllm-speed": 1,
-    "vllm-versions": 1,
 }
-"""Every kind, with the format that this version writes and reads."""
+"""Every kind, with the format that this version writes and reads; "benchmark" is for scripts outside the package."""
 
 
-def heading(kind: str) -> dict[str, Any]:
-    """The entries that a result of this kind begins with."""
-    return {"kind": kind, "format": FORMATS[kind]}
+def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:
+    """The entries that a result of this kind begins with; of kind benchmark, with its name."""
+    return {"kind": kind, "format": FORMATS[kind]} | ({} if benchmark is None else {"benchmark": benchmark})
 
 
 def check_kind(path: Path, found: Any, *kinds: str) -> None:

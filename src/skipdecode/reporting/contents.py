@@ -12,7 +12,7 @@ from skipdecode.reporting.quality import best_first, pair_sections, quality_card
 from skipdecode.reporting.results import groups_of
 from skipdecode.reporting.schedules import calibration_section, depth_sections, training_sections
 from skipdecode.reporting.sources import Source, of_kind
-from skipdecode.reporting.speed import bench_section, decode_section, load_section, speed_cards
+from skipdecode.reporting.speed import bench_section, speed_cards
 
 __all__ = ["html_report"]
 
@@ -25,9 +25,7 @@ def _each(kind: str, section: Callable[[Source], Section]) -> _Sections:
 
 
 _SECTIONS: Sequence[_Sections] = (
-    _each("decode-speed", decode_section),
     _each("bench", bench_section),
-    _each("serve-load", load_section),
     depth_sections,
     _each("calibration", calibration_section),
     training_sections,

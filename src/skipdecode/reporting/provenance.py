@@ -13,7 +13,7 @@ from skipdecode.reporting.sources import NEEDED, Source, of_kind
 __all__ = ["environment_sections", "other_sections", "settings_sections"]
 
 _DRAWN = (*NEEDED, "evaluation", "schedule", "tuning")
-_LEFT_OUT = ("kind", "format", "environment", "config")
+_LEFT_OUT = ("kind", "format", "benchmark", "environment", "config")
 _MOST = 60
 _ENVIRONMENT = {
     "result": "{result}",
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
 
 
 def other_sections(sources: Sequence[Source]) -> list[Section]:
-    """Single figures and the document of each result of another kind."""
+    """The single figures of each result of another kind."""
     return [_other(source) for source in sources if source.kind not in _DRAWN]
 
 
@@ -35,8 +35,7 @@ def _other(source: Source) -> Section:
     rows = list(_figures(source.data))
     caption = f"Figures of {source.name}" + (f", the first {_MOST} of {len(rows)}" if len(rows) > _MOST else "")
     tables = [Table(caption, ["figure", "value"], rows[:_MOST])] if rows else []
-    whole = "The whole document", json.dumps(source.data, indent=1, ensure_ascii=False)
-    return Section(f"Other results: {source.name}", tables=tables, details=[whole])
+    return Section(f"Other results: {source.name}", tables=tables)
 
 
 def _figures(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

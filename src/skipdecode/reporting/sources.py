@@ -28,12 +28,7 @@ NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "verdicts": {"name": str} | dict.fromkeys(("speedup", "mean_layers", "measured"), _NUMBER),
         "rounds": {"base": _NUMBER, "losses": dict},
     },
-    "decode-speed": {"rows": _SPEED | {"predicted_speedup": _NUMBER}},
     "quality-table": {"runs": {"method": str, "retained": dict, "intervals": dict, "n": int}},
-    "serve-load": {
-        "": {"speedup": _NUMBER, "streams": int, "errors": list, "streams_unlike_offline": int},
-        "schedules": {"tokens_per_s": _NUMBER, "streams": int, "first_token_s": dict, "between_chunks_s": dict},
-    },
 }
 """By kind and list (the document itself: ""), the fields that sections read without asking, with their types."""
 
