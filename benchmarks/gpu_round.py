@@ -247,9 +247,9 @@ def save_even(path: Path, model: str) -> None:
 
     from skipdecode import Schedule
     from skipdecode.models.families import layers_in
-    from skipdecode.models.loading.hub import load_config
+    from skipdecode.models.loading.ref import ModelRef
 
-    layers, positions = layers_in(load_config(model)), 64
+    layers, positions = layers_in(ModelRef(model).config), 64
     order = Schedule.published("even", layers, 5, positions).drop_order
     schedule = replace(Schedule.from_speedup(layers, 2, positions), drop_order=order, name="even-2x")
     write_whole(path, schedule.to_json() + "\n")

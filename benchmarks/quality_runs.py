@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipdecode import Schedule
 from skipdecode.models.carried import SCHEDULE_FILE
-from skipdecode.models.loading.hub import load_recipe
+from skipdecode.models.loading.ref import ModelRef
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def finished(run: Path) -> bool:
 
 def carry(adapter: Path, name: str) -> None:
     """Have an adapter carry one of the schedules that it was tuned under."""
-    (schedule,) = (s for s in load_recipe(str(adapter)).tuned_under if s.name == name)
+    (schedule,) = (s for s in ModelRef(str(adapter)).recipe.tuned_under if s.name == name)
     schedule.save(adapter / SCHEDULE_FILE)
     config = PeftConfig.from_pretrained(adapter)
     config.auto_mapping = {"skipdecode": schedule.to_dict()}

@@ -22,7 +22,7 @@ from skipdecode import LLM, Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
 from skipdecode.data.tasks import load_task
-from skipdecode.models.loading.hub import load_recipe
+from skipdecode.models.loading.ref import ModelRef
 
 ADAPTER = "e2e-smollm2-135m"  # whose schedules are run
 WORDS = (
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     asked, rows = questions(options.data, options.records), []
-    schedules = sorted(load_recipe(ADAPTER).tuned_under, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
+    schedules = sorted(ModelRef(ADAPTER).recipe.tuned_under, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
     for name in tqdm(options.checkpoints, unit="checkpoint"):
         model = LLM(name, dtype="bfloat16")
         for schedule in schedules:

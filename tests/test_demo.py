@@ -14,7 +14,7 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.cli.columns import side_by_side, table
-from skipdecode.models.loading import locate, smollm2
+from skipdecode.models.loading import ref, smollm2
 from skipdecode.models.loading.store import add_model
 from textgen_tools import save_tiny_model
 from tiny import LAYERS
@@ -86,8 +86,8 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
     add_model(smollm2.NAME, lambda folder: save_tiny_model(folder, context=400) and "test")
 
     def adapters(**speedups: float) -> None:
-        monkeypatch.setattr(locate, "_BUNDLED", tmp_path)
-        monkeypatch.setattr(locate, "_NAMES", (smollm2.NAME, *(f"{kind}-{smollm2.NAME}" for kind in speedups)))
+        monkeypatch.setattr(ref, "_BUNDLED", tmp_path)
+        monkeypatch.setattr(ref, "_NAMES", (smollm2.NAME, *(f"{kind}-{smollm2.NAME}" for kind in speedups)))
         for kind, speedup in speedups.items():
             folder = tmp_path / f"{kind}-{smollm2.NAME}"
             save_adapter(folder, smollm2.NAME)

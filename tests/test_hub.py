@@ -16,9 +16,10 @@ from checkpoints import logits, save_adapter, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, ScheduleError, UsageError
-from skipdecode.models.loading import locate, smollm2
+from skipdecode.models.loading import ref, smollm2
 from skipdecode.models.loading.base_weights import base_entry
-from skipdecode.models.loading.hub import load_config, load_model
+from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.store import add_model
 from tiny import LAYERS, tiny_model
 
@@ -76,7 +77,7 @@ def test_a_wrong_carried_schedule_is_refused_with_its_place(tmp_path: Path, carr
 
 def test_config_alone_needs_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
-    config = load_config(str(checkpoint))
+    config = ModelRef(str(checkpoint)).config
     assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", LAYERS, 32)
 
 
@@ -214,7 +215,7 @@ def test_an_adapter_goes_on_its_base_and_brings_its_own_schedule(tmp_path: Path,
     assert loaded.schedule == SCHEDULE
     assert loaded.path == tmp_path / "adapter"
     assert loaded.tokenizer is not None
-    assert load_config(str(tmp_path / "adapter")).num_hidden_layers == LAYERS
+    assert ModelRef(str(tmp_path / "adapter")).config.num_hidden_layers == LAYERS
 
 
 def test_an_adapter_of_the_embedded_model_finds_it_by_name(tmp_path: Path) -> None:
@@ -312,7 +313,7 @@ def test_a_hub_that_does_not_answer_is_told_apart_and_does_not_hang(
         ):
             load_model("owner/tiny")
         with pytest.raises(ModelLoadError):
-            load_config("owner/other")
+            load_model(ModelRef("owner/other"))
         silent.setblocking(False)
         silent.accept()
         with pytest.raises(BlockingIOError):
@@ -323,12 +324,13 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: p
     asked: list[str] = []
     with hub_of({}) as address:
         use_hub(address, tmp_path, monkeypatch)
-    ask = locate.ask_hub
-    monkeypatch.setattr(locate, "ask_hub", lambda name: asked.append(name) or ask(name))
+    ask = ref.ask_hub
+    monkeypatch.setattr(ref, "ask_hub", lambda name: asked.append(name) or ask(name))
     snapshot = tmp_path / "hub-cache" / "models--owner--tiny"
     save_checkpoint(snapshot / "snapshots" / COMMIT)
     (snapshot / "refs").mkdir()
     (snapshot / "refs" / "main").write_text(COMMIT)
-    load_config("owner/tiny")
-    load_model("owner/tiny", require_tokenizer=False)
+    model = ModelRef("owner/tiny")
+    assert model.num_layers == LAYERS
+    load_model(model, require_tokenizer=False)
     assert asked == ["owner/tiny"]

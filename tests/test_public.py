@@ -14,7 +14,7 @@ import skipdecode
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.errors import ModelLoadError, OutputError, ScheduleError
-from skipdecode.models.loading.locate import adapter_dir, base_name
+from skipdecode.models.loading.ref import ModelRef
 from tiny import LAYERS, tiny_model
 
 SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
@@ -63,10 +63,10 @@ def test_load_gives_the_model_its_tokenizer_and_schedule(tmp_path: Path):
 def test_the_bundled_adapter_has_a_name_that_works_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("e2e-smollm2-135m").mkdir()
-    found = adapter_dir("e2e-smollm2-135m")
-    assert found is not None
-    assert base_name(found) == "smollm2-135m"
-    assert Schedule.load(found / "skipdecode.json").num_layers == 30
+    ref = ModelRef("e2e-smollm2-135m")
+    assert ref.adapter is not None
+    assert ref.base == "smollm2-135m"
+    assert Schedule.load(ref.adapter / "skipdecode.json").num_layers == 30
     with pytest.raises(ModelLoadError):  # the directory of that name is ./name
         skipdecode.load("./e2e-smollm2-135m")
 

@@ -12,8 +12,9 @@ from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.data.forms import choose_form, recipe_template
 from skipdecode.errors import DataError, UsageError
-from skipdecode.models.loading.hub import load_model, load_recipe
+from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.recipe import Recipe
+from skipdecode.models.loading.ref import ModelRef
 from tiny import LAYERS
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
@@ -30,7 +31,7 @@ def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = Non
 
 def recipe_of(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> Recipe | None:
     name = checkpoint(folder, recipe, schedule)
-    found = load_recipe(name)
+    found = ModelRef(name).recipe
     assert load_model(name).recipe == found
     return found
 
@@ -47,7 +48,7 @@ def test_a_schedule_in_the_config_alone_is_what_it_was_tuned_under(tmp_path: Pat
 
 
 def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
-    recipe = load_recipe(str(BUNDLED))
+    recipe = ModelRef(str(BUNDLED)).recipe
     assert recipe is not None
     assert (recipe.prompt_template, recipe.chat, recipe.responses) == ("{mr}\n", False, ("refs", "ref"))
     found = [(round(s.nominal_speedup, 1), len(s.prompt_layers())) for s in recipe.tuned_under]
@@ -56,7 +57,7 @@ def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
 
 def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": OPTIONS}, TARGET))
-    assert load_recipe(str(tmp_path / "adapter")) == Recipe(tuned_under=(TARGET,))
+    assert ModelRef(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
     (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": OPTIONS | {"chat": True}}))
     loaded = load_model(str(tmp_path / "adapter"))
     assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))

@@ -95,7 +95,8 @@ def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     add_options(parser, Config)
     arguments = [model, "--schedule", str(tmp_path / "mine.json"), "--engine", "transformers"]
-    service = serve._service(config_from(Config, parser.parse_intermixed_args(arguments)))
+    config = config_from(Config, parser.parse_intermixed_args(arguments))
+    service = serve._service(config, serve._checked(config))
     assert list(service.catalog.loaded) == ["full", "skipdecode-2x", "skipdecode-1.5x", "mine"]
     assert service.catalog.default == "skipdecode-2x"
     assert "tuned under no schedule" not in capsys.readouterr().err
@@ -104,7 +105,8 @@ def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
 def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     add_options(parser, Config)
-    service = serve._service(config_from(Config, parser.parse_intermixed_args([save_tiny_model(tmp_path / "plain")])))
+    config = config_from(Config, parser.parse_intermixed_args([save_tiny_model(tmp_path / "plain")]))
+    service = serve._service(config, serve._checked(config))
     assert list(service.catalog.loaded) == ["full"]
     said = capsys.readouterr().err
     assert "tuned under no schedule" in said

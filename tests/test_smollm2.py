@@ -18,7 +18,8 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
-from skipdecode.models.loading.hub import load_config, load_model
+from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.models.loading.store import add_model, cached_models
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.cost_source import find_geometry
@@ -77,7 +78,7 @@ def test_the_embedded_model_runs_in_bf16_where_the_processor_multiplies_it(
     save_adapter(tmp_path / "on-tuned", str(tmp_path / "bf16"))
     assert load_model(str(tmp_path / "on-tuned"), device="cpu").model.dtype == dtype
     for name in (smollm2.NAME, str(tmp_path / "bf16")):
-        geometry, planned = find_geometry(name, "auto", torch.device("cpu"))
+        geometry, planned = find_geometry(ModelRef(name), "auto", torch.device("cpu"))
         assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
 
 
@@ -127,7 +128,7 @@ def test_the_gguf_route_names_its_extra(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_planning_for_the_embedded_model_fetches_nothing() -> None:
-    config = load_config(smollm2.NAME)
+    config = ModelRef(smollm2.NAME).config
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
     assert cached_models() == []
 
@@ -181,7 +182,7 @@ def test_the_embedded_model_has_the_right_special_tokens(embedded: Any) -> None:
 @pytest.mark.model
 def test_the_config_known_without_fetching_is_the_models(embedded: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    known, real = load_config(smollm2.NAME).to_dict(), embedded.model.config.to_dict()
+    known, real = ModelRef(smollm2.NAME).config.to_dict(), embedded.model.config.to_dict()
     differing = {key for key, value in known.items() if value is not None and value != real.get(key)}
     assert differing <= {"rms_norm_eps", "_name_or_path"}
     assert known["rms_norm_eps"] == pytest.approx(real["rms_norm_eps"])

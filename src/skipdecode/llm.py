@@ -28,7 +28,6 @@ from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
 from skipdecode.models.loading.hub import LoadedModel, load_model
-from skipdecode.models.loading.recipe import untuned_line
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import bottom_up
 
@@ -120,7 +119,7 @@ class LLM:
         device: str | None = None,
         max_rows: int = 8,
     ) -> None:
-        loaded = model if isinstance(model, LoadedModel) else load_model(str(model), dtype=dtype, device=device)
+        loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
         self.loaded = loaded
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
@@ -292,7 +291,7 @@ class LLM:
             stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
         )
         asked = self.schedule_of(schedule, max_new_tokens)
-        line = untuned_line([asked], self.loaded.recipe, self.loaded.name)
+        line = self.loaded.untuned_line([asked])
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=3)

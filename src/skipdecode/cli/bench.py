@@ -21,10 +21,11 @@ from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 from skipdecode.performance.bench.workload import GEOMETRIES, PEERS, Workload, build
 
 if TYPE_CHECKING:
+    from skipdecode.models.loading.ref import ModelRef
     from skipdecode.performance.bench.peers import Peer
 
 __all__ = ["Config", "run"]
@@ -63,8 +64,8 @@ class Config(Workload, ThreadOptions):
 
 def run(config: Config) -> int:
     """Measure; returns 0."""
-    _check(config)
-    document, trace = _measured(config)
+    ref = _checked(config)
+    document, trace = _measured(config, ref)
     if config.profile is not None:
         write_whole(config.profile, json.dumps(trace | {"profile": document["profile"]}))
     if config.out is not None:
@@ -77,17 +78,21 @@ def run(config: Config) -> int:
     return 0
 
 
-def _check(config: Config) -> None:
+def _checked(config: Config) -> ModelRef | None:
+    """The model, where it is one by name; refuses, before weights are loaded, what cannot be measured."""
     if (config.model is None) == (config.geometry is None):
         raise UsageError("what to measure is not clear: give either a model or --geometry")
     if config.png is not None:
         from skipdecode.reporting.plots import check_matplotlib
 
         check_matplotlib()
-    if config.model is not None:
-        from skipdecode.models.loading.hub import load_config
+    if config.model is None:
+        return None
+    from skipdecode.models.loading.ref import ModelRef
 
-        _check_fits(config, load_config(config.model))
+    ref = ModelRef(config.model)
+    _check_fits(config, ref.config)
+    return ref
 
 
 def _check_fits(config: Config, model_config: Any) -> None:
@@ -101,7 +106,7 @@ def _check_fits(config: Config, model_config: Any) -> None:
     config.schedules(layers_in(model_config))
 
 
-def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+def _measured(config: Config, ref: ModelRef | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
     from skipdecode.common.environment import environment
     from skipdecode.common.kinds import heading
@@ -109,7 +114,7 @@ def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     from skipdecode.performance.bench.profile import profile
 
     config.use_threads()
-    model, peers = _peers(config)
+    model, peers = _peers(config, ref)
     layers = model.config.num_hidden_layers
     try:
         found = measure(peers, config, layers, model.device, progress=True)
@@ -124,18 +129,18 @@ def _measured(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
             peer.close()
 
 
-def _peers(config: Config) -> tuple[Any, list[Peer]]:
+def _peers(config: Config, ref: ModelRef | None) -> tuple[Any, list[Peer]]:
     """The model, and the engines that are to run it."""
     import torch
 
     from skipdecode.models.loading.hub import choose_device, load_model
     from skipdecode.performance.bench.peers import make_peer
 
-    if config.geometry is not None:
-        model = build(config.geometry, getattr(torch, config.dtype), choose_device(config.device))
+    if ref is None:
+        model = build(str(config.geometry), getattr(torch, config.dtype), choose_device(config.device))
         _check_fits(config, model.config)
     else:
-        loaded = load_model(str(config.model), dtype=config.dtype, device=config.device, require_tokenizer=False)
+        loaded = load_model(ref, dtype=config.dtype, device=config.device, require_tokenizer=False)
         model = loaded.model
         if hasattr(model, "merge_and_unload"):
             model = model.merge_and_unload()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import MODEL, layers_of, read_cost
+from skipdecode.cli.options import MODEL, NamedModel, read_cost
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
@@ -33,7 +33,7 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CalibrationSettings, RecordOptions):
+class Config(NamedModel, CalibrationSettings, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     model: str = option(MODEL, positional=True, path=Reads(model_files))
@@ -86,7 +86,7 @@ def run(config: Config) -> int:
     if config.cost is not None and config.target_speedup is None:
         raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
     cost = None if config.cost is None else read_cost(config.cost)
-    layers = layers_of(config.model)
+    layers = config.ref.num_layers
     if cost is not None and cost.num_layers != layers:
         raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
     if cost is not None and config.batch not in (1, cost.batch):
@@ -114,7 +114,7 @@ def run(config: Config) -> int:
         if cost is None:
             from skipdecode.performance.cost_source import find_cost
 
-            source = find_cost(config.model, batch=config.batch, prompt_len=prompt_len)
+            source = find_cost(config.ref, batch=config.batch, prompt_len=prompt_len)
             cost, origin = source.cost, source.origin
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check)
@@ -133,7 +133,7 @@ def load(config: Config) -> LoadedModel:
     from skipdecode.models.loading.hub import load_model
 
     # Only devices with arithmetic for it take the checkpoint's own half-precision type.
-    return load_model(config.model, dtype="auto" if torch.cuda.is_available() else "float32")
+    return load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
 
 
 def draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:

@@ -28,9 +28,9 @@ from skipdecode.cli.options import (
     EngineOptions,
     ModelOptions,
     SamplingOptions,
+    ScheduleChoice,
     ScheduleOptions,
     ThreadOptions,
-    check_schedule_options,
     choose_schedule,
     with_prompt_layers,
 )
@@ -38,7 +38,7 @@ from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 
 if TYPE_CHECKING:
     from skipdecode.data.records import Message
@@ -61,9 +61,10 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
 
 def run(config: Config) -> int:
     """Talk until the input ends; returns 0."""
-    check_schedule_options(config, config.model)
+    ref = config.ref
+    choice = choose_schedule(config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens)
     config.check_sampling()
-    session = _Session(config, _open(config))
+    session = _Session(config, _open(config, choice))
     for line in _lines():
         text = line.strip()
         if text == "/quit":
@@ -78,19 +79,17 @@ def run(config: Config) -> int:
     return 0
 
 
-def _open(config: Config) -> LLM:
+def _open(config: Config, choice: ScheduleChoice) -> LLM:
     from skipdecode.data.summary import schedule_line
     from skipdecode.llm import LLM
-    from skipdecode.models.loading.hub import load_model
 
     config.use_threads()
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = config.load()
     if getattr(loaded.tokenizer, "chat_template", None) is None:
         raise UsageError(
             f"{config.model} has no chat template, so it was not made for chats: give it texts with skipdecode "
             "generate, or name an instruction-tuned model here, such as smollm2-135m"
         )
-    choice = choose_schedule(config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens)
     note(schedule_line(choice.schedule, choice.origin))
     recipe = loaded.recipe
     if recipe is not None and recipe.prompt_template is not None and not recipe.chat:

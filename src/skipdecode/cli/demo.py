@@ -25,7 +25,7 @@ from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOpt
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.locate import adapter_dir, model_files
+from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -77,11 +77,10 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
 def run(config: Config) -> int:
     """Show the demo; returns 0."""
     from skipdecode.data.prompts import context_length, prompt_room
-    from skipdecode.models.loading.hub import load_config
 
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
-    prompt_room(context_length(load_config(config.model)), config.max_new_tokens)
+    prompt_room(context_length(config.ref.config), config.max_new_tokens)
     config.use_threads()
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]
@@ -132,7 +131,7 @@ def _settings(config: Config) -> list[_Setting]:
         title = f"Records: {_DEFAULT} with the bundled adapter {_RECORDS}"
         asked = _prompts(config, records, ["record"])
         return [_Setting(title, asked, _tuned_runs(records), _BUNDLED), _chat(config, plain, tokens)]
-    loaded = _load(config, config.model)
+    loaded = config.load()
     remark = _UNTUNED if loaded.schedule is None else _TUNED
     return [_Setting(loaded.name, _prompts(config, loaded, ["record", "chat"]), _any_runs(loaded, tokens), remark)]
 
@@ -140,7 +139,7 @@ def _settings(config: Config) -> list[_Setting]:
 def _chat(config: Config, plain: LoadedModel, tokens: int) -> _Setting:
     """Chats on the model as published, beside the adapter that was made ready for skipping, where there is one."""
     prompts = _prompts(config, plain, ["chat"])
-    if adapter_dir(_CHAT) is None:
+    if ModelRef(_CHAT).adapter is None:
         return _Setting(f"Chat: {_DEFAULT} as published", prompts, _any_runs(plain, tokens), _UNTUNED)
     ready = _tuned_runs(_load(config, _CHAT))
     steepest = ready[-1].schedule
@@ -313,7 +312,7 @@ def _lines(part: dict[str, Any], setting: _Setting, width: int) -> list[str]:
 
 def _next_steps(config: Config) -> list[str]:
     """What to do after the demo, by command."""
-    chat = _CHAT if config.model == _DEFAULT and adapter_dir(_CHAT) is not None else config.model
+    chat = _CHAT if config.model == _DEFAULT and ModelRef(_CHAT).adapter is not None else config.model
     model, depth = shlex.quote(config.model), "/1.5x" if chat == _CHAT else "/2x"  # one that its weights bear
     return [
         "Next:",

@@ -34,7 +34,7 @@ from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions, ope
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import OutputError, SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from skipdecode.evaluation.results import Run
     from skipdecode.models.loading.hub import LoadedModel
     from skipdecode.models.loading.recipe import Recipe
-    from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
 
@@ -192,27 +191,27 @@ def _evaluate(config: Config) -> int:
     # What nobody asked for by name may be left out.
     asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model
     names = check_metrics(config.metrics or task.metrics, options, None if asked else note)
-    _check_shape(config, each, task, directory)
-    runs = _runs(config, each, task, records, make_metrics(names, options), directory)
+    chosen = _checked_methods(config, each, task, directory)
+    runs = _runs(config, chosen, task, records, make_metrics(names, options), directory)
     _show(config, runs, (), config.report or directory / _REPORT)
     return 0
 
 
-def _check_shape(config: Config, each: Sequence[Config], task: Task, directory: Path) -> None:
-    """Refuse, before weights are loaded, what does not fit the model's config or cannot be written."""
+def _checked_methods(
+    config: Config, each: Sequence[Config], task: Task, directory: Path
+) -> dict[Path, tuple[Method, str]]:
+    """The methods; refuses, before weights are loaded, what does not fit the model's config or cannot be written."""
     from skipdecode.data.prompts import context_length, prompt_room
     from skipdecode.evaluation.methods.scheduled import off_engine
-    from skipdecode.models.families import layers_in
-    from skipdecode.models.loading.hub import load_config
 
-    shape = load_config(config.model)
+    shape = config.ref.config
     prompt_room(context_length(shape), config.max_new_tokens or task.max_new_tokens)
-    num_layers = layers_in(shape)
-    methods = _chosen(config, each, task, num_layers, None, directory)
+    methods = _chosen(config, each, task, directory)
     for method, _ in methods.values():
-        method.check_shape(shape.model_type, num_layers)
+        method.check_shape(shape.model_type, config.ref.num_layers)
     _check_places(config, methods, directory)
     off_engine([method for method, _ in methods.values()], config.engine)
+    return methods
 
 
 def _check_places(config: Config, methods: dict[Path, tuple[Method, str]], directory: Path) -> None:
@@ -235,7 +234,7 @@ def _check_places(config: Config, methods: dict[Path, tuple[Method, str]], direc
 
 def _runs(
     config: Config,
-    each: Sequence[Config],
+    chosen: dict[Path, tuple[Method, str]],
     task: Task,
     records: Records,
     metrics: Sequence[Metric],
@@ -247,13 +246,11 @@ def _runs(
     from skipdecode.evaluation.run import evaluate
     from skipdecode.evaluation.settings import Subject
     from skipdecode.models.loading.base_weights import checkpoint_digest
-    from skipdecode.models.loading.hub import load_model
 
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = config.load()
     recipe = _recipe(loaded)
     _check_template(loaded.recipe, task)
-    chosen = _chosen(config, each, task, loaded.num_layers, loaded.schedule, directory)
-    _tell(chosen, loaded.recipe, config.model)
+    _tell(chosen, loaded)
     given = [method for method, _ in chosen.values()]
     bound, full = on_engine(given, loaded.model, config.engine, note, config.quantization)
     note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
@@ -294,25 +291,21 @@ def _runs(
     )
 
 
-def _tell(chosen: dict[Path, tuple[Method, str]], recipe: Recipe | None, model: str) -> None:
+def _tell(chosen: dict[Path, tuple[Method, str]], loaded: LoadedModel) -> None:
     """Where each method is from, and which schedules the weights were not tuned under."""
-    from skipdecode.models.loading.recipe import untuned_line
-
     for method, origin in chosen.values():
         note(f"{method.name}: {origin}")
     schedules = [method.schedule for method, _ in chosen.values() if method.schedule is not None]
-    if line := untuned_line(schedules, recipe, model):
+    if line := loaded.untuned_line(schedules):
         note(line)
 
 
-def _chosen(
-    config: Config, each: Sequence[Config], task: Task, num_layers: int, carried: Schedule | None, directory: Path
-) -> dict[Path, tuple[Method, str]]:
+def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, tuple[Method, str]]:
     """The methods, and where each is from in words, by the directory of their results."""
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
     methods: dict[Path, tuple[Method, str]] = {}
     for one in each:
-        method, origin = choose_method(one, num_layers, carried=carried, default_seq_len=seq_len)
+        method, origin = choose_method(one, config.ref.num_layers, carried=config.ref.schedule, default_seq_len=seq_len)
         place = directory / _folder(method.name) if config.methods else directory
         if place in methods:
             raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
@@ -340,9 +333,8 @@ def _task(config: Config) -> Task:
     from skipdecode.data.forms import recipe_template
     from skipdecode.data.tasks import load_task, task_names
     from skipdecode.evaluation.metrics import METRICS
-    from skipdecode.models.loading.hub import load_recipe
 
-    recipe = None if config.task else load_recipe(config.model)
+    recipe = None if config.task else config.ref.recipe
     template = recipe_template(recipe)
     if recipe is None or template is None:
         if not config.task:

@@ -45,7 +45,6 @@ from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel, load_model
-from skipdecode.models.loading.locate import adapter_dir, base_name
 from skipdecode.models.loading.recipe import stored_recipe
 
 if TYPE_CHECKING:
@@ -80,12 +79,12 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
         raise UsageError(f"{'--out' if config.model else 'MODEL'} is needed")
     for one in _each(config):
         check_method_options(one)
-    out, adapter = Path(config.out), adapter_dir(config.model)
+    out, ref = Path(config.out), config.ref
     check_free(out, overwrite=config.overwrite or is_unfinished(out))
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = config.load()
     recipe = stored_recipe(loaded.path)
     tuned_from = None if recipe is None else recipe["options"].get("model")
-    name = config.base or (base_name(adapter) if adapter is not None else tuned_from) or config.model
+    name = config.base or (tuned_from if ref.adapter is None else ref.base) or config.model
     try:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     except ModelLoadError as e:

@@ -25,11 +25,11 @@ from skipdecode.cli.options import (
     EngineOptions,
     ModelOptions,
     SamplingOptions,
+    ScheduleChoice,
     ScheduleOptions,
     ThreadOptions,
     check_schedule_options,
     choose_schedule,
-    layers_of,
     stop_text,
     with_breaks,
 )
@@ -40,7 +40,7 @@ from skipdecode.common.rows import FORMATS
 from skipdecode.data.output import partial_path
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 
 if TYPE_CHECKING:
     from skipdecode.data.forms import PromptForm
@@ -139,11 +139,15 @@ def run(config: Config) -> int:
     from skipdecode.models.loading.base_weights import checkpoint_digest
 
     sampling = _checked_sampling(config)
-    check_schedule_options(config, config.model)
-    router = _router(config)
-    source, form = _source(config), _form(config)
+    check_schedule_options(config)
+    router, source = _router(config), _source(config)
+    ref, form = config.ref, _form(config)
     rows = source.count(form.field, all_usable=config.on_error == "stop")
-    loaded, schedule, engines = _load(config, router)
+    chosen = router or choose_schedule(
+        config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens
+    )
+    loaded, engines = _load(config, chosen)
+    schedule = chosen.schedule if isinstance(chosen, ScheduleChoice) else chosen
     if form.remark is not None:
         note(form.remark)
     auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
@@ -197,10 +201,9 @@ def _source(config: Config) -> PromptSource:
 
 def _form(config: Config) -> PromptForm:
     from skipdecode.data.forms import choose_form
-    from skipdecode.models.loading.hub import load_recipe
 
     return choose_form(
-        load_recipe(config.model),
+        config.ref.recipe,
         prompt_template=config.prompt_template,
         task=config.task,
         no_template=not config.template,
@@ -220,28 +223,25 @@ def _router(config: Config) -> Router | None:
     from skipdecode.engine.router import Router
 
     router = Router.load(Path(config.router))
-    router.schedules[0].check_fits(layers_of(config.model))
+    router.schedules[0].check_fits(config.ref.num_layers)
     return router
 
 
-def _load(config: Config, router: Router | None) -> tuple[LoadedModel, Schedule | Router, EngineSource]:
+def _load(config: Config, chosen: ScheduleChoice | Router) -> tuple[LoadedModel, EngineSource]:
     from skipdecode.data.summary import schedule_line
     from skipdecode.engine.opening import open_engines
-    from skipdecode.models.loading.hub import load_model
-    from skipdecode.models.loading.recipe import untuned_line
 
     config.use_threads()
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
-    if router is None:
-        schedule, origin = choose_schedule(
-            config, loaded.num_layers, carried=loaded.schedule, default_seq_len=config.max_new_tokens
-        )
-        note(schedule_line(schedule, origin))
+    loaded = config.load()
+    if isinstance(chosen, ScheduleChoice):
+        note(schedule_line(*chosen))
+        schedules: tuple[Schedule, ...] = (chosen.schedule,)
     else:
-        note(f"router {config.router}: each prompt runs one of {', '.join(each.name for each in router.schedules)}")
-    if line := untuned_line([schedule] if router is None else router.schedules, loaded.recipe, config.model):
+        schedules = tuple(chosen.schedules)
+        note(f"router {config.router}: each prompt runs one of {', '.join(each.name for each in schedules)}")
+    if line := loaded.untuned_line(schedules):
         note(line)
-    return loaded, router or schedule, open_engines(loaded.model, config.engine, note, config.quantization)
+    return loaded, open_engines(loaded.model, config.engine, note, config.quantization)
 
 
 def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule | Router) -> dict[str, Any]:

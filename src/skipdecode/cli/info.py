@@ -14,7 +14,7 @@ from typing import Any
 from skipdecode.cli.options import MODEL
 from skipdecode.common.environment import environment, package_version
 from skipdecode.common.options import Options, Reads, option
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 
 __all__ = ["Config", "run"]
 
@@ -44,9 +44,9 @@ def _about(model: str) -> dict[str, Any]:
     from skipdecode.errors import UnfitModelError
     from skipdecode.models.families import decoder_layers
     from skipdecode.models.gate import query_projection
-    from skipdecode.models.loading.hub import load_config
+    from skipdecode.models.loading.ref import ModelRef
 
-    config = load_config(model)
+    config = ModelRef(model).config
     with torch.device("meta"):
         read = AutoModelForCausalLM.from_config(config)
     layers, engine = decoder_layers(read), "fast"

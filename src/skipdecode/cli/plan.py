@@ -25,7 +25,7 @@ from skipdecode.cli.planned import Plan, document, report
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 from skipdecode.performance.cost import Phase, Use
 from skipdecode.performance.solve import Auto, assess, solve, why_flat
 from skipdecode.schedule import Schedule
@@ -105,10 +105,10 @@ def run(config: Config) -> int:
     from skipdecode.models.loading.hub import choose_device
     from skipdecode.performance.cost_source import find_cost, find_geometry
 
-    geometry, _ = find_geometry(config.model, config.dtype, choose_device(config.device))
+    geometry, _ = find_geometry(config.ref, config.dtype, choose_device(config.device))
     _schedule(config, geometry.num_layers)  # refuses what does not fit before weights are loaded
     source = find_cost(
-        config.model,
+        config.ref,
         batch=config.batch,
         prompt_len=config.prompt_len,
         dtype=config.dtype,
@@ -221,10 +221,7 @@ def _reason(config: Config, schedule: Schedule, cost: CostModel) -> str | None:
 
 
 def _tuned(config: Config, schedule: Schedule) -> bool:
-    from skipdecode.models.loading.hub import load_recipe
-    from skipdecode.performance.cost_source import weights_at_hand
-
     # Nothing is fetched to find out; a config alone has no weights.
-    known = not Path(config.model).is_file() and weights_at_hand(config.model)
-    recipe = load_recipe(config.model) if known else None
+    known = not Path(config.model).is_file() and config.ref.has_weights()
+    recipe = config.ref.recipe if known else None
     return schedule.fits_weights(() if recipe is None else recipe.tuned_under)

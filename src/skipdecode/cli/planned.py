@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import speedups
-from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.performance.solve import Assessment
 from skipdecode.schedule import Schedule
 
@@ -116,7 +115,7 @@ def _commands(plan: Plan) -> dict[str, str]:
     file, rest = shlex.quote(config.out), f"--max-new-tokens {config.new_tokens} 'Your prompt'"
     if plan.tuned:
         return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}
-    merge = "" if adapter_dir(config.model) is None else " --merge"
+    merge = "" if config.ref.adapter is None else " --merge"
     data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
     tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned{merge}"
     return {"next": tune, "then": f"skipdecode generate tuned --compare {rest}"}

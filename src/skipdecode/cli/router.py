@@ -42,8 +42,8 @@ def run(config: Config, cost: CostModel | None) -> int:
         raise UsageError(f"--router learns no schedule: leave out {flag(unused)}")
     template = make_template(config)
     file = read_files(config, template, data=None)["data"]
+    schedules = _schedules(config)
     loaded = load(config)
-    schedules = _schedules(config, loaded)
     examples, _ = encode_file(config, template, "data", file, loaded.model, loaded.tokenizer)
     examples, _ = draw(replace(config, held_out=0), examples)
     records = _measured(config, cost, loaded, schedules, examples)
@@ -55,12 +55,13 @@ def run(config: Config, cost: CostModel | None) -> int:
     return 0
 
 
-def _schedules(config: Config, loaded: LoadedModel) -> list[Schedule]:
+def _schedules(config: Config) -> list[Schedule]:
     """Those of --router, the deepest first."""
     from skipdecode.engine.router import common_order
 
-    tuned = () if loaded.recipe is None else loaded.recipe.tuned_under
-    known = {each.name: each for each in (*tuned, Schedule.full(loaded.num_layers), loaded.schedule) if each}
+    ref = config.ref
+    tuned = () if ref.recipe is None else ref.recipe.tuned_under
+    known = {each.name: each for each in (*tuned, Schedule.full(ref.num_layers), ref.schedule) if each}
     found = [known[word] if word in known else _of_file(word, known) for word in config.router]
     if len(set(found)) < max(2, len(found)):
         raise UsageError(f"--router {' '.join(config.router)}: give two different schedules or more")
@@ -83,7 +84,7 @@ def _measured(
     from skipdecode.performance.cost_source import find_cost
 
     prompt_len = round(median(len(example.prompt) for example in examples))
-    cost = cost or find_cost(config.model, batch=config.batch, prompt_len=prompt_len).cost
+    cost = cost or find_cost(config.ref, batch=config.batch, prompt_len=prompt_len).cost
     for schedule in schedules:
         schedule.check_fits(cost.num_layers)
     with measuring(config, loaded, {"router": examples}) as (_, meters, bar):

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions, layers_of
+from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
 from skipdecode.common.options import Reads, option
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.models.loading.locate import model_files
+from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
@@ -75,9 +75,9 @@ class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
 
 def run(config: Config) -> int:
     """Serve; returns 0 after a signal."""
-    _check(config)
+    schedules = _checked(config)
     if config.engine == "vllm":
-        return _run_vllm(config)
+        return _run_vllm(config, schedules)
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
@@ -90,7 +90,7 @@ def run(config: Config) -> int:
         raise UsageError(f"--prefix-per-key needs API keys: give --api-keys, or set {ENVIRONMENT_VARIABLE}")
     # Before the model, which takes a while to load.
     listening = open_socket(config)
-    service = _service(config)
+    service = _service(config, schedules)
     if not keys and not is_loopback(config.host):
         note(
             f"no API key is set: everybody who reaches {config.host} can use the model (--api-keys, or the environment "
@@ -103,7 +103,8 @@ def run(config: Config) -> int:
     return 0
 
 
-def _check(config: Config) -> None:
+def _checked(config: Config) -> list[Schedule]:
+    """The schedules that the options name, refused before weights are loaded."""
     if config.prefix_per_key and not config.prefix_cache:
         raise UsageError(
             "--prefix-per-key and --no-prefix-cache: without a prefix cache nothing is kept; give one of them"
@@ -112,22 +113,16 @@ def _check(config: Config) -> None:
         raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
     if config.prompt_layers is not None and not (config.schedule or config.nominal_speedup):
         raise UsageError("--prompt-layers belongs to --schedule or --nominal-speedup: the checkpoint's own stays as is")
-    for path in config.schedule:
-        Schedule.load(path)
-    if config.schedule or config.nominal_speedup or config.router:
-        layers = layers_of(config.model)
-        for schedule in _schedules(config, layers):
-            schedule.check_fits(layers)
-
-
-def _schedules(config: Config, num_layers: int) -> list[Schedule]:
     found = [Schedule.load(path) for path in config.schedule]
     for speedup in config.nominal_speedup:
-        schedule = Schedule.from_speedup(num_layers, speedup, config.seq_len)
+        schedule = Schedule.from_speedup(config.ref.num_layers, speedup, config.seq_len)
         found.append(schedule.flattened() if config.flat else schedule)
     text, router = config.prompt_layers, _router(config)
     found = found if text is None else [s.with_prompt(prompt_set(text, s.num_layers)) for s in found]
-    return found if router is None else [*found, *router.schedules]
+    found += [] if router is None else router.schedules
+    for schedule in found:
+        schedule.check_fits(config.ref.num_layers)
+    return found
 
 
 def _router(config: Config) -> Router | None:
@@ -142,14 +137,12 @@ def _name(config: Config) -> str:
     return config.name or Path(config.model).name or config.model
 
 
-def _service(config: Config) -> Service:
+def _service(config: Config, schedules: list[Schedule]) -> Service:
     from skipdecode.common.progress import note
-    from skipdecode.models.loading.hub import load_model
-    from skipdecode.models.loading.recipe import untuned_line
     from skipdecode.serving.service import open_service
 
     config.use_threads()
-    loaded = load_model(config.model, dtype=config.dtype, device=config.device)
+    loaded = config.load()
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
     tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
     service = open_service(
@@ -157,7 +150,7 @@ def _service(config: Config) -> Service:
         loaded.tokenizer,
         name=_name(config),
         carried=loaded.schedule,
-        others=(*tuned_under, *_schedules(config, loaded.num_layers)),
+        others=(*tuned_under, *schedules),
         recipe=loaded.recipe,
         use_template=config.template,
         engine=config.engine,
@@ -170,7 +163,7 @@ def _service(config: Config) -> Service:
         catalog.route = router.bind(loaded.model)
     own = " (the checkpoint's own)" if loaded.schedule is not None else ""
     note(f"schedules: {', '.join(catalog.loaded)}; default: {catalog.default}{own}")
-    if (line := untuned_line(catalog.loaded.values(), loaded.recipe, config.model)) is not None:
+    if (line := loaded.untuned_line(catalog.loaded.values())) is not None:
         note(line)
     elif not tuned_under:
         note(
@@ -183,12 +176,8 @@ def _service(config: Config) -> Service:
     return service
 
 
-def _run_vllm(config: Config) -> int:
+def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
     from skipdecode.common.progress import note
-    from skipdecode.models.carried import of_config
-    from skipdecode.models.families import layers_in
-    from skipdecode.models.loading.hub import load_config, load_recipe
-    from skipdecode.models.loading.locate import adapter_dir
     from skipdecode.serving.vllm_server import vllm_command
     from skipdecode.vllm.projection import check_projects
 
@@ -202,26 +191,24 @@ def _run_vllm(config: Config) -> int:
         raise UsageError("--prefix-per-key is not for --engine vllm, where a request's cache_salt does that")
     if config.cors:
         raise UsageError("--cors is not for --engine vllm, which lets pages of any origin in by itself")
-    if adapter_dir(config.model) is not None:
+    ref = config.ref
+    if ref.adapter is not None:
         raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
-    model_config = load_config(config.model)
-    layers = layers_in(model_config)
-    schedules, own = _schedules(config, layers), of_config(model_config, config.model)
-    architecture = (model_config.architectures or [""])[0]
-    quantization = getattr(model_config, "quantization_config", None)
-    check_projects(schedules if own is None else (own, *schedules), architecture, quantization)
-    if schedules and own is None:
+    architecture = (ref.config.architectures or [""])[0]
+    quantization = getattr(ref.config, "quantization_config", None)
+    check_projects(schedules if ref.schedule is None else (ref.schedule, *schedules), architecture, quantization)
+    if schedules and ref.schedule is None:
         # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.
-        schedules.insert(0, Schedule.full(layers))
+        schedules.insert(0, Schedule.full(ref.num_layers))
     command = vllm_command(
-        config.model,
+        ref.place.where,
         name=_name(config),
         host=config.host,
         port=config.port,
         dtype=config.dtype,
         schedules=schedules,
     )
-    recipe = load_recipe(config.model)
+    recipe = ref.recipe
     if config.template and recipe is not None and recipe.prompt_template is not None:
         note(f"vLLM takes completions as they are: send them in the form {recipe.prompt_template!r}")
     sys.stdout.flush()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleChoice, ScheduleOptions, check_schedule_options, choose_schedule
+from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
@@ -29,8 +29,8 @@ from skipdecode.common.progress import note
 from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
-from skipdecode.models.loading.locate import adapter_dir, model_files
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
+from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from skipdecode.data.records import Template
     from skipdecode.data.source import PromptSource
     from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.ref import ModelRef
     from skipdecode.tuning.trainer import Tuner, TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
@@ -48,6 +49,7 @@ __all__ = ["Config", "prepare_parser", "run"]
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
+_SOME_POSITIONS = 64  # until the responses are read
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
 # Self-generated data teaches only what full depth does; milder schedules lose next to nothing there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
@@ -55,7 +57,7 @@ _SELF_SPEEDUP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
+class Config(NamedModel, TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     model: str = option("directory, hub id or smollm2-135m", default="", positional=True, path=Reads(model_files))
@@ -107,17 +109,17 @@ def run(config: Config) -> int:
     files = {} if config.self else _files(config, make_template(config))
     from skipdecode.tuning.setup import process_state
 
-    out, state = Path(config.out), process_state()
+    out, ref, state = Path(config.out), config.ref, process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     if config.self:
         config, template, made = _with_self_generated(config, prompts, state)
         files = _files(config, template)
     else:
         template, made = make_template(config), {}
-    loaded, digest = _load(config)
+    loaded, digest = _load(config, ref)
     encode = partial(encode_file, config, template, model=loaded.model, tokenizer=loaded.tokenizer)
     examples = {name: encode(name, file) for name, file in files.items()}
-    schedule, origin = _schedule(config, loaded, [len(example.response) for example in examples["train"][0]])
+    schedule, origin = _schedule(config, ref, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
     data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
@@ -145,7 +147,7 @@ def _check(config: Config) -> None:
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
     if config.self:  # before texts are made
         _check_unfinished(Path(config.out))
-    check_schedule_options(config, config.model)
+    _schedule(config, config.ref, [_SOME_POSITIONS])  # refuses what does not fit the model
     if not config.self:
         make_template(config)
     elif wrong := [n for n in ("train", "dev", "response_field") if getattr(config, n)]:
@@ -156,7 +158,7 @@ def _check(config: Config) -> None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:
         raise MissingExtraError("--tensorboard", "tensorboard")
-    if adapter_dir(config.model) is not None and not (config.full or config.merge):
+    if config.ref.adapter is not None and not (config.full or config.merge):
         raise UsageError(
             f"{config.model} is an adapter, and one on top of it would have no base: add --merge or --full"
         )
@@ -197,8 +199,9 @@ def _with_self_generated(
     out = Path(config.out)
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
-        loaded = load_model(config.model)
-        make_curriculum(_schedule(config, loaded, [config.self_tokens]).schedule, config)  # before the texts are made
+        loaded = load_model(config.ref)
+        # Refused before the texts are made.
+        make_curriculum(_schedule(config, config.ref, [config.self_tokens]).schedule, config)
         template = default_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
         about = (template, config.part(SelfGeneratedOptions), prompts, out, config.seed, config.bad_records == "skip")
@@ -228,7 +231,7 @@ def _draw_curve(out: Path) -> None:
         note(f"no picture: {error}")
 
 
-def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
+def _load(config: Config, ref: ModelRef) -> tuple[LoadedModel, dict[str, Any]]:
     """The model, with an adapter merged, and the digest of what was loaded."""
     import torch
 
@@ -236,19 +239,19 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
 
     # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
-    loaded = load_model(config.model, dtype="auto" if as_stored else "float32")
+    loaded = load_model(ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
     if not hasattr(loaded.model, "get_base_model"):
         return loaded, digest
     return replace(loaded, model=loaded.model.merge_and_unload()), digest
 
 
-def _schedule(config: Config, loaded: LoadedModel, lengths: Sequence[int]) -> ScheduleChoice:
+def _schedule(config: Config, ref: ModelRef, lengths: Sequence[int]) -> ScheduleChoice:
     """The schedule asked for, or the recipe's; positions are by default the 95th percentile of responses' `lengths`."""
-    layers = loaded.num_layers
+    layers = ref.num_layers
     longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
-    carried, own = loaded.schedule, ""
+    carried, own = ref.schedule, ""
     if stored is not None:
         carried, own = Schedule.from_dict(stored), "the recipe's"
     elif config.self and not (config.schedule or config.nominal_speedup or (carried and not carried.is_full)):

@@ -16,24 +16,15 @@ from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
-from skipdecode.models.loading.hub import DTYPES, choose_device, load_config, load_model, weights_dtype
-from skipdecode.models.loading.locate import adapter_dir, base_name, locate
-from skipdecode.models.loading.smollm2 import NAME as EMBEDDED
-from skipdecode.models.loading.store import find_model
+from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_machine
 from skipdecode.performance.measure import kernels_version, machine_key, measure_cost
 
-__all__ = ["CostSource", "find_cost", "find_geometry", "weights_at_hand"]
+__all__ = ["CostSource", "find_cost", "find_geometry"]
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_HUB_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 _NOISY = 0.1  # of a fit: above, a plan is worth a second measurement
 _UNKNOWN_DTYPE = torch.bfloat16
 
@@ -49,7 +40,7 @@ class CostSource:
 
 
 def find_cost(
-    name: str,
+    ref: ModelRef,
     *,
     batch: int = 1,
     prompt_len: int = 64,
@@ -64,8 +55,8 @@ def find_cost(
 
     Parameters
     ----------
-    name : str
-        A local directory, a hub id, ``smollm2-135m``, or the file of a config (JSON), which has no weights.
+    ref : ModelRef
+        Of a model, or of the file of a config (JSON), which has no weights.
     dtype : str
         Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; "auto": the checkpoint's own, bf16 where unknown.
     device : str, optional
@@ -91,24 +82,24 @@ def find_cost(
         raise UsageError(f"batch={batch} is not accepted: give 1 or more")
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
-    only_config = Path(name).is_file()
+    only_config = Path(ref.name).is_file()
     if remeasure and measure is False:
         raise UsageError("--remeasure and --no-measure exclude each other: give one")
     wanted = measure or remeasure
     if only_config and wanted:
         flag = "--measure" if measure else "--remeasure"
-        raise UsageError(f"{name} is a config without weights, so nothing can be measured: leave out {flag}")
-    if wanted or (measure is None and not only_config and weights_at_hand(name)):
+        raise UsageError(f"{ref.name} is a config without weights, so nothing can be measured: leave out {flag}")
+    if wanted or (measure is None and not only_config and ref.has_weights()):
         target = choose_device(device)
-        asked = (weights_dtype(name, dtype, target), engine, quantization, batch, prompt_len)
-        return _measured_or_kept(name, target, asked, remeasure=remeasure)
+        asked = (ref.dtype(dtype, target), engine, quantization, batch, prompt_len)
+        return _measured_or_kept(ref, target, asked, remeasure=remeasure)
     if quantization != "none":
         raise UsageError(f"the cost of --quantization {quantization} is measured, not predicted: add --measure")
-    return _predicted(name, batch, dtype, device)
+    return _predicted(ref, batch, dtype, device)
 
 
 def _measured_or_kept(
-    name: str,
+    ref: ModelRef,
     device: torch.device,
     asked: tuple[str, str, str, int, int],
     *,
@@ -116,11 +107,11 @@ def _measured_or_kept(
 ) -> CostSource:
     """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
     dtype, engine, quantization, batch, prompt_len = asked
-    key = _key(name, asked, device)
+    key = _key(ref, asked, device)
     path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
-    if not remeasure and (kept := _kept(path, key, name, device)) is not None:
+    if not remeasure and (kept := _kept(path, key, ref, device)) is not None:
         return kept
-    model = load_model(name, dtype=dtype, device=str(device), require_tokenizer=False).model
+    model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
     fast = open_fast(model, engine, note, quantization)
     cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
     found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
@@ -130,55 +121,31 @@ def _measured_or_kept(
     return found
 
 
-def _key(name: str, asked: tuple[str | int, ...], device: torch.device) -> list[Any]:
+def _key(ref: ModelRef, asked: tuple[str | int, ...], device: torch.device) -> list[Any]:
     """All that a cost found by a model's name holds for: what was asked, the files, the machine and the versions."""
-    adapter = adapter_dir(name)
-    base = locate(name if adapter is None else base_name(adapter)).folder()
-    folders = [base] if adapter is None else [base, adapter]
+    folders = dict.fromkeys([ref.place.folder(), ref.folder])
     files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
     stamps = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return [list(asked), kernels_version(), machine_key(device), stamps]
 
 
-def _kept(path: Path, key: list[Any], name: str, device: torch.device) -> CostSource | None:
+def _kept(path: Path, key: list[Any], ref: ModelRef, device: torch.device) -> CostSource | None:
     """What an earlier call found; the sizes come from the config, so that no weights are loaded."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["key"] != key:
             return None
-        geometry, _ = find_geometry(name, data["dtype"], device)
+        geometry, _ = find_geometry(ref, data["dtype"], device)
         return CostSource(CostModel.from_dict(data["cost"]), geometry, data["dtype"], data["origin"])
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
 
 
-def find_geometry(name: str, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
+def find_geometry(ref: ModelRef, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
     """The sizes of a model by name, and the dtype of its weights there, from its config alone; see `find_cost`."""
-    config = _config_of_file(Path(name)) if Path(name).is_file() else load_config(name)
-    kind = _dtype(config, weights_dtype(name, dtype, device))
+    config = _config_of_file(path) if (path := Path(ref.name)).is_file() else ref.config
+    kind = _dtype(config, ref.dtype(dtype, device))
     return ModelGeometry.from_config(config, kind.itemsize), kind
-
-
-def weights_at_hand(name: str) -> bool:
-    """Whether a model's weights lie on this machine, so that loading it fetches nothing."""
-    adapter = adapter_dir(name)
-    name = name if adapter is None else base_name(adapter)
-    if name == EMBEDDED:
-        return find_model(EMBEDDED) is not None
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return any(any(path.glob(pattern)) for pattern in _WEIGHTS)
-    return _in_hub_cache(name)
-
-
-def _in_hub_cache(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return any(isinstance(try_to_load_from_cache(name, file), str) for file in _HUB_WEIGHTS)
-    except HFValidationError:
-        return False  # No hub id at all; loading its config says so.
 
 
 def _measured(model: Any, cost: CostModel, engine: str) -> CostSource:
@@ -190,9 +157,9 @@ def _measured(model: Any, cost: CostModel, engine: str) -> CostSource:
     return CostSource(cost, geometry, _dtype_name(model.dtype), f"measured here with {engine} ({where}{within})")
 
 
-def _predicted(name: str, batch: int, dtype: str, device: str | None) -> CostSource:
+def _predicted(ref: ModelRef, batch: int, dtype: str, device: str | None) -> CostSource:
     target = choose_device(device)
-    geometry, kind = find_geometry(name, dtype, target)
+    geometry, kind = find_geometry(ref, dtype, target)
     machine = measure_machine(target, kind)
     cost = CostModel.predicted(geometry, machine, batch)
     origin = (

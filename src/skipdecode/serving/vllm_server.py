@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from skipdecode.errors import MissingExtraError
-from skipdecode.models.loading.locate import locate
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.settings import KEY
 
@@ -23,7 +22,7 @@ def vllm_command(
     Parameters
     ----------
     model : str
-        As `skipdecode.models.loading.hub.load_model` takes it; no adapter.
+        A directory or a hub id; no adapter.
     name : str
         The model's name as clients see it.
     schedules : sequence of Schedule
@@ -33,12 +32,10 @@ def vllm_command(
     ------
     MissingExtraError
         vLLM is not installed.
-    ModelLoadError
-        There is no such model.
     """
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError("--engine vllm", "vllm")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", locate(model).where]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     if schedules:
         settings = {KEY: {"schedules": [schedule.to_dict() for schedule in schedules]}}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
@@ -14,17 +15,21 @@ from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 
+if TYPE_CHECKING:
+    from skipdecode.models.loading.hub import LoadedModel
+    from skipdecode.models.loading.ref import ModelRef
+
 __all__ = [
     "MODEL",
     "EngineOptions",
     "ModelOptions",
+    "NamedModel",
     "SamplingOptions",
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
     "check_schedule_options",
     "choose_schedule",
-    "layers_of",
     "read_cost",
     "stop_text",
     "with_breaks",
@@ -36,7 +41,6 @@ MODEL = (
     "a directory (of a model or an adapter), a hub id, smollm2-135m, or an adapter on it: e2e-smollm2-135m, "
     "chat-smollm2-135m"
 )
-_SOME_POSITIONS = 64  # for a schedule that is only tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,21 @@ class EngineOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Options):
+class NamedModel(Options):
+    """A model by name."""
+
+    model: str = option(MODEL, positional=True)
+
+    @cached_property
+    def ref(self) -> ModelRef:
+        """What the name stands for, found once."""
+        from skipdecode.models.loading.ref import ModelRef
+
+        return ModelRef(self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(NamedModel):
     """How a model is loaded."""
 
     dtype: str = option(
@@ -76,6 +94,12 @@ class ModelOptions(Options):
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+
+    def load(self) -> LoadedModel:
+        """The model with its weights."""
+        from skipdecode.models.loading.hub import load_model
+
+        return load_model(self.ref, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +173,9 @@ class ScheduleChoice(NamedTuple):
     origin: str
 
 
-def check_schedule_options(options: ScheduleOptions, model: str | None = None) -> None:
-    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule.
-
-    With the model's name also a schedule that does not fit its layers, which its config tells.
-    """
-    named = (options.schedule, options.nominal_speedup, options.prompt_layers)
-    if model is None or all(value is None for value in named):
-        _named(options)
-    else:
-        choose_schedule(options, layers_of(model), carried=None, default_seq_len=_SOME_POSITIONS)
+def check_schedule_options(options: ScheduleOptions) -> None:
+    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule."""
+    _named(options)
 
 
 def _named(options: ScheduleOptions) -> ScheduleChoice | None:
@@ -170,14 +187,6 @@ def _named(options: ScheduleOptions) -> ScheduleChoice | None:
     if options.schedule is None:
         return None
     return ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
-
-
-def layers_of(model: str) -> int:
-    """Decoder layers of a model by name, from its config: no weights are read or fetched."""
-    from skipdecode.models.families import layers_in
-    from skipdecode.models.loading.hub import load_config
-
-    return layers_in(load_config(model))
 
 
 def choose_schedule(

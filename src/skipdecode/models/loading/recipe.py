@@ -13,7 +13,6 @@ from typing import Any
 from skipdecode.common.jsonl import kind_of
 from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, ScheduleError
-from skipdecode.models.loading.locate import adapter_dir
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import prompt_set
 
@@ -66,19 +65,21 @@ class Recipe:
     base: Mapping[str, Any] | None = None
 
 
-def untuned_line(schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL") -> str | None:
+def untuned_line(
+    schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL", *, merge: bool = False
+) -> str | None:
     """One line for users where weights were not tuned under some of the schedules; None where they bear them all.
 
-    What it costs is measured in docs/quality.md (untuned weights).
+    `merge`: the model is an adapter, and one on top of it is refused. The loss is measured in docs/quality.md.
     """
     known = () if recipe is None else recipe.tuned_under
     names = [schedule.name for schedule in schedules if not schedule.fits_weights(known)]
     if not names:
         return None
-    merge = "" if adapter_dir(model) is None else " --merge"  # an adapter on an adapter is refused
     return (
         f"the weights were not tuned under {', '.join(names)} or a deeper cut: the text breaks (SmolLM2-135M untuned "
-        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode tune {model} --schedule FILE{merge}"
+        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode tune {model} --schedule FILE"
+        + (" --merge" if merge else "")
     )
 
 

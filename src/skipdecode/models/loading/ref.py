@@ -1,0 +1,246 @@
+"""What a model's name stands for: base model, adapter, place, config, recipe and schedule. Reads no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.environment import multiplies_bf16
+from skipdecode.common.registry import near
+from skipdecode.errors import ModelLoadError, SkipDecodeError
+from skipdecode.models.carried import of_adapter, of_config
+from skipdecode.models.families import layers_in
+from skipdecode.models.loading import smollm2
+from skipdecode.models.loading.hub_probe import ask_hub
+from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, ran_in_bf16
+from skipdecode.models.loading.store import find_model
+from skipdecode.schedule import Schedule
+
+__all__ = ["ModelRef", "Place", "model_files", "one_line", "told"]
+
+_ADAPTER_FILE = "adapter_config.json"
+_BUNDLED = Path(__file__).parents[1] / "adapters"
+_NAMES = (smollm2.NAME, *sorted(file.parent.name for file in _BUNDLED.glob(f"*/{_ADAPTER_FILE}")))
+_ACCEPTED = f"accepted are a local directory, a hub id (owner/name), {', '.join(_NAMES)}"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HUB_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where transformers finds a model.
+
+    Parameters
+    ----------
+    where : str
+        A directory or a hub id.
+    local_only : bool
+        Whether it must not ask the hub.
+    """
+
+    where: str
+    local_only: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords for every ``from_pretrained``."""
+        return {"local_files_only": self.local_only, "trust_remote_code": False}
+
+    def folder(self) -> Path:
+        """The directory that holds its config; of a hub id whose config is loaded, the snapshot in the hub's cache."""
+        from transformers.utils import cached_file
+
+        return Path(cached_file(self.where, "config.json", local_files_only=True)).parent
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A model by name: a directory, a hub id, ``smollm2-135m``; or a PEFT adapter, a bundled one by its name.
+
+    Every property is found once, when it is first asked for; the hub is asked once. The names of the embedded model and
+    of bundled adapters go first: a directory of such a name is ``./smollm2-135m``. Properties raise as `load_model`.
+    """
+
+    name: str
+
+    @cached_property
+    def adapter(self) -> Path | None:
+        """The directory of the adapter that the name stands for; None for a whole model."""
+        if self.name in _NAMES:
+            return None if self.name == smollm2.NAME else _BUNDLED / self.name
+        path = Path(self.name).expanduser()
+        return path if self.name and (path / _ADAPTER_FILE).is_file() else None
+
+    @cached_property
+    def base(self) -> str:
+        """The name of the model that the adapter goes on; the name itself for a whole model."""
+        if self.adapter is None:
+            return self.name
+        file = self.adapter / _ADAPTER_FILE
+        try:
+            base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        except (ValueError, AttributeError) as e:
+            raise ModelLoadError(f"{file} is not the JSON object of a PEFT adapter: {e}") from e
+        if not isinstance(base, str) or not base:
+            raise ModelLoadError(f"{file} names no base model: base_model_name_or_path is needed")
+        if ModelRef(base).adapter is not None:
+            raise ModelLoadError(f"{file} names {base} as its base, which is an adapter itself: merge that one first")
+        return base
+
+    @cached_property
+    def place(self) -> Place:
+        """Where the base model is; the embedded model is fetched first if need be."""
+        name = self.base
+        if name == smollm2.NAME:
+            return Place(str(smollm2.fetch()), local_only=True)
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ModelLoadError(f"{name} holds no model: a config.json or an {_ADAPTER_FILE} is needed")
+            return Place(str(path), local_only=True)
+        if name and path.exists():
+            raise ModelLoadError(f"{name} is a file: {_ACCEPTED}")
+        return _locate_on_hub(name)
+
+    @property
+    def config(self) -> Any:
+        """The base model's transformers config; that of the embedded model is known before it is fetched."""
+        unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
+        return smollm2.known_config() if unfetched else self._config
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, as the config says."""
+        return layers_in(self.config)
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The schedule that the adapter carries, else its base model's."""
+        own = None if self.adapter is None else of_adapter(self.adapter, self.config)
+        return own or of_config(self.config, self.base)
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """How the adapter, or the whole model, was tuned; None where nothing says so."""
+        from transformers.utils import cached_file
+
+        if self.name == smollm2.NAME and find_model(smollm2.NAME) is None:
+            return None
+        place = self.place if self.adapter is None else Place(str(self.adapter), local_only=True)
+        # Where the hub has none, or cannot be reached, this answers None.
+        found = cached_file(
+            place.where,
+            RECIPE_FILE,
+            local_files_only=place.local_only,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), self.schedule, self.num_layers)
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the adapter, or of the whole model: of a hub id, its snapshot in the hub's cache."""
+        return self.place.folder() if self.adapter is None else self.adapter
+
+    def dtype(self, asked: str, device: Any) -> str:
+        """`asked`, or what "auto" means where it is not the checkpoint's own type: bf16 where the device multiplies it.
+
+        So it is for ``smollm2-135m``, for directories that `skipdecode tune --full` wrote after a run in bf16, whose
+        fp32 weights are the optimizer's, and for adapters on either.
+        """
+        if asked == "auto" and self.base == smollm2.NAME:
+            return smollm2.running_dtype(device.type)
+        rounded = asked == "auto" and ran_in_bf16(Path(self.base).expanduser()) and multiplies_bf16(device.type)
+        return "bfloat16" if rounded else asked
+
+    def has_weights(self) -> bool:
+        """Whether the weights lie on this machine, so that loading them fetches nothing."""
+        if self.base == smollm2.NAME:
+            return find_model(smollm2.NAME) is not None
+        path = Path(self.base).expanduser()
+        if path.is_dir():
+            return any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            return any(isinstance(try_to_load_from_cache(self.base, file), str) for file in _HUB_WEIGHTS)
+        except HFValidationError:
+            return False  # No hub id at all; loading its config says so.
+
+    @cached_property
+    def _config(self) -> Any:
+        """The config, if it is a decoder-only causal LM's."""
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
+
+        where = self.place.where
+        with told(where, "its config does not load"):
+            config = AutoConfig.from_pretrained(where, **self.place.options)
+        needed = "a decoder-only causal language model is needed"
+        if config.is_encoder_decoder:
+            raise ModelLoadError(f"{where} is an encoder-decoder ({config.model_type}): {needed}")
+        classes = config.architectures or []
+        if config.model_type not in CAUSAL_LM or (classes and not set(classes) & set(CAUSAL_LM.values())):
+            raise ModelLoadError(f"{where} holds {', '.join(classes) or config.model_type}: {needed}")
+        return config
+
+
+def model_files(name: str) -> list[Path]:
+    """Directories and files on this machine that loading the model called `name` reads, as far as its name tells."""
+    ref = ModelRef(name)
+    if ref.adapter is None:
+        path = find_model(name) if name == smollm2.NAME else Path(name).expanduser()
+        return [path] if path is not None and path.exists() else []
+    try:
+        return [ref.adapter, *model_files(ref.base)]
+    except (ModelLoadError, OSError):  # told when it is loaded
+        return [ref.adapter]
+
+
+def _locate_on_hub(name: str) -> Place:
+    from huggingface_hub import try_to_load_from_cache
+
+    answer = ask_hub(name)
+    if answer.state == "found":
+        return Place(name, local_only=False)
+    folder = Path(name).parent
+    beside = [str(folder / each.name) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    meant = near(name, [*_NAMES, *beside])
+    if answer.state == "absent":
+        raise ModelLoadError(
+            f"model {name!r}{meant} is not known: there is no such directory, and {answer.reason}; {_ACCEPTED}"
+        )
+    # The snapshot's directory and not the id: transformers looks for adapters on the hub even when told not to.
+    if isinstance(config := try_to_load_from_cache(name, "config.json"), str):
+        return Place(str(Path(config).parent), local_only=True)
+    raise ModelLoadError(
+        f"model {name!r}{meant} is neither a local directory nor in the hub's local cache, and {answer.reason}; "
+        f"{_ACCEPTED}"
+    )
+
+
+@contextmanager
+def told(where: str, what: str) -> Iterator[None]:
+    """Anything a library raises over a user's files becomes one line; `--debug` shows the rest."""
+    try:
+        yield
+    except SkipDecodeError:
+        raise
+    except Exception as e:
+        raise ModelLoadError(f"{where}: {what}: {one_line(e)}") from e
+
+
+def one_line(error: Exception) -> str:
+    """The text of a library's error, short enough for one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
