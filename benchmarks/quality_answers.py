@@ -70,11 +70,11 @@ def named(rows: Iterable[dict[str, str]], response: str) -> Iterator[dict[str, s
     for row in rows:
         found = NAME.findall(" ".join(value for field, value in row.items() if field != response))
         if found and all(name in row[response] for name in found):
-            names = made_up(found, draw)
+            names = invented_names(found, draw)
             yield {field: renamed(value, names) for field, value in row.items()}
 
 
-def made_up(names: Iterable[str], draw: random.Random, words: tuple[str, str, str] = WORDS) -> dict[str, str]:
+def invented_names(names: Iterable[str], draw: random.Random, words: tuple[str, str, str] = WORDS) -> dict[str, str]:
     """Another name for each, the longest first."""
     ordered = sorted(set(names), key=lambda name: (-len(name), name))
     return {name: ("The " if name.startswith("The ") else "") + _invented(draw, *words) for name in ordered}

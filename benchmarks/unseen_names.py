@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from quality_answers import NAME, made_up, renamed
+from quality_answers import NAME, invented_names, renamed
 from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
@@ -37,7 +37,7 @@ def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:
     template, draw = load_task("e2e").template(), random.Random(7)
     with data.open(encoding="utf-8") as file:
         texts = dict.fromkeys(template.render(template.values(json.loads(line))) for line in file)
-    renamings = [(text, made_up(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
+    renamings = [(text, invented_names(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
     return [(renamed(text, names), list(names.values())) for text, names in renamings]
 
 
