@@ -50,25 +50,15 @@ class TokenClock:
 
 
 class LayerCount:
-    """Counts layers x tokens that run within it, by a hook on each layer (microseconds a call).
-
-    Attributes
-    ----------
-    layers, heads : list of float
-        When a layer or the head was called: each call reads its weights once.
-    """
+    """Counts layers x tokens that run within it, by a hook on each layer (microseconds a call)."""
 
     def __init__(self, model: Any) -> None:
         model = unwrap(model)
         self._modules = list(decoder_layers(model))
-        self._head = model.get_output_embeddings()
         self._total = 0
-        self.layers: list[float] = []
-        self.heads: list[float] = []
 
     def __enter__(self) -> LayerCount:
         self._handles = [layer.register_forward_pre_hook(self._add, with_kwargs=True) for layer in self._modules]
-        self._handles.append(self._head.register_forward_pre_hook(self._add_head))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -82,10 +72,6 @@ class LayerCount:
     def _add(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         self._total += hidden.shape[0] * hidden.shape[1]
-        self.layers.append(time.perf_counter())
-
-    def _add_head(self, module: Any, args: tuple[Any, ...]) -> None:
-        self.heads.append(time.perf_counter())
 
 
 class BatchEngine(Engine):
