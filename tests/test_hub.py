@@ -81,6 +81,12 @@ def test_config_alone_needs_no_weights(checkpoint: Path) -> None:
     assert (config.model_type, config.num_hidden_layers, config.hidden_size) == ("llama", LAYERS, 32)
 
 
+def test_what_is_done_to_a_config_changes_no_load(checkpoint: Path) -> None:
+    ref = ModelRef(str(checkpoint))
+    ref.config.dtype = torch.bfloat16  # as building a model on the meta device does
+    assert load_model(ref, device="cpu").model.dtype == torch.float32
+
+
 def test_a_model_without_tokenizer_is_an_error_unless_none_is_needed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model", tokenizer=False)
     with pytest.raises(ModelLoadError, match=r"has no tokenizer: put a tokenizer\.json"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,9 +115,9 @@ class ModelRef:
 
     @property
     def config(self) -> Any:
-        """The base model's transformers config; that of the embedded model is known before it is fetched."""
+        """A copy of the base model's transformers config; that of the embedded model is known before it is fetched."""
         unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
-        return smollm2.known_config() if unfetched else self._config
+        return smollm2.known_config() if unfetched else copy.deepcopy(self._config)
 
     @property
     def num_layers(self) -> int:
