@@ -2,13 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-vllm docs browser lint clean
+.PHONY: demo test quick test-slow test-vllm docs browser lint format lock clean
 
 demo: .venv/ready
 	$(BIN)/skipdecode demo
 
 test: .venv/ready lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --durations=25
+
+# The inner loop: lint, and the tests of structure, schedules, options and two families against the oracle.
+QUICK := tests/test_structure.py tests/test_schedule.py tests/test_options.py tests/test_oracle.py
+quick: .venv/ready lint
+	$(BIN)/python -m pytest $(QUICK) -k "not test_oracle or llama- or gpt2-"
 
 test-slow: .venv/conformance browser
 	$(BIN)/python -m pytest -m "slow or model" -rs
@@ -39,6 +44,14 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Every version that .venv holds, without this package and without a build's suffix (torch's "+cpu").
+lock: .venv/ready
+	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable | sed -E '/ @ /d; s/\+[a-z0-9.]+$$//' > requirements.lock
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
