@@ -34,8 +34,9 @@ from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.base import QUANTIZATIONS
+from skipdecode.engine.batch import TokenRows, rows_by_layer
 from skipdecode.engine.depth import DepthOrder
-from skipdecode.engine.fast_model import FastModel, TokenRows, open_model
+from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.speed import batches
 from skipdecode.models.families import unwrap
@@ -65,7 +66,7 @@ def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: 
         for row, at in zip(alive, fed, strict=True):
             kv.extend(slots[row], order.layers(budget), at + 1)
         tokens = [outputs[row][position] for row in alive]
-        counts = order.counts([budget] * len(alive))
+        counts = rows_by_layer(model.num_layers, [(order.layers(budget), len(alive))])
         logits = model.forward(
             TokenRows(tokens, [slots[row] for row in alive], fed, counts, list(range(len(alive)))), kv
         )

@@ -24,8 +24,8 @@ from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
 from skipdecode.common.stopwatch import timed
+from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.fast_model import FastModel, open_model
-from skipdecode.engine.feeds import TokenRows
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.bench.peers import Rows

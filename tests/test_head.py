@@ -17,7 +17,7 @@ from skipdecode.engine.kernels import head
 from skipdecode.engine.kernels.head import MOST_ROWS, MOST_WORDS, NativeHead, ShortHead
 from skipdecode.engine.kernels.spec import LinearSpec
 from skipdecode.engine.model_spec import READERS
-from skipdecode.engine.sampling import RowSampler, choose
+from skipdecode.engine.sampling import Sampler, choose
 from skipdecode.models.loading.hub import load_model
 from tiny import LAYERS, tiny_model
 
@@ -228,7 +228,7 @@ def test_candidates_are_drawn_from_as_all_words_are():
     full(x, logits, len(x), False)
     settings = [Sampling(temperature=1.5, top_k=1 + 5 * i, min_p=0.01, seed=i) for i in range(len(x))]
     found = short(x, [s.top_k for s in settings], torch.empty(len(x), 5000))
-    rows = [[RowSampler(s, ()) for s in settings] for _ in range(2)]
+    rows = [[Sampler(s, ()) for s in settings] for _ in range(2)]
     for _ in range(10):
         assert choose(found, rows[0])[0] == choose(logits, rows[1])[0]
 

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as hf
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.engine.sampling import RowSampler, choose
+from skipdecode.engine.sampling import Sampler, choose
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
@@ -22,7 +22,7 @@ def logits(seed=0):
 
 
 def draws(sampling, count=4000, prompt=(1,)):
-    row, values = RowSampler(sampling, prompt), logits()
+    row, values = Sampler(sampling, prompt), logits()
     return torch.bincount(torch.tensor([row.pick(values) for _ in range(count)]), minlength=VOCAB) / count
 
 
@@ -53,7 +53,7 @@ def test_distribution_is_transformers(sampling, warpers):
 
 def test_repetition_penalty_is_transformers_over_prompt_and_output():
     values, seen = logits(), [int(logits().argmax()), 5, 6]
-    row = RowSampler(Sampling(repetition_penalty=1.8), tuple(seen))
+    row = Sampler(Sampling(repetition_penalty=1.8), tuple(seen))
     for _ in range(6):
         want = hf.RepetitionPenaltyLogitsProcessor(1.8)(torch.tensor([seen]), values[None].clone())[0]
         token = row.pick(values)
@@ -67,7 +67,7 @@ def test_frequency_and_presence_penalty_count_the_output_alone(temperature):
     """OpenAI's formula: logit - times in the output x frequency - (in the output) x presence."""
     values, prompt = logits(), (int(logits().argmax()), 5)
     sampling = Sampling(temperature=temperature, frequency_penalty=0.7, presence_penalty=1.5, seed=3)
-    row, other = RowSampler(sampling, prompt), RowSampler(Sampling(temperature=temperature, seed=3), prompt)
+    row, other = Sampler(sampling, prompt), Sampler(Sampling(temperature=temperature, seed=3), prompt)
     times = torch.zeros(VOCAB)
     for _ in range(12):
         want = other.pick(values - 0.7 * times - 1.5 * (times > 0))
@@ -75,7 +75,7 @@ def test_frequency_and_presence_penalty_count_the_output_alone(temperature):
         assert token == want
         times[token] += 1
     assert times.max() > 1
-    negative = RowSampler(Sampling(frequency_penalty=-2), ())
+    negative = Sampler(Sampling(frequency_penalty=-2), ())
     assert len({negative.pick(values) for _ in range(5)}) == 1
 
 
@@ -100,23 +100,23 @@ def test_penalties_act_per_row_in_both_engines_whatever_the_batch(kind):
 def test_bias_acts_and_leaves_the_logits_alone():
     values = logits()
     before = values.clone()
-    assert RowSampler(Sampling(logit_bias={7: 100.0}), ()).pick(values) == 7
+    assert Sampler(Sampling(logit_bias={7: 100.0}), ()).pick(values) == 7
     assert torch.equal(values, before)
     top = int(values.argmax())
-    assert RowSampler(Sampling(logit_bias={top: -100.0}), ()).pick(values) != top
+    assert Sampler(Sampling(logit_bias={top: -100.0}), ()).pick(values) != top
 
 
 def test_seed_decides_and_other_rows_do_not():
     settings = [Sampling(temperature=1.0, seed=i) for i in range(3)]
-    alone = [[RowSampler(s, ()).pick(logits(i))] for i, s in enumerate(settings)]
-    together, _ = choose(torch.stack([logits(i) for i in range(3)]), [RowSampler(s, ()) for s in settings])
+    alone = [[Sampler(s, ()).pick(logits(i))] for i, s in enumerate(settings)]
+    together, _ = choose(torch.stack([logits(i) for i in range(3)]), [Sampler(s, ()) for s in settings])
     assert together == [a[0] for a in alone]
 
 
 def test_logprob_is_the_models_own():
     values = torch.stack([logits(0), logits(1)])
     sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.5, presence_penalty=1, seed=0)
-    rows = [RowSampler(sampling, (5,)), RowSampler(Sampling(), ())]
+    rows = [Sampler(sampling, (5,)), Sampler(Sampling(), ())]
     tokens, logprobs = choose(values, rows)
     want = values.log_softmax(-1)[torch.arange(2), torch.tensor(tokens)]
     torch.testing.assert_close(torch.tensor(logprobs), want)
@@ -143,4 +143,4 @@ def test_bad_settings_are_refused_by_name(make, message):
 
 def test_the_likeliest_token_stays_however_little_is_allowed():
     for sampling in (Sampling(temperature=1.0, top_p=5e-324, seed=1), Sampling(temperature=1.0, min_p=1.0, seed=1)):
-        assert RowSampler(sampling, (1,)).pick(logits()) == int(logits().argmax())
+        assert Sampler(sampling, (1,)).pick(logits()) == int(logits().argmax())

@@ -7,36 +7,43 @@ import sys
 
 import pytest
 
+from skipdecode.engine.batch import rows_by_layer
 from skipdecode.engine.depth import DepthOrder
-from skipdecode.engine.scheduler import RequestSize, Scheduler
+from skipdecode.engine.requests import Request
+from skipdecode.engine.scheduler import Scheduler
+from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
 
-def sizes(*new_tokens, pages=1):
-    return [RequestSize(n, 10, i, pages) for i, n in enumerate(new_tokens)]
+def sequences(*new_tokens, pages=1):
+    made = [Sequence(i, Request((5,) * 10, n), Schedule.full(8)) for i, n in enumerate(new_tokens)]
+    for sequence in made:
+        sequence.pages = pages
+    return made
+
+
+def lengths(admitted):
+    return [sequence.request.max_new_tokens for sequence in admitted]
 
 
 def test_scheduling_imports_no_torch():
-    code = (
-        "import sys, skipdecode.engine.scheduler, skipdecode.engine.depth, skipdecode.engine.requests; "
-        "print('torch' in sys.modules)"
-    )
+    code = "import sys, skipdecode.engine.scheduler, skipdecode.engine.batch; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_waves_hold_requests_of_like_length_longest_first():
     scheduler = Scheduler(2)
-    scheduler.submit(sizes(5, 50, 7, 40))
-    assert [s.new_tokens for s in scheduler.admit(0)] == [50, 40]
+    scheduler.submit(sequences(5, 50, 7, 40))
+    assert lengths(scheduler.admit(0)) == [50, 40]
     assert scheduler.admit(2) == scheduler.admit(1) == []
-    assert [s.new_tokens for s in scheduler.admit(0)] == [7, 5]
+    assert lengths(scheduler.admit(0)) == [7, 5]
     assert scheduler.waiting == 0
 
 
 def test_join_below_lets_the_next_wave_in_when_few_are_left():
     scheduler = Scheduler(5, join_below=0.5)
-    scheduler.submit(sizes(*range(1, 9)))
+    scheduler.submit(sequences(*range(1, 9)))
     assert len(scheduler.admit(0)) == 5
     assert scheduler.admit(3) == []
     assert len(scheduler.admit(2)) == 3
@@ -44,14 +51,14 @@ def test_join_below_lets_the_next_wave_in_when_few_are_left():
 
 def test_continuous_fills_every_free_row_in_order():
     scheduler = Scheduler(3, join_below=1, in_order=True)
-    scheduler.submit(sizes(5, 50, 7, 40))
-    assert [s.request for s in scheduler.admit(0)] == [0, 1, 2]
-    assert [s.request for s in scheduler.admit(2)] == [3]
+    scheduler.submit(sequences(5, 50, 7, 40))
+    assert [s.number for s in scheduler.admit(0)] == [0, 1, 2]
+    assert [s.number for s in scheduler.admit(2)] == [3]
 
 
 def test_memory_limits_a_wave():
     scheduler = Scheduler(8)
-    scheduler.submit(sizes(1, 2, 3, 4, pages=3))
+    scheduler.submit(sequences(1, 2, 3, 4, pages=3))
     assert len(scheduler.admit(0, free_pages=7)) == 2
     assert scheduler.admit(0, free_pages=2) == []
 
@@ -70,7 +77,7 @@ def test_depth_order_counts_a_layers_rows():
         assert order.layers(schedule.budget(position)) == schedule.layers(position)
     budgets = [8, 5, 5, 3]
     want = [sum(layer in order.layers(b) for b in budgets) for layer in range(8)]
-    assert order.counts(budgets) == want
-    assert order.counts([5, 5]) == [2 * (layer in order.layers(5)) for layer in range(8)]
+    assert rows_by_layer(8, [(order.layers(budget), 1) for budget in budgets]) == want
+    assert rows_by_layer(8, [(order.layers(5), 2)]) == [2 * (layer in order.layers(5)) for layer in range(8)]
     with pytest.raises(ScheduleError, match="budget 1 "):
         order.layers(1)

@@ -108,7 +108,6 @@ class _Open:
     reader: Detokenizer
     schedule: Schedule | None
     text: list[str] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
 
 
 class _Run:
@@ -166,7 +165,7 @@ class _Run:
         row = self.open.get(out.request)
         if row is None:
             return False  # of a row that a stop string has ended
-        row.tokens.append(out.token)
+        tokens = out.position + 1
         row.text += [piece.text for piece in row.reader.push(out)]
         reason = out.finish_reason
         if row.reader.stopped:
@@ -175,22 +174,22 @@ class _Run:
         if reason is None:
             return False
         del self.open[out.request]
-        self.summary.ended_at_once += reason == "eos" and len(row.tokens) == 1
-        told = self.job.row(row.prompt, "".join(row.text), len(row.tokens), reason)
+        self.summary.ended_at_once += reason == "eos" and tokens == 1
+        told = self.job.row(row.prompt, "".join(row.text), tokens, reason)
         named = {} if row.schedule is None else {"schedule": row.schedule.name}
         self.writer.put(row.prompt.record.index, told | named)
         self.summary.rows += 1
-        self._keep_for_comparison(row)
+        self._keep_for_comparison(row.prompt, tokens)
         return True
 
-    def _keep_for_comparison(self, row: _Open) -> None:
+    def _keep_for_comparison(self, prompt: EncodedPrompt, tokens: int) -> None:
         batch, place = divmod(self._finished, self.job.batch_size)
         self._finished += 1
         if self.job.full_depth is None or batch % self._every or batch // self._every >= _COMPARED_BATCHES:
             return
         if not place:
             self.compared.append([])
-        self.compared[-1].append(Request(tuple(row.prompt.token_ids), len(row.tokens)))
+        self.compared[-1].append(Request(tuple(prompt.token_ids), tokens))
 
 
 def generate_rows(

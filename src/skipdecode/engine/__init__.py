@@ -1,8 +1,9 @@
 """The engine: token ids in, a `StepOutput` for every new token out. Knows nothing about text.
 
-A request's life: `Request` (requests.py) -> `Engine.submit` (base.py) -> waits in the `Scheduler` (scheduler.py) ->
-gets a slot and pages (kv.py) -> its prompt and then its tokens run through the `FastModel` (fast_model.py), read from a
-transformers model (model_spec.py), on the layers that its `Schedule` says (depth.py) -> `RowSampler` (sampling.py) ->
+A user's `Request` (requests.py) becomes a `Sequence` (sequence.py) in `Engine.submit` (base.py), and stays that object
+to its last token. It waits in the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its prompt and then its
+tokens run in batches (batch.py) through the `FastModel` (fast_model.py), which is read from a transformers model
+(model_spec.py), on the layers that its `Schedule` says (depth.py). Its `Sampler` (sampling.py) chooses each token, a
 `StepOutput`. `FastEngine` (fast.py) is the loop; `GatedEngine` (gated.py) does the same through transformers.
 `open_engines` (opening.py) takes the fast one where it covers the model.
 """

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
+from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 
 __all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "StopCheck"]
@@ -112,8 +113,8 @@ class Engine(ABC):
         self.num_layers, self.schedule = schedule.num_layers, schedule
         self.stats = EngineStats()
         self.began = time.perf_counter()
+        self._submitted = 0
 
-    @abstractmethod
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """Queue requests; returns their numbers, which go on from earlier ones.
 
@@ -130,6 +131,15 @@ class Engine(ABC):
         UsageError
             A request cannot ever run here.
         """
+        wanted = self.schedule if schedule is None else schedule
+        new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]
+        self._enqueue(wanted, new)
+        self._submitted += len(new)
+        return [sequence.number for sequence in new]
+
+    @abstractmethod
+    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
+        """Queue sequences under a schedule, all of them or none; raises as `submit`."""
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
@@ -182,7 +192,7 @@ class Engine(ABC):
             raise
 
     def decode(
-        self, requests: Sequence[Request], should_stop: StopCheck | None = None, schedule: Schedule | None = None
+        self, requests: Collection[Request], should_stop: StopCheck | None = None, schedule: Schedule | None = None
     ) -> list[Decoded]:
         """Decode requests to their ends, under the engine's schedule or their own; the rows in their order."""
         places = {number: place for place, number in enumerate(self.submit(requests, schedule))}

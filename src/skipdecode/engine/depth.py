@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from operator import neg
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
@@ -22,6 +20,13 @@ class PromptLayers(NamedTuple):
     projected: tuple[int, ...] = ()
     own: bool = False
 
+    @classmethod
+    def of(cls, schedule: Schedule) -> Self:
+        """What the prompts of a schedule's sequences do."""
+        if isinstance(schedule.prompt, str):
+            return cls(schedule.prompt_layers())
+        return cls(schedule.prompt_layers(), schedule.projected, own=True)
+
     @property
     def held(self) -> tuple[int, ...]:
         """Layers that store keys and values, ascending."""
@@ -29,10 +34,7 @@ class PromptLayers(NamedTuple):
 
 
 class DepthOrder:
-    """Which layers a budget means, and how many of a step's rows each layer has.
-
-    Layers fall away in one order for all rows, so with rows sorted by falling budget a layer's rows are the first ones.
-    """
+    """Which layers a budget means, in one order for all sequences of an engine."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers = schedule.num_layers
@@ -49,16 +51,10 @@ class DepthOrder:
         return schedule.num_layers == self.num_layers and dropped == self._drop_order[: len(dropped)]
 
     def check(self, schedule: Schedule) -> None:
-        """Raise ScheduleError unless rows under a schedule can run beside those of this order."""
+        """Raise ScheduleError unless sequences under a schedule can run beside those of this order."""
         schedule.check_fits(self.num_layers)
         if not self.takes(schedule):
             raise ScheduleError(f"schedule {schedule.name!r} drops layers in another order than this engine")
-
-    def prompt(self, schedule: Schedule) -> PromptLayers:
-        """What the prompts of a schedule's rows do."""
-        if isinstance(schedule.prompt, str):
-            return PromptLayers(schedule.prompt_layers())
-        return PromptLayers(schedule.prompt_layers(), schedule.projected, own=True)
 
     def layers(self, budget: int) -> tuple[int, ...]:
         """Layers of a budget, ascending."""
@@ -68,12 +64,3 @@ class DepthOrder:
                 raise ScheduleError(f"budget {budget} is not accepted: the drop order allows {len(chosen)} at least")
             self._layers[budget] = chosen
         return self._layers[budget]
-
-    def counts(self, budgets: list[int]) -> list[int]:
-        """For each layer the number of rows that run it; `budgets` must not rise from row to row."""
-        if budgets[0] == budgets[-1]:
-            counts = [0] * self.num_layers
-            for layer in self.layers(budgets[0]):
-                counts[layer] = len(budgets)
-            return counts
-        return [bisect_right(budgets, -least, key=neg) for least in self._least]

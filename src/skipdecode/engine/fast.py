@@ -1,22 +1,22 @@
-"""The decode loop: admit, one forward, put out its tokens. Token ids in, `StepOutput` out."""
+"""The decode loop: admit, one forward, sample, emit. Token ids in, `StepOutput` out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from skipdecode.engine.base import Engine
+from skipdecode.engine.batch import Chunk, token_rows
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
-from skipdecode.engine.feeds import EngineRow, Feed, token_rows
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
-from skipdecode.engine.requests import Request, StepOutput
-from skipdecode.engine.sampling import put_out
-from skipdecode.engine.scheduler import PROMPT_TOKENS, RequestSize, Scheduler
+from skipdecode.engine.requests import StepOutput
+from skipdecode.engine.sampling import Sampler, emit
+from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
+from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
@@ -76,27 +76,10 @@ class FastEngine(Engine):
         self._prefix_cache = prefix_cache
         self.kv: PagedKV = self.model.new_kv(prefix_cache)
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
-        self._requests: dict[int, tuple[Request, Schedule]] = {}
-        self._submitted = 0
-        self._starting: list[EngineRow] = []
-        self._running: list[EngineRow] = []
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
 
     # ------------------------------------------------------------------ public
-
-    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
-        """See `Engine`; a schedule of the requests' own must drop layers in the engine's order.
-
-        Refused are texts too long for the model, tokens outside its vocabulary, and more keys and values than
-        `kv_bytes`.
-        """
-        batch = list(requests)
-        wanted = self.schedule if schedule is None else schedule
-        self._order.check(wanted)
-        sizes = [self._size(self._submitted + i, request, wanted) for i, request in enumerate(batch)]
-        self._requests |= {size.request: (request, wanted) for size, request in zip(sizes, batch, strict=True)}
-        self._submitted += len(batch)
-        self._scheduler.submit(sizes)
-        return [size.request for size in sizes]
 
     @property
     def waiting(self) -> int:
@@ -104,7 +87,7 @@ class FastEngine(Engine):
 
     @property
     def rows(self) -> int:
-        return len(self._running) + len(self._starting)
+        return len(self._decoding) + len(self._prefilling)
 
     @property
     def kv_bytes(self) -> int:
@@ -119,166 +102,154 @@ class FastEngine(Engine):
         return self._order.takes(schedule)
 
     def close(self) -> None:
-        for row in self._starting + self._running:
-            self.kv.close(row.slot)
-        self._starting, self._running, self._requests = [], [], {}
+        for sequence in self._prefilling + self._decoding:
+            self.kv.close(sequence.slot)
+        self._prefilling, self._decoding = [], []
         self._scheduler.clear()
 
     def cancel(self, number: int) -> None:
-        """See `Engine`; the request's room is free at once."""
-        if self._requests.pop(number, None) is not None:
-            self._scheduler.drop(number)
-        for rows in (self._starting, self._running):
-            for row in [r for r in rows if r.number == number]:
-                rows.remove(row)
-                self.kv.close(row.slot)
+        """See `Engine`; the sequence's room is free at once."""
+        for sequences in (self._prefilling, self._decoding):
+            for sequence in sequences:
+                if sequence.number == number:
+                    sequences.remove(sequence)
+                    self.kv.close(sequence.slot)
+                    return
+        self._scheduler.drop(number)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Admit what may join, then one forward: a part of the prompts that are due, and one token of every row.
+        """Admit what may join, then one forward: a part of the prompts that are due, and one token of every sequence.
 
-        Prompts with layers of their own have a forward of their own, and rows step after it only if it put out nothing.
+        Prompts with layers of their own have a forward to themselves; decoding goes on after it if it gave no token.
         """
         start = time.perf_counter()
         self._admit()
-        prompts, outputs = self._due(), list[StepOutput]()
-        if prompts and prompts[0].row.prompt.own:
-            outputs = self._run(prompts)
-            prompts = []
-        if prompts or (self._running and not outputs):
-            outputs = self._run(prompts + [Feed(row, (row.output[-1],)) for row in self._running])
+        prefill = self._next_prefill()
+        outputs: list[StepOutput] = []
+        if prefill and prefill[0][0].prompt.own:
+            outputs, prefill = self._forward(prefill), []
+        if not outputs and (prefill or self._decoding):
+            outputs = self._forward(prefill + [(sequence, (sequence.output[-1],)) for sequence in self._decoding])
         self.stats.seconds += time.perf_counter() - start
         return outputs
 
     # ------------------------------------------------------------------ admission
 
-    def _size(self, number: int, request: Request, schedule: Schedule) -> RequestSize:
-        prompt, total = len(request.prompt), len(request.prompt) + request.max_new_tokens
-        self.model.ensure_positions(total)
-        request.check_vocabulary(self.model.vocab_size)
-        kv = self.kv
-        held = len(self._order.prompt(schedule).held)
-        pages = max(held * kv.pages_for(prompt), schedule.budget(0) * kv.pages_for(total))
-        if self._kv_pages is not None and pages > self._kv_pages:
-            raise UsageError(
-                f"a request of {prompt} + {request.max_new_tokens} tokens may hold {pages * kv.page_bytes} bytes of "
-                f"keys and values, but kv_bytes allows {self._kv_pages * kv.page_bytes}"
-            )
-        return RequestSize(request.max_new_tokens, prompt, number, pages)
+    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
+        """Refuses sequences that drop layers in another order, are too long for the model or for `kv_bytes`, or have
+        tokens outside its vocabulary.
+        """
+        self._order.check(schedule)
+        for sequence in new:
+            self.model.ensure_positions(sequence.total_tokens)
+            sequence.request.check_vocabulary(self.model.vocab_size)
+            sequence.pages = self.kv.most_pages(sequence)
+            if self._kv_pages is not None and sequence.pages > self._kv_pages:
+                raise UsageError(
+                    f"a request of {len(sequence.request.prompt)} + {sequence.request.max_new_tokens} tokens may hold "
+                    f"{sequence.pages * self.kv.page_bytes} bytes of keys and values, but kv_bytes allows "
+                    f"{self._kv_pages * self.kv.page_bytes}"
+                )
+        self._scheduler.submit(new)
 
     def _admit(self) -> None:
-        rows = self._starting + self._running
-        used = sum(row.pages for row in rows)
+        used = sum(sequence.pages for sequence in self._prefilling + self._decoding)
         free = None if self._kv_pages is None else self._kv_pages - used
-        for size in self._scheduler.admit(len(rows), free):
-            request, schedule = self._requests.pop(size.request)
-            prompt = self._order.prompt(schedule)
-            used += size.pages
-            # What is kept of prompts gives way to rows where there may be no more pages.
+        for sequence in self._scheduler.admit(self.rows, free):
+            used += sequence.pages
+            # What is kept of prompts gives way to sequences where there may be no more pages.
             wanted = used + self.kv.cached_bytes // self.kv.page_bytes
             pages = wanted if self._kv_pages is None else min(wanted, self._kv_pages)
-            tokens = size.prompt_tokens + size.new_tokens
-            self.kv.reserve(self._scheduler.max_rows, tokens, pages, self._kv_pages)
-            row = EngineRow(
-                number=size.request,
-                request=request,
-                budget=len(prompt.held),
-                schedule=schedule,
-                prompt=prompt,
-                layers=prompt.held,
-                slot=self.kv.open(request.cache_salt),
-                pages=size.pages,
-            )
-            self._starting.append(row)
+            self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages, self._kv_pages)
+            sequence.slot = self.kv.open(sequence.request.cache_salt)
+            sequence.sampler = Sampler(sequence.request.sampling, sequence.request.prompt)
+            self._prefilling.append(sequence)
 
     # ------------------------------------------------------------------ one forward
 
-    def _due(self) -> list[Feed]:
+    def _next_prefill(self) -> list[Chunk]:
         """What the next forward runs of prompts: up to `prompt_tokens` tokens, first come, first served."""
-        parts: list[Feed] = []
+        chunks: list[Chunk] = []
         room = self._prompt_tokens
-        own = self._starting[0].prompt if self._starting and self._starting[0].prompt.own else None
-        for row in self._starting:
+        own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None
+        for sequence in self._prefilling:
             if not room:
                 break
-            if row.prompt != own and (own is not None or row.prompt.own):
+            if sequence.prompt != own and (own is not None or sequence.prompt.own):
                 continue
-            fed = self.kv.match(row.slot, row.prompt, row.request.prompt, row.fed)
-            self.stats.prefix_hit_tokens += fed - row.fed
-            row.cached += fed - row.fed
-            row.fed = fed
-            if not (self._prefix_cache and any(self._is_ahead(*part, row) for part in parts)):
-                parts.append(Feed(row, row.request.prompt[fed : fed + room]))
-                room -= len(parts[-1].tokens)
-        return parts
+            prompt = sequence.request.prompt
+            ran = self.kv.match(sequence.slot, sequence.prompt, prompt, sequence.ran)
+            self.stats.prefix_hit_tokens += ran - sequence.ran
+            sequence.cached += ran - sequence.ran
+            sequence.ran = ran
+            if not (self._prefix_cache and any(self._is_ahead(*chunk, sequence) for chunk in chunks)):
+                chunks.append((sequence, prompt[ran : ran + room]))
+                room -= len(chunks[-1][1])
+        return chunks
 
-    def _is_ahead(self, other: EngineRow, part: tuple[int, ...], row: EngineRow) -> bool:
-        """Whether another row's part is the next page of this one's prompt, which it then waits for and shares."""
-        prompt, end = row.request.prompt, row.fed + self.kv.page_tokens
+    def _is_ahead(self, other: Sequence, tokens: tuple[int, ...], sequence: Sequence) -> bool:
+        """Whether another one's chunk is the next page of this one's prompt, which it then waits for and shares."""
+        prompt, end = sequence.request.prompt, sequence.ran + self.kv.page_tokens
         return (
-            row.fed % self.kv.page_tokens == 0
-            and other.fed <= row.fed
-            and end <= other.fed + len(part)
+            sequence.ran % self.kv.page_tokens == 0
+            and other.ran <= sequence.ran
+            and end <= other.ran + len(tokens)
             and end < len(prompt)
-            and (other.prompt, other.request.cache_salt) == (row.prompt, row.request.cache_salt)
+            and other.prompt == sequence.prompt
+            and other.request.cache_salt == sequence.request.cache_salt
             and other.request.prompt[:end] == prompt[:end]
         )
 
-    def _run(self, feeds: list[Feed]) -> list[StepOutput]:
-        """One forward over tokens of prompts and of rows that decode; the next token of each row that has one."""
+    def _forward(self, chunks: list[Chunk]) -> list[StepOutput]:
+        """Run prompts' chunks and tokens of sequences that decode; the next token of each sequence that has one."""
         start = time.perf_counter()
-        for row, tokens in sorted(feeds, key=lambda feed: not feed.row.output):  # who may give room comes first
-            self._make_room(row, len(tokens))
-        batch, due = token_rows(feeds, self._order, self.model.taps)
-        for row, tokens in feeds:
-            row.fed += len(tokens)
+        for sequence, tokens in sorted(chunks, key=lambda chunk: not chunk[0].output):  # who may give room comes first
+            self._make_room(sequence, len(tokens))
+        batch, due = token_rows(chunks, self.num_layers, self.model.taps)
+        for sequence, tokens in chunks:
+            sequence.ran += len(tokens)
         logits = self.model.forward(batch, self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.fell_back
-        for row, _ in feeds:
-            if not row.output:
+        for sequence, _ in chunks:
+            if not sequence.output:
                 # The last token, where it runs more layers than the others, is none that they could share.
-                prompt = row.request.prompt[:-1] if row.prompt.own else row.request.prompt
-                self.kv.keep(row.slot, row.prompt, prompt, row.fed)
-        self._count(feeds, time.perf_counter() - start)
-        self._starting = [row for row in self._starting if row.fed < len(row.request.prompt)]
-        self._running += [row for row in due if not row.output]
-        return self._emit(due, logits, start) if due else []
-
-    def _count(self, feeds: list[Feed], seconds: float) -> None:
-        """Note what a forward did; its time is shared out by tokens x layers."""
-        stats, rows = self.stats, [row for row, _ in feeds if row.output]
-        prompts = [(len(tokens), len(row.prompt.run)) for row, tokens in feeds if not row.output]
-        layers, prompt_layers = sum(row.budget for row in rows), sum(size * budget for size, budget in prompts)
-        stats.prompt_tokens += sum(size for size, _ in prompts)
-        stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
-        if rows:
-            stats.steps += 1
-            stats.fed_tokens += len(rows)
-            stats.token_layers += layers
-            stats.layer_reads += max(row.budget for row in rows)
-        held = self.kv.bytes_held
-        pages = sum(self.kv.pages_for(row.fed) for row in self._starting + self._running) - self.kv.overlap
-        stats.note_kv(held, pages * self.num_layers * self.kv.page_bytes)
-
-    def _make_room(self, row: EngineRow, tokens: int) -> None:
-        """Room for tokens to be fed; a row that decodes first gives back layers that it leaves."""
-        if row.output:
-            layers = self._order.layers(row.budget)
-            if layers != row.layers:
-                keep = set(layers)
-                self.kv.drop(row.slot, [layer for layer in row.layers if layer not in keep])
-                row.layers = layers
-            if row.fed % self.kv.page_tokens and len(row.output) > 1:
-                return  # in a page that it has
-        self.kv.extend(row.slot, row.layers, row.fed + tokens)
-
-    def _emit(self, rows: list[EngineRow], logits: torch.Tensor | Candidates, start: float) -> list[StepOutput]:
-        outputs = put_out(self, rows, logits, start)
-        for row, out in zip(rows, outputs, strict=True):
-            if out.finish_reason is not None:
-                self._running.remove(row)
-                self.kv.close(row.slot)
-                continue
-            row.budget = row.next_budget()
+                prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
+                self.kv.keep(sequence.slot, sequence.prompt, prompt, sequence.ran)
+        self._count(chunks, time.perf_counter() - start)
+        self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
+        self._decoding += [sequence for sequence in due if not sequence.output]
+        outputs = emit(self, due, logits, start) if due else []
+        for sequence in due:
+            if sequence.finish_reason is not None:
+                self._decoding.remove(sequence)
+                self.kv.close(sequence.slot)
         return outputs
+
+    def _make_room(self, sequence: Sequence, tokens: int) -> None:
+        """Room for tokens to be fed; a sequence that decodes first gives back layers that it leaves."""
+        if sequence.output:
+            layers = self._order.layers(sequence.next_budget)
+            if layers != sequence.layers:
+                keep = set(layers)
+                self.kv.drop(sequence.slot, [layer for layer in sequence.layers if layer not in keep])
+                sequence.layers = layers
+            if sequence.ran % self.kv.page_tokens and len(sequence.output) > 1:
+                return  # in a page that it has
+        self.kv.extend(sequence.slot, sequence.layers, sequence.ran + tokens)
+
+    def _count(self, chunks: list[Chunk], seconds: float) -> None:
+        """Note what a forward did; its time is shared out by tokens x layers."""
+        stats, depths = self.stats, [len(sequence.layers) for sequence, _ in chunks if sequence.output]
+        prompts = [(len(tokens), len(sequence.prompt.run)) for sequence, tokens in chunks if not sequence.output]
+        layers, prompt_layers = sum(depths), sum(tokens * depth for tokens, depth in prompts)
+        stats.prompt_tokens += sum(tokens for tokens, _ in prompts)
+        stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
+        if depths:
+            stats.steps += 1
+            stats.fed_tokens += len(depths)
+            stats.token_layers += layers
+            stats.layer_reads += max(depths)
+        pages = sum(self.kv.pages_for(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
+        stats.note_kv(self.kv.bytes_held, pages * self.num_layers * self.kv.page_bytes)

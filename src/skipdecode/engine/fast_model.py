@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipdecode.engine.feeds import TokenRows
+from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack

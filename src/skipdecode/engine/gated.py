@@ -10,15 +10,17 @@ import inspect
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from skipdecode.engine.base import Engine
-from skipdecode.engine.requests import Request, StepOutput
-from skipdecode.engine.sampling import Row, put_out
-from skipdecode.engine.scheduler import RequestSize, Scheduler
+from skipdecode.engine.requests import StepOutput
+from skipdecode.engine.sampling import Sampler, emit
+from skipdecode.engine.scheduler import Scheduler
+from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, unwrap
@@ -33,7 +35,7 @@ class _Wave:
 
     schedule: Schedule
     cache: SkipCache
-    rows: list[Row]
+    rows: list[Sequence]
     ids: Tensor
     mask: Tensor
     position: int = 0
@@ -72,26 +74,19 @@ class GatedEngine(Engine):
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._queues: dict[Schedule, Scheduler] = {}
-        self._requests: dict[int, tuple[Request, Schedule]] = {}
-        self._submitted = 0
         self._wave: _Wave | None = None
 
-    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
-        wanted = self.schedule if schedule is None else schedule
-        wanted.check_fits(self.num_layers)
-        if wanted not in self._queues:
-            self._queues[wanted] = Scheduler(self._max_rows, in_order=self._in_order)
-        new = dict(enumerate(requests, self._submitted))
-        for request in new.values():
-            request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
-        self._submitted += len(new)
-        self._requests |= {number: (request, wanted) for number, request in new.items()}
-        self._queues[wanted].submit(RequestSize(r.max_new_tokens, len(r.prompt), number) for number, r in new.items())
-        return list(new)
+    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
+        schedule.check_fits(self.num_layers)
+        for sequence in new:
+            sequence.request.check_vocabulary(self._model.get_input_embeddings().weight.shape[0])
+        if schedule not in self._queues:
+            self._queues[schedule] = Scheduler(self._max_rows, in_order=self._in_order)
+        self._queues[schedule].submit(new)
 
     @property
     def waiting(self) -> int:
-        return len(self._requests)
+        return sum(queue.waiting for queue in self._queues.values())
 
     @property
     def rows(self) -> int:
@@ -102,20 +97,21 @@ class GatedEngine(Engine):
         return 0 if self._wave is None else self._wave.cache.kv_bytes()
 
     def cancel(self, number: int) -> None:
-        if (waiting := self._requests.pop(number, None)) is not None:
-            self._queues[waiting[1]].drop(number)
-        if self._wave is not None:
+        if self._wave is not None and any(row.number == number for row in self._wave.rows):
             self._keep([row.number != number for row in self._wave.rows])
+            return
+        for queue in self._queues.values():
+            queue.drop(number)
 
     def close(self) -> None:
-        self._queues, self._requests, self._wave = {}, {}, None
+        self._queues, self._wave = {}, None
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One forward of the wave: its prompts, or a token of each row. A new wave begins where the last has ended."""
         start = time.perf_counter()
         if self._wave is None:
-            if not self._requests:
+            if not self.waiting:
                 return []
             self._wave = self._next_wave()
         try:
@@ -129,23 +125,22 @@ class GatedEngine(Engine):
     # ------------------------------------------------------------------ waves
 
     def _next_wave(self) -> _Wave:
-        """Rows of the schedule under which the longest waiting request runs."""
-        _, wanted = self._requests[min(self._requests)]
-        layers = len(wanted.last_prompt_layers())
-        rows = [
-            Row(number=size.request, request=self._requests.pop(size.request)[0], budget=layers, schedule=wanted)
-            for size in self._queues[wanted].admit(0)
-        ]
+        """Sequences of the schedule under which the one that has waited longest runs."""
+        oldest = min((sequence for queue in self._queues.values() for sequence in queue), key=attrgetter("number"))
+        schedule = oldest.schedule
+        rows = self._queues[schedule].admit(0)
+        for row in rows:
+            row.sampler = Sampler(row.request.sampling, row.request.prompt)
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        return _Wave(wanted, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
+        return _Wave(schedule, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
 
     def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
         if wave.position:
             for row in wave.rows:
-                row.budget = row.next_budget()
+                row.layers = wave.schedule.layers(wave.position - 1)
         logits = self._logits(wave)
         self._count(wave, time.perf_counter() - start)
-        outputs = put_out(self, wave.rows, logits, start)
+        outputs = emit(self, wave.rows, logits, start)
         wave.position += 1
         wave.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
         wave.mask = torch.cat((wave.mask, wave.mask.new_ones(len(outputs), 1)), dim=1)
@@ -165,7 +160,7 @@ class GatedEngine(Engine):
         return logits
 
     def _count(self, wave: _Wave, forward: float) -> None:
-        stats, rows, layers = self.stats, len(wave.rows), wave.rows[0].budget
+        stats, rows, layers = self.stats, len(wave.rows), len(wave.rows[0].layers)
         if wave.position == 0:
             stats.prompt_tokens += sum(len(row.request.prompt) for row in wave.rows)
             stats.prompt_seconds += forward

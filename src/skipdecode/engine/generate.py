@@ -6,10 +6,11 @@ One batch a step, from its prompts to its last token. Rows that have ended are d
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,7 +20,8 @@ from transformers import StoppingCriteriaList
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.gated import left_pad
-from skipdecode.engine.requests import FinishReason, Request, StepOutput
+from skipdecode.engine.requests import Request, StepOutput
+from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
@@ -88,23 +90,18 @@ class BatchEngine(Engine):
     def __init__(self, num_layers: int, max_rows: int) -> None:
         super().__init__(Schedule.full(num_layers))
         self._max_rows = max_rows
-        self._queue: deque[tuple[int, Request]] = deque()
-        self._submitted = 0
+        self._queue: deque[Sequence] = deque()
 
     @abstractmethod
     def _generate(self, requests: list[Request]) -> list[list[TimedToken]]:
         """New tokens of each row up to its end; all rows have the same end tokens."""
 
-    def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
-        """See `Engine`; greedy requests at full depth only."""
-        if schedule is not None and not schedule.is_full:
+    def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
+        if not schedule.is_full:
             raise ScheduleError(f"{self.name} runs at full depth only, not under {schedule.name!r}")
-        new = list(enumerate(requests, self._submitted))
-        if any(not request.sampling.is_plain_greedy for _, request in new):
+        if any(not sequence.request.sampling.is_plain_greedy for sequence in new):
             raise UsageError(f"{self.name} decodes greedily only: leave sampling and penalties out")
-        self._submitted += len(new)
         self._queue.extend(new)
-        return [number for number, _ in new]
 
     @property
     def waiting(self) -> int:
@@ -126,7 +123,7 @@ class BatchEngine(Engine):
 
     def cancel(self, number: int) -> None:
         """See `Engine`; a batch under way goes on to its end."""
-        self._queue = deque(entry for entry in self._queue if entry[0] != number)
+        self._queue = deque(sequence for sequence in self._queue if sequence.number != number)
 
     def close(self) -> None:
         self._queue.clear()
@@ -136,29 +133,27 @@ class BatchEngine(Engine):
         if not self._queue:
             return []
         batch = [self._queue.popleft()]
-        ends = batch[0][1].stop_ids
-        while self._queue and len(batch) < self._max_rows and self._queue[0][1].stop_ids == ends:
+        ends = batch[0].request.stop_ids
+        while self._queue and len(batch) < self._max_rows and self._queue[0].request.stop_ids == ends:
             batch.append(self._queue.popleft())
         start = time.perf_counter()
-        rows = self._generate([request for _, request in batch])
+        rows = self._generate([sequence.request for sequence in batch])
         end, first = time.perf_counter(), min(row[0][1] for row in rows)
         stats, lengths = self.stats, [len(row) for row in rows]
         stats.seconds += end - start
         stats.prompt_seconds += first - start
         stats.steps += max(lengths) - 1
-        stats.prompt_tokens += sum(len(request.prompt) for _, request in batch)
+        stats.prompt_tokens += sum(len(sequence.request.prompt) for sequence in batch)
         stats.new_tokens += sum(lengths)
         stats.fed_tokens += sum(lengths) - len(rows)
         stats.layer_reads += (max(lengths) - 1) * self.num_layers
         outputs = []
-        for (number, request), row in zip(batch, rows, strict=True):
+        for sequence, row in zip(batch, rows, strict=True):
             before = start
             for position, (token, at) in enumerate(row):
-                reason: FinishReason | None = None
-                if position == len(row) - 1:
-                    reason = "eos" if token in request.stop_ids else "length"
-                times = at - self.began, at - before
-                outputs.append(StepOutput(number, position, token, float("nan"), self.num_layers, reason, *times))
+                sequence.append(token)
+                told = sequence.number, position, token, math.nan, self.num_layers, sequence.finish_reason
+                outputs.append(StepOutput(*told, at - self.began, at - before))
                 before = at
         return sorted(outputs, key=lambda out: out.position)
 

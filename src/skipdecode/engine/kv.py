@@ -13,6 +13,7 @@ import torch
 
 from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kernels.memory import huge_pages
+from skipdecode.engine.sequence import Sequence
 
 __all__ = ["PAGE_TOKENS", "PagedKV"]
 
@@ -73,6 +74,11 @@ class PagedKV:
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens of one layer."""
         return -(-tokens // self.page_tokens)
+
+    def most_pages(self, sequence: Sequence) -> int:
+        """Pages that a sequence may hold at its largest."""
+        prompt = len(sequence.prompt.held) * self.pages_for(len(sequence.request.prompt))
+        return max(prompt, sequence.schedule.budget(0) * self.pages_for(sequence.total_tokens))
 
     @property
     def pages_held(self) -> int:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Self
 from skipdecode.common.options import Options, option
 from skipdecode.errors import OptionError, UsageError
 
-__all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "finish_reason", "row_seed"]
+__all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "row_seed"]
 
 FinishReason = Literal["eos", "length", "stop"]
 """Why a row ends: with an end token, at its limit, or because whoever reads it saw a text that stops it."""
@@ -147,13 +147,6 @@ class StepOutput(NamedTuple):
     step_seconds: float
     top: tuple[tuple[int, float], ...] = ()
     cached: int = 0
-
-
-def finish_reason(request: Request, output: list[int]) -> FinishReason | None:
-    """Why an output of one or more tokens is complete; None if it goes on."""
-    if output[-1] in request.stop_ids:
-        return "eos"
-    return "length" if len(output) >= request.max_new_tokens else None
 
 
 def row_seed(seed: int, key: int) -> int:

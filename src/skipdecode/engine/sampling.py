@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,16 +15,16 @@ from torch import Tensor
 from skipdecode.engine.base import Engine
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
-from skipdecode.engine.requests import Request, Sampling, StepOutput, finish_reason
-from skipdecode.schedule import Schedule
+from skipdecode.engine.requests import Sampling, StepOutput
+from skipdecode.engine.sequence import Sequence
 
-__all__ = ["Row", "RowSampler", "choose", "likeliest", "put_out"]
+__all__ = ["Sampler", "choose", "emit", "likeliest"]
 
 _MOST_TOP = 128  # of top-k, for which candidates are looked for
 
 
-class RowSampler:
-    """One row's settings and state.
+class Sampler:
+    """One sequence's settings and state.
 
     The repetition penalty sees prompt and output, as in transformers; frequency and presence penalty see the output
     alone, as at OpenAI.
@@ -107,14 +105,14 @@ class RowSampler:
         return index if tokens is None else int(tokens[index])
 
 
-def choose(logits: Tensor | Candidates, rows: list[RowSampler]) -> tuple[list[int], list[float]]:
+def choose(logits: Tensor | Candidates, rows: list[Sampler]) -> tuple[list[int], list[float]]:
     """Next tokens and their log-probabilities under the untouched logits (of candidates: NaN).
 
     Parameters
     ----------
     logits : torch.Tensor or Candidates
         (rows, vocabulary), fp32; or the words that are enough for each row's `top`.
-    rows : list of RowSampler
+    rows : list of Sampler
         One for each row.
     """
     if isinstance(logits, Candidates):
@@ -133,7 +131,7 @@ def choose(logits: Tensor | Candidates, rows: list[RowSampler]) -> tuple[list[in
     return tokens, logprobs
 
 
-def likeliest(logits: Tensor | Candidates, rows: list[RowSampler]) -> list[tuple[tuple[int, float], ...]]:
+def likeliest(logits: Tensor | Candidates, rows: list[Sampler]) -> list[tuple[tuple[int, float], ...]]:
     """For each row the likeliest tokens and their log-probabilities, as many as it asks for; arguments of `choose`."""
     found: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
     for i, row in enumerate(rows):
@@ -143,37 +141,18 @@ def likeliest(logits: Tensor | Candidates, rows: list[RowSampler]) -> list[tuple
     return found
 
 
-@dataclass(eq=False, kw_only=True)
-class Row:
-    """A request that has a place in a batch, with its output so far, and the layers of its last token."""
-
-    number: int
-    request: Request
-    budget: int
-    schedule: Schedule
-    output: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens of the prompt that a prefix cache had
-
-    def __post_init__(self) -> None:
-        self.sampler = RowSampler(self.request.sampling, self.request.prompt)
-
-    def next_budget(self) -> int:
-        """Layers that the last token of the output runs when it is fed back."""
-        return self.schedule.budget(len(self.output) - 1)
-
-
-def put_out(engine: Engine, rows: Sequence[Row], logits: Tensor | Candidates, start: float) -> list[StepOutput]:
-    """Choose the next token of each row from its logits, in a step that began at `start`."""
-    samplers = [row.sampler for row in rows]
+def emit(engine: Engine, sequences: list[Sequence], logits: Tensor | Candidates, start: float) -> list[StepOutput]:
+    """Choose the next token of each sequence from its logits, in a step that began at `start`."""
+    samplers = [sequence.sampler for sequence in sequences]
     tokens, logprobs = choose(logits, samplers)
     tops = likeliest(logits, samplers)
     now = time.perf_counter()
-    engine.stats.new_tokens += len(rows)
+    engine.stats.new_tokens += len(sequences)
+    times = now - engine.began, now - start
     outputs = []
-    for row, token, logprob, top in zip(rows, tokens, logprobs, tops, strict=True):
-        row.output.append(token)
-        reason = finish_reason(row.request, row.output)
-        times = now - engine.began, now - start
-        position = len(row.output) - 1
-        outputs.append(StepOutput(row.number, position, token, logprob, row.budget, reason, *times, top, row.cached))
+    for sequence, token, logprob, top in zip(sequences, tokens, logprobs, tops, strict=True):
+        sequence.append(token)
+        position, layers = len(sequence.output) - 1, len(sequence.layers)
+        told = sequence.number, position, token, logprob, layers, sequence.finish_reason
+        outputs.append(StepOutput(*told, *times, top, sequence.cached))
     return outputs

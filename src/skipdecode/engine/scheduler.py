@@ -1,4 +1,4 @@
-"""Which requests join the batch, and when. Pure Python; knows sizes, not tokens.
+"""Which sequences join the batch, and when. Pure Python.
 
 Batch jobs run in *waves*: requests of like length start together, so that their depths fall together and their ends lie
 close. Rows that finish leave at once. The next wave joins when few rows are left (`join_below`): those are at their
@@ -10,28 +10,19 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
+from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 
-__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "RequestSize", "Scheduler"]
+__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "Scheduler"]
 
 PROMPT_TOKENS = 512
 """Most prompt tokens of one forward, for jobs."""
 JOIN_BELOW = 0.25
 """Of batch jobs: the next wave joins when this share of the rows is left. Measured in docs/LOG.md."""
-
-
-class RequestSize(NamedTuple):
-    """What scheduling needs to know of a request: most new tokens, tokens of its prompt, its number, and the KV pages
-    that it may hold at its largest.
-    """
-
-    new_tokens: int
-    prompt_tokens: int
-    request: int
-    pages: int = 0
+_LENGTH = attrgetter("length")
 
 
 class Scheduler:
@@ -56,49 +47,53 @@ class Scheduler:
         self.join_below = join_below
         self.in_order = in_order
         # One of the two is used; both take the next request from the end at hand in constant time.
-        self._queue: deque[RequestSize] = deque()
-        self._sorted: list[RequestSize] = []
+        self._queue: deque[Sequence] = deque()
+        self._sorted: list[Sequence] = []
 
-    def submit(self, sizes: Iterable[RequestSize]) -> None:
-        """Queue requests."""
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Queue sequences."""
         if self.in_order:
-            self._queue.extend(sizes)
+            self._queue.extend(sequences)
             return
-        new = list(sizes)
+        new = list(sequences)
         if len(new) > len(self._sorted):
-            self._sorted = sorted(self._sorted + new)
+            self._sorted = sorted(self._sorted + new, key=_LENGTH)
             return
-        for size in new:
-            bisect.insort(self._sorted, size)
+        for sequence in new:
+            bisect.insort(self._sorted, sequence, key=_LENGTH)
 
-    def drop(self, request: int) -> None:
-        """Forget a request that was not admitted yet."""
-        self._queue = deque(size for size in self._queue if size.request != request)
-        self._sorted = [size for size in self._sorted if size.request != request]
+    def drop(self, number: int) -> None:
+        """Forget a sequence that was not admitted yet."""
+        self._queue = deque(sequence for sequence in self._queue if sequence.number != number)
+        self._sorted = [sequence for sequence in self._sorted if sequence.number != number]
 
     def clear(self) -> None:
-        """Forget all requests that were not admitted yet."""
+        """Forget all sequences that were not admitted yet."""
         self._queue.clear()
         self._sorted.clear()
 
     @property
     def waiting(self) -> int:
-        """Requests not yet admitted."""
+        """Sequences not yet admitted."""
         return len(self._queue) + len(self._sorted)
 
-    def admit(self, running: int, free_pages: int | None = None) -> list[RequestSize]:
-        """The requests that join now, given the rows that are running and the pages that are free (None: unlimited).
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those, in no order that counts."""
+        return iter((*self._queue, *self._sorted))
+
+    def admit(self, running: int, free_pages: int | None = None) -> list[Sequence]:
+        """The sequences that join now, given how many run and the pages that are free (None: unlimited).
 
         Longest first for batch jobs: the last waves are then the short ones, and the job's tail is short too.
         """
         if running and running > self.join_below * (self.max_rows - 1):
             return []
-        chosen: list[RequestSize] = []
+        chosen: list[Sequence] = []
         while self.waiting and running + len(chosen) < self.max_rows:
-            size = self._queue[0] if self.in_order else self._sorted[-1]
+            sequence = self._queue[0] if self.in_order else self._sorted[-1]
             if free_pages is not None:
-                if size.pages > free_pages:
+                if sequence.pages > free_pages:
                     break
-                free_pages -= size.pages
+                free_pages -= sequence.pages
             chosen.append(self._queue.popleft() if self.in_order else self._sorted.pop())
         return chosen

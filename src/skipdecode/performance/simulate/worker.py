@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from skipdecode.engine.scheduler import RequestSize, Scheduler
+from skipdecode.engine.requests import Request
+from skipdecode.engine.scheduler import Scheduler
+from skipdecode.engine.sequence import Sequence as EngineSequence
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.parts import tokens_read
 from skipdecode.performance.simulate.traces import Arrival
@@ -159,7 +161,7 @@ class Worker:
         self._cost, self._schedule, self._scheduler, self._result = cost, schedule, scheduler, result
         self._chunk = prompt_chunk
         self._steps = [cost.at(rows) for rows in range(1, scheduler.max_rows + 1)]
-        self._new: list[RequestSize] = []
+        self._new: list[EngineSequence] = []
         self._arrivals: dict[int, Arrival] = {}
         self._starting: list[_Row] = []
         self._running: list[_Row] = []
@@ -169,7 +171,8 @@ class Worker:
     def submit(self, number: int, arrival: Arrival) -> bool:
         """Take a request; returns whether the worker must be woken for it."""
         self._arrivals[number] = arrival
-        self._new.append(RequestSize(arrival.limit, arrival.prompt_tokens, number))
+        request = Request((0,) * arrival.prompt_tokens, arrival.limit)
+        self._new.append(EngineSequence(number, request, self._schedule))
         idle, self._idle = self._idle, False
         return idle
 
@@ -181,10 +184,10 @@ class Worker:
         self.finished = 0
         self._scheduler.submit(self._new)
         self._new = []
-        for size in self._scheduler.admit(len(self._starting) + len(self._running)):
-            arrival = self._arrivals.pop(size.request)
+        for sequence in self._scheduler.admit(len(self._starting) + len(self._running)):
+            arrival = self._arrivals.pop(sequence.number)
             budget = len(self._schedule.last_prompt_layers())
-            self._starting.append(_Row(size.request, arrival, now, budget, arrival.prompt_tokens))
+            self._starting.append(_Row(sequence.number, arrival, now, budget, arrival.prompt_tokens))
         if not self._starting and not self._running:
             self._idle = True
             return None

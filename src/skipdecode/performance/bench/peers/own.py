@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from skipdecode.engine.base import Engine
+from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, open_model
-from skipdecode.engine.feeds import TokenRows
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kernels.quantize import Quantization

@@ -1,0 +1,96 @@
+"""A request on its way through an engine, from submission to its last token. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from skipdecode.engine.depth import PromptLayers
+from skipdecode.engine.requests import FinishReason, Request
+from skipdecode.schedule import Schedule
+
+if TYPE_CHECKING:
+    from skipdecode.engine.sampling import Sampler
+
+__all__ = ["Sequence"]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """What an engine knows of a request.
+
+    Parameters
+    ----------
+    number : int
+        Of the request, in the order of submission.
+    request : Request
+        What the user asked for.
+    schedule : Schedule
+        Which layers its tokens run.
+
+    Attributes
+    ----------
+    prompt : PromptLayers
+        What the prompt's tokens do.
+    output : list of int
+        New tokens so far.
+    finish_reason : FinishReason or None
+        Why the sequence has ended; None while it has not.
+    sampler : Sampler
+        Chooses its tokens; set when the sequence is admitted.
+    pages : int
+        Most pages of keys and values that it may hold; 0 where there are none.
+    slot : int
+        Its row of the KV store; -1 while it waits.
+    layers : tuple of int
+        Those that hold its keys and values, and that its latest token ran.
+    ran : int
+        Tokens of prompt and output that have run.
+    cached : int
+        Those of the prompt that a prefix cache had, which did not run.
+    """
+
+    number: int
+    request: Request
+    schedule: Schedule
+    prompt: PromptLayers = field(init=False)
+    output: list[int] = field(init=False, default_factory=list)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+    sampler: Sampler = field(init=False)
+    pages: int = field(init=False, default=0)
+    slot: int = field(init=False, default=-1)
+    layers: tuple[int, ...] = field(init=False)
+    ran: int = field(init=False, default=0)
+    cached: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.prompt = PromptLayers.of(self.schedule)
+        self.layers = self.prompt.held
+
+    @property
+    def length(self) -> tuple[int, int, int]:
+        """Most new tokens, tokens of the prompt, number: by which batch jobs are sorted."""
+        return self.request.max_new_tokens, len(self.request.prompt), self.number
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the prompt and most new ones."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether tokens of the prompt are still to run."""
+        return self.ran < len(self.request.prompt)
+
+    @property
+    def next_budget(self) -> int:
+        """Layers that the last token of the output runs when it is fed back."""
+        return self.schedule.budget(len(self.output) - 1)
+
+    def append(self, token: int) -> None:
+        """Take a new token, and end the sequence where it is the last."""
+        self.output.append(token)
+        if token in self.request.stop_ids:
+            self.finish_reason = "eos"
+        elif len(self.output) >= self.request.max_new_tokens:
+            self.finish_reason = "length"
