@@ -96,6 +96,13 @@ def test_sizes_are_those_of_the_real_model(family):
     assert geometry.weight_bytes() == model.num_parameters()
 
 
+def test_counting_sizes_leaves_a_loaded_model_as_it_was():
+    model = tiny_model("llama")
+    before = model.config.to_dict(), model.config._attn_implementation
+    ModelGeometry.from_config(model.config)
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+
+
 def test_falcon_with_grouped_heads():
     config = AutoConfig.for_model(
         "falcon",

@@ -6,6 +6,7 @@ a decode step reads, so the input embedding, of which a step reads one row a tok
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class ModelGeometry:
 
         Raises UnsupportedModelError for a family whose layers cannot be skipped.
         """
-        config = config.get_text_config(decoder=True)
+        config = copy.deepcopy(config.get_text_config(decoder=True))  # from_config writes dtype and attention into it
         family_of(config.model_type)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
