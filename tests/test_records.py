@@ -18,7 +18,7 @@ from checkpoints import byte_tokenizer
 from skipdecode.common import jsonl
 from skipdecode.data.forms import PromptField
 from skipdecode.data.prompts import PromptEncoder
-from skipdecode.data.records import Record, SeenIds
+from skipdecode.data.records import Record, SeenIds, Template
 from skipdecode.data.source import PromptSource
 from skipdecode.errors import DataError, UsageError
 from textgen_tools import write_rows
@@ -115,8 +115,9 @@ def test_a_field_is_looked_for_in_jsonl_only(tmp_path: Path):
     ("line", "error"),
     [
         (b"{broken", "not JSON: Expecting property name"),
-        (b"[" * 100_000, "not JSON that can be read: RecursionError"),
-        (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
+        (b"[" * 100_000, "not JSON that can be read: nested too deep"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "not JSON that can be read: a number has too many digits"),
+        (b'{"prompt": "', "not JSON: Unterminated string starting at character 12"),
         (b'["a"]', "not a JSON object: a list"),
         (b'"text"', "not a JSON object: text"),
         (b'{"x": 1}', "name the prompt's field with --field"),
@@ -279,3 +280,18 @@ def test_reading_counting_and_watching_ids_keep_no_more_than_eight_bytes_a_row(t
     few, many = peak(100), peak(10_000)
     # 10,000 rows are 5 MB of text. 8 bytes a row find duplicate ids, three times that while they are sorted.
     assert many - few < 3 * 8 * 10_000 + 50_000
+
+
+@pytest.mark.parametrize("number", ["1e999", "-Infinity", "NaN"])
+def test_a_number_that_is_not_finite_is_no_text(number: str):
+    row = json.loads(f'{{"price": {number}, "unused": NaN}}')
+    with pytest.raises(DataError, match=r"'price' is -?(inf|nan), not a finite number"):
+        Template("{price}").values(row)
+    assert Template("{price}").values(row | {"price": 1.5}) == {"price": "1.5"}
+
+
+def test_a_missing_field_is_told_without_all_that_the_record_has():
+    with pytest.raises(DataError) as told:
+        Template("{text}").values({"n" * 10**6: 1} | {f"k{i}": 1 for i in range(1000)})
+    assert len(str(told.value)) < 500
+    assert str(told.value).endswith("'k18' and 981 more")

@@ -124,3 +124,10 @@ def test_generate_reads_csv_and_names_its_bad_rows(tmp_path: Path, capsys: Any):
     again = written(tmp_path / "in.txt", data.read_bytes())
     assert main(["generate", str(model), "--input", str(again), "--format", "csv", "--max-new-tokens", "2"]) == 1
     assert capsys.readouterr().out == printed.out
+
+
+def test_a_header_in_another_encoding_is_refused(tmp_path: Path):
+    path = tmp_path / "utf16.csv"
+    path.write_bytes("id,text\n1,a\n".encode("utf-16"))
+    with pytest.raises(DataError, match="the header is not UTF-8"):
+        list(read_rows(path))

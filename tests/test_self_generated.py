@@ -188,6 +188,27 @@ def test_what_cannot_be_tuned_on_is_refused_in_one_line(
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("more", [[], ["--prompts", "prompts.txt"]])
+@pytest.mark.parametrize("verb", ["tune", "eval"])
+def test_no_text_is_made_without_an_end_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, verb: str, more: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text("a\nb\nc\n")
+    model = save_tiny_model(tmp_path / "endless")
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        file = tmp_path / "endless" / name
+        file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if "eos_token" not in k}))
+    asked = ["--self-tokens", "4", "--nominal-speedup", "2", *more]
+    call = [verb, model, "--self", *asked, "--out", "out", *(PACE if verb == "tune" else ["--resamples", "20"])]
+    if verb == "eval" and more:  # what is compared may end at its limit
+        assert main(call) == 0
+        return
+    assert main(call) == 2
+    assert "has no end token" in told(capsys)
+    assert not Path("out").exists()
+
+
 def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:

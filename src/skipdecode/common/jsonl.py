@@ -76,9 +76,11 @@ def object_of(raw: bytes | None) -> Row:
     try:
         value = json.loads(decoded(raw))
     except json.JSONDecodeError as e:
-        return DataError(f"not JSON: {e.msg} at character {e.pos + 1}")
-    except (ValueError, RecursionError) as e:
-        return DataError(f"not JSON that can be read: {type(e).__name__}")
+        return DataError(f"not JSON: {e.msg.removesuffix(' at')} at character {e.pos + 1}")
+    except RecursionError:
+        return DataError("not JSON that can be read: nested too deep")
+    except ValueError:
+        return DataError("not JSON that can be read: a number has too many digits")
     except DataError as e:
         return e
     return value if isinstance(value, dict) else DataError(f"not a JSON object: {kind_of(value)}")

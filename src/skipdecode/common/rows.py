@@ -174,6 +174,8 @@ def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int,
                 continue
             if header is None:
                 header = [field.strip() for field in fields]
+                if not all(map(is_text, header)):
+                    raise DataError(f"{name}: the header is not UTF-8", line)
                 if "" in header or len(set(header)) < len(header):
                     raise DataError(
                         f"{name}: the header must name each column once, and names {', '.join(header)}", line

@@ -305,7 +305,7 @@ def load_examples(
 def check_end_token(tokenizer: Any) -> None:
     """Raise DataError if the tokenizer has no end token."""
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no end token: a tuned model could not learn where a response ends")
+        raise DataError("the tokenizer has no end token, so texts would not end: name one in its tokenizer_config.json")
 
 
 def _checked(

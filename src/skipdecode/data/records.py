@@ -9,6 +9,7 @@ the file. Text only; knows nothing about tokens and models.
 from __future__ import annotations
 
 import array
+import math
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ __all__ = [
 Message = dict[str, str]
 #: Prompt, values of the template's fields, responses.
 Parts = tuple[str | list[Message], Mapping[str, str], tuple[str, ...]]
-_REJECTS_SHOWN = 5
+_REJECTS_SHOWN, _FIELDS_SHOWN, _CHARACTERS_SHOWN = 5, 20, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +256,9 @@ def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
     """The first of the names that the row has."""
     name = next((name for name in names if name in row), None)
     if name is None:
-        present = ", ".join(map(repr, row)) or "none"
+        shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
+        present = ", ".join(shown[:_FIELDS_SHOWN]) or "none"
+        present += f" and {len(shown) - _FIELDS_SHOWN} more" if len(shown) > _FIELDS_SHOWN else ""
         raise DataError(f"missing field: {' or '.join(map(repr, names))}; the record has {present}")
     return name
 
@@ -263,6 +266,8 @@ def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
 def _as_text(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"field is no text: {name!r} is {kind_of(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"field is no text: {name!r} is {value}, not a finite number")
     return checked_text(f"field is no text: {name!r}", str(value))
 
 

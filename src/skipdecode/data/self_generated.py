@@ -24,7 +24,7 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams
 from skipdecode.data.forms import PromptField
 from skipdecode.data.output import open_writer
-from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
 from skipdecode.data.records import Record, Reject, Template, reject_summary
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.requests import Sampling, row_seed
@@ -169,6 +169,7 @@ class SelfGeneratedData:
         about = self._begun()
         if "kept" in about:
             return about
+        check_end_token(self.loaded.tokenizer)
         records = self.prompts()
         sampling = self.options.answers(row_seed(self.seed, 2))
         rows = self._generated(_ANSWERS, records, PromptEncoder, sampling, self.options.self_tokens)
@@ -209,6 +210,8 @@ class SelfGeneratedData:
 
     def _before_user(self) -> str:
         """What the chat template puts in front of a user's words."""
+        from skipdecode.engine.opening import end_tokens
+
         head = found = ""
         if self.template.chat and self.template.prompt == "{prompt}":
             messages = [{"role": "user", "content": _USER}]
@@ -218,6 +221,10 @@ class SelfGeneratedData:
             raise UsageError(
                 f"{self.loaded.name} has no chat template, or was not tuned on chats, so it draws no prompts: give "
                 "--prompts FILE, such as a text file with one a line"
+            )
+        if not end_tokens(self.loaded.model, self.loaded.tokenizer):
+            raise UsageError(
+                f"{self.loaded.name} has no end token, so no prompt that it draws ends: give --prompts FILE"
             )
         return head
 
