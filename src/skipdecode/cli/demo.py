@@ -50,7 +50,7 @@ _UNTUNED = (
 _BUNDLED = (
     "The bundled adapter was tuned for full depth and these schedules, on the answers of a tuned model at full depth "
     "to such records, so its text holds when new tokens leave layers out (p30: prompts run all 30). Where prompts "
-    "leave layers out too, a name that it never met may be lost (docs/quality.md counts them)."
+    "leave layers out too, a name that it never met may be lost (docs/results.md counts them)."
 )
 _READY = (
     '"Tuned" is the bundled adapter, made ready for these schedules; "as published" is the same model untouched, '

@@ -70,7 +70,7 @@ def untuned_line(
 ) -> str | None:
     """One line for users where weights were not tuned under some of the schedules; None where they bear them all.
 
-    `merge`: the model is an adapter, and one on top of it is refused. The loss is measured in docs/quality.md.
+    `merge`: the model is an adapter, and one on top of it is refused. The loss is measured in docs/results.md.
     """
     known = () if recipe is None else recipe.tuned_under
     names = [schedule.name for schedule in schedules if not schedule.fits_weights(known)]
