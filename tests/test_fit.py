@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from oracle import active_tokens, layer_list, oracle_logits
 from skipdecode import Schedule, attach
-from skipdecode.calibration.fitting import FitOptions, fit_model
+from skipdecode.calibration.fitting import fit_model
+from skipdecode.calibration.settings import FitOptions
 from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine

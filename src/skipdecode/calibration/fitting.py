@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipdecode.common.options import Options, option
+from skipdecode.calibration.settings import FitOptions
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
@@ -24,7 +24,7 @@ from skipdecode.models.gate import calling, projection
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
 
-__all__ = ["FitOptions", "fit_model"]
+__all__ = ["fit_model"]
 
 _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
@@ -32,16 +32,6 @@ _DEPTHS = 4
 """Most depths of a falling schedule at which its bridges are fitted."""
 _HELD_OUT = 5
 """Every so many batches one is held out, to choose the ridge."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions(Options):
-    """What a fit is made of; each field's help text is its documentation."""
-
-    fit_rank: int = option("rank of the bridges over skipped layers; 0 leaves a bias alone", default=128, least=0)
-    fit_taps: int = option(
-        "tokens before its own that a map of a prompt's keys and values sees", default=0, least=0, most=2
-    )
 
 
 def fit_model(
@@ -173,7 +163,8 @@ class _Sweep:
         for number, (batch, states) in enumerate(zip(self._batches, self._prompts[layers], strict=True)):
             text = batch.attention_mask.bool()
             begins = text & (batch.attention_mask.cumsum(1) == 1)
-            chosen = text & ~begins & (_columns(batch) < batch.prompt_length)
+            # Answers' tokens serve as well: full depth has run the prompt's layers on all tokens alike.
+            chosen = text & ~begins
             inputs, _ = with_taps(normed(states) * text.unsqueeze(-1), None, taps)
             targets = keys[number][chosen]
             sums.add(inputs[chosen], targets, targets, _is_held_out(number))

@@ -12,7 +12,7 @@ from skipdecode.calibration.order import Round, greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
 from skipdecode.schedule import Schedule
 
-__all__ = ["Calibration", "Verdict", "calibrate", "trials"]
+__all__ = ["Calibration", "Verdict", "calibrate", "trials", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def calibrate(
     result = replace(ranked[0], name=name)
     others = [replace(s, name=f"{name}, {len(s.prompt_layers())} prompt layers") for s in ranked[1:]]
     compared = [Schedule.full(layers), goal.paper, goal.even, *others, result]
-    verdicts = [_verdict(s, settings, goal, meter, held_out) for s in compared]
+    verdicts = [verdict(s, settings, goal, meter, held_out) for s in compared]
     return Calibration(result, order, tuple(rounds), tuple(influence), tuple(verdicts))
 
 
@@ -130,9 +130,10 @@ def _without(num_layers: int, gone: Sequence[int], settings: CalibrationSettings
     return Schedule(num_layers, tuple(gone), (num_layers - len(gone),), settings.warmup_layers)
 
 
-def _verdict(
+def verdict(
     schedule: Schedule, settings: CalibrationSettings, goal: Goal, meter: LossMeter, held_out: LossMeter | None
 ) -> Verdict:
+    """A schedule with its losses on the records, and on those held out, as the goal's cost model has its speed-ups."""
     workload, wall = goal.workload, settings.target_speedup is not None
     return Verdict(
         schedule,

@@ -9,7 +9,7 @@ from skipdecode.common.options import Options, option
 from skipdecode.errors import UsageError
 from skipdecode.performance.cost import Phase, Use
 
-__all__ = ["CalibrationSettings", "OrderMethod"]
+__all__ = ["CalibrationSettings", "FitOptions", "OrderMethod"]
 
 OrderMethod = Literal["greedy", "block-influence"]
 
@@ -78,3 +78,13 @@ class CalibrationSettings(Options):
     def whole(self) -> bool:
         """Whether the target is that of whole requests, prompts included."""
         return self.target_speedup is not None and self.phase == "request"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Options):
+    """What a fit is made of; each field's help text is its documentation."""
+
+    fit_rank: int = option("rank of the bridges over skipped layers; 0 leaves a bias alone", default=128, least=0)
+    fit_taps: int = option(
+        "tokens before its own that a map of a prompt's keys and values sees", default=0, least=0, most=2
+    )

@@ -4,8 +4,10 @@ Give records with responses and one target: a wall-clock speed-up of whole reque
 (--target-speedup; with --phase decode of the steps after the prompt), or the nominal one (--nominal-speedup: as many
 layers as the paper's schedule of that number would run on these records). For whole requests the prompts' depth is
 learned too. The depth falls linearly over the text, as far as the target asks. Losses are teacher-forced and need no
-gradients. Writes schedule.json (for --schedule), calibration.json with all measurements, and calibration.png. The loss
-of the schedule is measured next to the paper's and evenly spaced layers, also on records held out.
+gradients. A fit stands in for what the schedule leaves out: least squares finds linear maps for skipped layers and for
+the prompts' keys and values (--no-fit leaves the fit out). Writes schedule.json (for --schedule, which takes
+fit.safetensors beside it), calibration.json with all measurements, and calibration.png. The loss of the schedule is
+measured next to the paper's and evenly spaced layers, also on records held out.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.calibration.settings import CalibrationSettings
+from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import MODEL, NamedModel, read_cost
@@ -32,7 +34,7 @@ from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar
-from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.errors import FitError, MissingExtraError, UsageError
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 
@@ -54,7 +56,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, CalibrationSettings, RecordOptions):
+class Config(NamedModel, CalibrationSettings, FitOptions, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
     model: str = option(MODEL, positional=True, path=Reads(model_files))
@@ -70,6 +72,8 @@ class Config(NamedModel, CalibrationSettings, RecordOptions):
     )
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
+    fit: bool = option("fit bridges over skipped layers, and the prompts' keys and values, to full depth", default=True)
+    fit_records: int = option("records to fit on: those to learn from first, then others", default=256, least=8)
     router: tuple[str, ...] = option(
         "in place of a schedule: a router (OUT/router.json) that chooses one of these for each request before it "
         "starts, for --target-speedup over all requests; schedule files, full, or names that the checkpoint was tuned "
@@ -118,6 +122,8 @@ def run(config: Config) -> int:
             cost, origin = source.cost, source.origin
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check)
+    if config.fit and (found.schedule.projected or found.schedule.dropped):
+        found = _fit(config, goal, loaded, found, examples, learn, check)
     document = _document(config, goal, found, origin, (len(learn), len(check)))
     found.schedule.save(out / _SCHEDULE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
@@ -180,6 +186,42 @@ def _measure(
         found = calibrate(config, goal, influence, *meters, name=name)
         bar.total = bar.n
     return found
+
+
+def _fit(
+    config: Config,
+    goal: Goal,
+    loaded: LoadedModel,
+    found: Calibration,
+    examples: Sequence[Example],
+    learn: list[Example],
+    check: list[Example],
+) -> Calibration:
+    """Fit the model to the calibrated schedule, write the fit, and measure the schedule with it as one verdict more."""
+    from skipdecode.calibration.fitting import fit_model
+    from skipdecode.calibration.run import verdict
+    from skipdecode.models.fit import FIT_FILE, keep_fit
+    from skipdecode.models.loading.base_weights import base_sample
+    from skipdecode.tuning.collate import collate, padding
+
+    kept = {example.prompt for example in check}
+    others = [e for e in examples if e.prompt not in kept and e not in learn]
+    chosen = sorted([*learn, *others][: config.fit_records], key=lambda e: (len(e.prompt), len(e.response)))
+    size, pad = config.batch_size, padding(loaded.tokenizer)
+    batches = [collate(chosen[first : first + size], pad) for first in range(0, len(chosen), size)]
+    with progress_bar(loaded.num_layers, "layer", name="fitting") as bar:
+        try:
+            fit = fit_model(loaded.model, [found.schedule], batches, config, bar.update)
+        except FitError as e:
+            note(f"no fit: {e}")
+            return found
+    fit.about["base"] = base_sample(loaded.model)
+    keep_fit(loaded.model, fit)
+    fit.save(Path(config.out) / FIT_FILE)
+    with measuring(config, loaded, {"learn, fitted": learn, "held out, fitted": check}) as (_, meters, _):
+        named = replace(found.schedule, name=f"{found.schedule.name}, fitted")
+        last = verdict(named, config, goal, meters["learn, fitted"], meters.get("held out, fitted"))
+    return replace(found, verdicts=(*found.verdicts, last))
 
 
 @contextmanager
