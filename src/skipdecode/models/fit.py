@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from skipdecode.common.files import write_whole
 from skipdecode.errors import FitError
 from skipdecode.models.families import decoder_layers, unwrap
 
@@ -165,7 +166,7 @@ class Fit(nn.Module):
             )
 
     def save(self, path: Path | str) -> None:
-        """Write the fit as a safetensors file, in 16 bits where all numbers keep their size in it."""
+        """Write the fit as a safetensors file of 16-bit numbers; raises OutputError where that cannot be written."""
         about = {
             "format": FIT_FORMAT,
             "num_layers": self.num_layers,
@@ -174,8 +175,8 @@ class Fit(nn.Module):
             "prompts": [list(layers) for layers in self.prompt_sets],
             **self.about,
         }
-        tensors = {name: _narrow(tensor.detach().cpu()) for name, tensor in self.state_dict().items()}
-        save_file(tensors, str(path), {"skipdecode.fit": json.dumps(about)})
+        tensors = {name: _narrow(tensor.detach().cpu()).contiguous() for name, tensor in self.state_dict().items()}
+        write_whole(path, save(tensors, {"skipdecode.fit": json.dumps(about)}))
 
     @classmethod
     def load(cls, path: Path | str) -> Fit:
