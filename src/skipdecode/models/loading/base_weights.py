@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.progress import note
-from skipdecode.errors import ModelLoadError
+from skipdecode.errors import FitError, ModelLoadError
 from skipdecode.models.families import unwrap
+from skipdecode.models.fit import FIT_FILE, Fit, fit_of, keep_fit
 from skipdecode.models.loading.store import SOURCE_FILE
 
 if TYPE_CHECKING:
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["base_entry", "base_sample", "check_base", "checkpoint_digest", "is_other_model"]
+__all__ = ["base_entry", "base_sample", "check_base", "checkpoint_digest", "is_other_model", "put_fit"]
 
 _PLACES = 64
 _CAST = 0.004
@@ -73,6 +74,25 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
         )
 
 
+def put_fit(model: Any, folder: Path) -> Path | None:
+    """Have a loaded model use the fit of a directory; returns its file, or None where there is none.
+
+    Raises
+    ------
+    FitError
+        The fit is broken, or for another model or other weights.
+    """
+    file = folder / FIT_FILE
+    if not file.is_file():
+        return None
+    fit = Fit.load(file)
+    fit.check_fits(model)
+    if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(unwrap(model))):
+        raise FitError(f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate")
+    keep_fit(model, fit)
+    return file
+
+
 def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     """All of a checkpoint that decides its texts, JSON-ready: a run goes on only with the same."""
     model, tokenizer = unwrap(loaded.model), loaded.tokenizer
@@ -85,6 +105,7 @@ def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     cleaned = getattr(tokenizer, "clean_up_tokenization_spaces", None)
     return {
         "model_weights": base_sample(loaded.model),
+        "fit": None if (fit := fit_of(model)) is None else _digest([p.sum().item() for p in fit.parameters()]),
         "adapter": _digest(adapter),
         "config": _digest(config),
         "end_tokens": [model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)],
