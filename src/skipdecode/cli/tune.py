@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
+from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule, fit_folder
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
@@ -239,7 +239,7 @@ def _load(config: Config, ref: ModelRef) -> tuple[LoadedModel, dict[str, Any]]:
 
     # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
-    loaded = load_model(ref, dtype="auto" if as_stored else "float32")
+    loaded = load_model(ref, dtype="auto" if as_stored else "float32", fit=fit_folder(config.schedule))
     digest = checkpoint_digest(loaded)
     if not hasattr(loaded.model, "get_base_model"):
         return loaded, digest

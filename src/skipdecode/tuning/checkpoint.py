@@ -22,6 +22,7 @@ import torch
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import OutputError
 from skipdecode.models.carried import SCHEDULE_FILE, carry
+from skipdecode.models.fit import FIT_FILE, fit_of
 from skipdecode.schedule import Schedule
 
 __all__ = ["Checkpoints", "merge_adapter", "save_tuned"]
@@ -157,7 +158,7 @@ def save_tuned(
     state_dict: dict[str, Any] | None = None,
     adapter_dtype: str = "float32",
 ) -> None:
-    """Write a tuned model; the directory is there whole or not at all.
+    """Write a tuned model, with the fit that it was tuned with; the directory is there whole or not at all.
 
     Parameters
     ----------
@@ -191,6 +192,8 @@ def save_tuned(
             model.save_pretrained(partial, state_dict=state_dict)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+    if (fit := fit_of(model)) is not None:
+        fit.save(partial / FIT_FILE)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 

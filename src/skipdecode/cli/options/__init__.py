@@ -30,6 +30,7 @@ __all__ = [
     "ThreadOptions",
     "check_schedule_options",
     "choose_schedule",
+    "fit_folder",
     "read_cost",
     "stop_text",
     "with_breaks",
@@ -96,10 +97,12 @@ class ModelOptions(NamedModel):
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
 
     def load(self) -> LoadedModel:
-        """The model with its weights."""
+        """The model with its weights, and the fit beside the schedules that the options name."""
         from skipdecode.models.loading.hub import load_model
 
-        return load_model(self.ref, dtype=self.dtype, device=self.device)
+        named: Any = getattr(self, "schedule", None) or ()
+        files = (named,) if isinstance(named, str) else named
+        return load_model(self.ref, dtype=self.dtype, device=self.device, fit=fit_folder(*files))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +145,8 @@ class ScheduleOptions(Options):
     """Which schedule: a file, a nominal speed-up, or the model's own; and what prompts run."""
 
     schedule: str | None = option(
-        "schedule file (JSON; skipdecode plan writes one); without it and --nominal-speedup: the one that the model's "
-        "checkpoint carries, else full depth",
+        "schedule file (JSON; skipdecode plan and calibrate write one; a fit.safetensors beside it is used too); without "
+        "it and --nominal-speedup: the one that the model's checkpoint carries, else full depth",
         default=None,
         path=Reads(),
     )
@@ -219,6 +222,23 @@ def with_prompt_layers(options: ScheduleOptions, schedule: Schedule, origin: str
         return ScheduleChoice(schedule, origin)
     prompt = layer_order.prompt_set(text, schedule.num_layers)
     return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; prompts as --prompt-layers {text} says")
+
+
+def fit_folder(*schedules: str | None) -> Path | None:
+    """The directory of the fit beside schedule files; None where they have none.
+
+    Raises UsageError for files in several directories that have fits: a model uses one.
+    """
+    from skipdecode.models.fit import FIT_FILE
+
+    folders = {Path(file).expanduser().resolve().parent for file in schedules if file is not None}
+    found = sorted(folder for folder in folders if (folder / FIT_FILE).is_file())
+    if len(found) > 1:
+        raise UsageError(
+            f"the schedules have fits in {found[0]} and in {found[1]}, and a model uses one: name schedules of one "
+            "directory, or start a command for each"
+        )
+    return found[0] if found else None
 
 
 def read_cost(path: str) -> CostModel:

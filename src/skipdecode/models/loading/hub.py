@@ -16,7 +16,7 @@ from skipdecode.common.progress import without_foreign_bars
 from skipdecode.errors import MissingExtraError, ModelLoadError, UsageError
 from skipdecode.models.carried import carry, keep_tuned
 from skipdecode.models.families import decoder_layers, unwrap
-from skipdecode.models.loading.base_weights import check_base
+from skipdecode.models.loading.base_weights import check_base, put_fit
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.loading.ref import ModelRef, Place, one_line, told
 from skipdecode.models.loading.tensors import check_tensors
@@ -87,7 +87,12 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | Path | ModelRef, *, dtype: str = "auto", device: str | None = None, require_tokenizer: bool = True
+    name: str | Path | ModelRef,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    require_tokenizer: bool = True,
+    fit: Path | None = None,
 ) -> LoadedModel:
     """A causal LM by name, with its tokenizer and the schedule it carries.
 
@@ -102,9 +107,13 @@ def load_model(
         A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
     require_tokenizer : bool
         Whether a checkpoint without tokenizer is an error; otherwise `LoadedModel.tokenizer` is None.
+    fit : Path, optional
+        A directory whose fit (`skipdecode.models.fit`) the model uses; by default the checkpoint's own, if it has one.
 
     Raises
     ------
+    FitError
+        If a fit is broken, or for another model.
     ModelLoadError
         If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or they hold no
         decoder-only causal LM.
@@ -147,6 +156,7 @@ def load_model(
     )
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
+    put_fit(model, ref.folder if fit is None else fit)
     if ref.adapter is not None:
         check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, ref.adapter, target)
