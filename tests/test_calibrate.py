@@ -226,7 +226,7 @@ def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Pa
 def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     command = arguments(files, out, "--target-speedup", "1.9", "--cost", files["cost"], "--candidates", "2")
-    command += ["--prompt-depths", "5", "0-2,7", "--resume", "--json", "--no-fit"]
+    command += ["--prompt-depths", "5", "0-2,7", "--resume", "--no-fit", "--json"]
     assert main(command) == 0
     first = json.loads(capsys.readouterr().out)
     prompts = [each["schedule"]["prompt"] for each in first["verdicts"][3:]]
@@ -403,3 +403,32 @@ def test_a_loss_that_is_no_number_stops_the_run(files: Files, tmp_path: Path, ca
     model.save_pretrained(directory)
     command = arguments(files | {"model": str(directory)}, tmp_path / "out", "--nominal-speedup", "2")
     assert "the loss is no number on records" in refused(capsys, command)
+
+
+def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_path: Path, capsys: Any) -> None:
+    out, tuned = tmp_path / "out", tmp_path / "tuned"
+    assert main(arguments(files, out, "--nominal-speedup", "2", "--method", "block-influence", "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdicts"][-1]["measured"] < found["verdicts"][-2]["measured"]
+    schedule, fit = out / "schedule.json", out / "fit.safetensors"
+    bare = tmp_path / "bare.json"
+    bare.write_bytes(schedule.read_bytes())
+
+    def texts(model: object, *more: str) -> str:
+        options = ["--max-new-tokens", "12", "--dtype", "float32", "--no-template", "--output", "-", *more]
+        assert main(["generate", str(model), "red car 1\n", "blue", "green house", *options]) == 0
+        return capsys.readouterr().out
+
+    fitted = texts(files["model"], "--schedule", str(schedule))
+    assert fitted == texts(files["model"], "--schedule", str(schedule), "--engine", "transformers", "--batch-size", "1")
+    assert fitted != texts(files["model"], "--schedule", str(bare))
+    fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
+    steps = ["--steps", "2", "--batch-size", "2", "--train", files["data"], "--dev", files["data"], "--out", str(tuned)]
+    assert main(["tune", files["model"], "--schedule", str(schedule), *fields, *steps]) == 0
+    capsys.readouterr()
+    kept = texts(tuned)
+    (tuned / "fit.safetensors").unlink()
+    assert kept != texts(tuned)
+    fit.write_bytes(fit.read_bytes()[:100])
+    assert main(["generate", files["model"], "x", "--schedule", str(schedule)]) == 2
+    assert "fit.safetensors" in capsys.readouterr().err

@@ -136,10 +136,13 @@ def load(config: Config) -> LoadedModel:
     """The model, in fp32 on CPUs."""
     import torch
 
+    from skipdecode.models.fit import keep_fit
     from skipdecode.models.loading.hub import load_model
 
     # Only devices with arithmetic for it take the checkpoint's own half-precision type.
-    return load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
+    loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
+    keep_fit(loaded.model, None)  # a calibration makes its own
+    return loaded
 
 
 def draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
@@ -201,7 +204,7 @@ def _fit(
     from skipdecode.calibration.fitting import fit_model
     from skipdecode.calibration.run import verdict
     from skipdecode.models.fit import FIT_FILE, keep_fit
-    from skipdecode.models.loading.base_weights import base_sample
+    from skipdecode.models.loading.base_weights import base_sample, checkpoint_digest
     from skipdecode.tuning.collate import collate, padding
 
     kept = {example.prompt for example in check}
@@ -218,9 +221,10 @@ def _fit(
     fit.about["base"] = base_sample(loaded.model)
     keep_fit(loaded.model, fit)
     fit.save(Path(config.out) / FIT_FILE)
-    with measuring(config, loaded, {"learn, fitted": learn, "held out, fitted": check}) as (_, meters, _):
+    learned, held_out = (f"{part}, fit {checkpoint_digest(loaded)['fit']}" for part in ("learn", "held out"))
+    with measuring(config, loaded, {learned: learn, held_out: check}) as (_, meters, _):
         named = replace(found.schedule, name=f"{found.schedule.name}, fitted")
-        last = verdict(named, config, goal, meters["learn, fitted"], meters.get("held out, fitted"))
+        last = verdict(named, config, goal, meters[learned], meters.get(held_out))
     return replace(found, verdicts=(*found.verdicts, last))
 
 
@@ -237,7 +241,7 @@ def measuring(
 
     out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
     identity = identity_of(loaded.model, config.model, list(parts.values()), size)
-    identity["checkpoint"] = checkpoint_digest(loaded)
+    identity["checkpoint"] = checkpoint_digest(loaded) | {"fit": None}  # names of parts tell fits apart
     kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")

@@ -88,7 +88,9 @@ def put_fit(model: Any, folder: Path) -> Path | None:
     fit = Fit.load(file)
     fit.check_fits(model)
     if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(unwrap(model))):
-        raise FitError(f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate")
+        raise FitError(
+            f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate"
+        )
     keep_fit(model, fit)
     return file
 
