@@ -410,7 +410,7 @@ def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_pat
     assert main(arguments(files, out, "--nominal-speedup", "2", "--method", "block-influence", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["verdicts"][-1]["measured"] < found["verdicts"][-2]["measured"]
-    schedule, fit = out / "schedule.json", out / "fit.safetensors"
+    schedule, fit = out / "schedule.json", out / "skipdecode.fit"
     bare = tmp_path / "bare.json"
     bare.write_bytes(schedule.read_bytes())
 
@@ -427,8 +427,8 @@ def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_pat
     assert main(["tune", files["model"], "--schedule", str(schedule), *fields, *steps]) == 0
     capsys.readouterr()
     kept = texts(tuned)
-    (tuned / "fit.safetensors").unlink()
+    (tuned / "skipdecode.fit").unlink()
     assert kept != texts(tuned)
     fit.write_bytes(fit.read_bytes()[:100])
     assert main(["generate", files["model"], "x", "--schedule", str(schedule)]) == 2
-    assert "fit.safetensors" in capsys.readouterr().err
+    assert "skipdecode.fit" in capsys.readouterr().err

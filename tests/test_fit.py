@@ -156,8 +156,8 @@ def test_the_fast_engine_equals_the_gates(family, prompt, taps):
 def test_a_file_gives_the_same_fit(tmp_path):
     model = model_of("llama")
     fit = random_fit(model, [LOWER, GAPS], taps=1)
-    fit.half().float().save(tmp_path / "fit.safetensors")  # numbers that 16 bits hold
-    loaded = Fit.load(tmp_path / "fit.safetensors")
+    fit.half().float().save(tmp_path / "skipdecode.fit")  # numbers that 16 bits hold
+    loaded = Fit.load(tmp_path / "skipdecode.fit")
     assert (loaded.prompt_sets, loaded.taps, loaded.num_layers) == ((LOWER, GAPS), 1, LAYERS)
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in fit.state_dict().items())
 
@@ -184,7 +184,7 @@ def newer(tensors, about):
 
 @pytest.mark.parametrize("change", [broken, infinite, foreign, partial, newer])
 def test_a_file_that_is_no_fit_is_refused_in_one_line(tmp_path, change):
-    path = tmp_path / "fit.safetensors"
+    path = tmp_path / "skipdecode.fit"
     random_fit(model_of("llama")).save(path)
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["skipdecode.fit"])
@@ -198,7 +198,7 @@ def test_a_file_that_is_no_fit_is_refused_in_one_line(tmp_path, change):
 
 
 def test_cut_and_foreign_files_are_refused(tmp_path):
-    path = tmp_path / "fit.safetensors"
+    path = tmp_path / "skipdecode.fit"
     path.write_bytes(b"no tensors")
     with pytest.raises(FitError):
         Fit.load(path)

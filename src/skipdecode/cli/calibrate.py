@@ -6,7 +6,7 @@ layers as the paper's schedule of that number would run on these records). For w
 learned too. The depth falls linearly over the text, as far as the target asks. Losses are teacher-forced and need no
 gradients. A fit stands in for what the schedule leaves out: least squares finds linear maps for skipped layers and for
 the prompts' keys and values (--no-fit leaves the fit out). Writes schedule.json (for --schedule, which takes
-fit.safetensors beside it), calibration.json with all measurements, and calibration.png. The loss of the schedule is
+skipdecode.fit beside it), calibration.json with all measurements, and calibration.png. The loss of the schedule is
 measured next to the paper's and evenly spaced layers, also on records held out.
 """
 

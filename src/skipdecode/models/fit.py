@@ -34,7 +34,7 @@ __all__ = [
     "with_taps",
 ]
 
-FIT_FILE = "fit.safetensors"
+FIT_FILE = "skipdecode.fit"  # safetensors inside; other tools take every *.safetensors of a directory for weights
 FIT_FORMAT = 1
 MOST_TAPS = 2
 EPSILON = 1e-6

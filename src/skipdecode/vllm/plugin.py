@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
+from skipdecode.models.fit import FIT_FILE
 from skipdecode.schedule import Schedule
 from skipdecode.vllm.gates import check_architecture
 from skipdecode.vllm.projection import check_projects
@@ -95,6 +97,11 @@ def _activate(vllm_config: Any) -> None:
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
     check_projects(settings.schedules, model.architecture, model.quantization)
+    if (Path(str(model.model)) / FIT_FILE).is_file():
+        raise SkipDecodeError(
+            f"{model.model} was tuned with a fit ({FIT_FILE}), which the vLLM plugin does not run: decode with "
+            "skipdecode generate or serve, or tune without a fit (skipdecode calibrate --no-fit)"
+        )
     if (refusal := _refusal(vllm_config)) is not None:
         raise SkipDecodeError(refusal)
     _change(vllm_config, settings)

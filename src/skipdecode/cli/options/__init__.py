@@ -145,7 +145,7 @@ class ScheduleOptions(Options):
     """Which schedule: a file, a nominal speed-up, or the model's own; and what prompts run."""
 
     schedule: str | None = option(
-        "schedule file (JSON; skipdecode plan and calibrate write one; a fit.safetensors beside it is used too); "
+        "schedule file (JSON; skipdecode plan and calibrate write one; a skipdecode.fit beside it is used too); "
         "without it and --nominal-speedup: the one that the model's checkpoint carries, else full depth",
         default=None,
         path=Reads(),
