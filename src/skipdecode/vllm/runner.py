@@ -7,6 +7,7 @@ of the model.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
@@ -263,7 +264,12 @@ class ModeChoice:
         self.builders = 1
         model = vllm_config.model_config
         self._shards = vllm_config.parallel_config.tensor_parallel_size
-        self._geometry = ModelGeometry.from_config(model.hf_config, model.dtype.itemsize)
+        # Sizes are counted on transformers' model, whose class vLLM may have changed so that it compiles itself.
+        plain = copy.copy(vllm_config)
+        plain.compilation_config = copy.copy(vllm_config.compilation_config)
+        plain.compilation_config.mode = CompilationMode.NONE
+        with set_current_vllm_config(plain):
+            self._geometry = ModelGeometry.from_config(model.hf_config, model.dtype.itemsize)
         self._machine = Machine(*(settings.machine or _measured(device, model.dtype)))
 
     def puts_back(self, step: StepRows) -> bool:
