@@ -16,6 +16,7 @@ from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.common.jsonl import json_line
+from skipdecode.evaluation.overlap import RougeL
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import load_model
 from textgen_tools import save_tiny_model
@@ -147,3 +148,35 @@ def test_an_edited_tokenizer_has_another_digest(tmp_path: Path):
     in_json("base/tokenizer.json", normalizer={"type": "Lowercase"})(tmp_path)
     after = checkpoint_digest(load_model(model))
     assert {name for name in before if before[name] != after[name]} == {"tokenizer"}
+
+
+@pytest.fixture(scope="module")
+def begun_eval(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """An evaluation that was interrupted when all texts were there and none was scored."""
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    place = tmp_path_factory.mktemp("eval")
+    prepare(place)
+    command = "eval adapter --data in.jsonl --task t.yaml --schedule s.json --metrics rougeL --max-new-tokens 6"
+    words = command.split()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr(RougeL, "statistics", interrupted)
+        assert main([*words, "--out", "out"]) == 130
+    return place, words
+
+
+@pytest.mark.parametrize("what", CHECKPOINT)
+def test_an_edited_file_is_a_refusal_or_a_new_start_of_eval(
+    what: str, begun_eval: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    before, words = begun_eval
+    place = tmp_path / "copy"
+    shutil.copytree(before, place)
+    monkeypatch.chdir(place)
+    CHECKPOINT[what][0](place)
+    answer = main([*words, "--out", "out"])
+    assert main([*words, "--out", "fresh"]) == 0
+    assert answer == 2 or Path("out/outputs.jsonl").read_bytes() == Path("fresh/outputs.jsonl").read_bytes()

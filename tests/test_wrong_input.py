@@ -52,7 +52,7 @@ WRONG = {
     "generate hollow x --system '\udcff'": "--system '\\udcff'",
     "generate hollow x --prompt-template '{a}\udcff'": "--prompt-template",
     "generate hollow '\udcff'": "PROMPTS",
-    "plan hollow --nominal-speedup 2 --seq-len 100000000": "1 to 65536",
+    "plan hollow --nominal-speedup 2 --seq-len 100000000": "1 to 32768",
     "plan hollow --nominal-speedup 2 --batch 100000": "1 to 1024",
     "plan hollow --nominal-speedup 2 --batch 1000 --prompt-len 1000000": "1048576 at most",
     "simulate --model cfg.json --new-tokens lognormal:5:1e9": "sigma from 0 to 4",

@@ -64,7 +64,7 @@ class Config(ModelOptions, EngineOptions):
         "prompt; best near the real output length",
         default=64,
         least=1,
-        most=2**16,
+        most=2**15,
     )
     prompt_layers: str | None = option(
         f"layers that prompt tokens run: {PROMPT_SETS} (default: full; for a request's target as many as the line "
