@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from skipdecode.common.progress import note
 from skipdecode.errors import FitError, ModelLoadError
 from skipdecode.models.families import unwrap
-from skipdecode.models.fit import FIT_FILE, Fit, fit_of, keep_fit
 from skipdecode.models.loading.store import SOURCE_FILE
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ def put_fit(model: Any, folder: Path) -> Path | None:
     FitError
         The fit is broken, or for another model or other weights.
     """
+    from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
+
     file = folder / FIT_FILE
     if not file.is_file():
         return None
@@ -97,6 +98,8 @@ def put_fit(model: Any, folder: Path) -> Path | None:
 
 def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     """All of a checkpoint that decides its texts, JSON-ready: a run goes on only with the same."""
+    from skipdecode.models.fit import fit_of
+
     model, tokenizer = unwrap(loaded.model), loaded.tokenizer
     config = {name: value for name, value in model.config.to_dict().items() if name not in _OF_THE_PLACE}
     backend = getattr(tokenizer, "backend_tokenizer", None)
