@@ -425,7 +425,10 @@ def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_pat
     fields = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
     steps = ["--steps", "2", "--batch-size", "2", "--train", files["data"], "--dev", files["data"], "--out", str(tuned)]
     assert main(["tune", files["model"], "--schedule", str(schedule), *fields, *steps]) == 0
-    capsys.readouterr()
+    assert "the fit is trained" in capsys.readouterr().err
+    repeat = ["tune", files["model"], "--recipe", str(tuned / "recipe.json"), *steps[:-1], str(tmp_path / "again")]
+    assert main(repeat) == 2
+    assert "started from a fit" in capsys.readouterr().err
     kept = texts(tuned)
     (tuned / "skipdecode.fit").unlink()
     assert kept != texts(tuned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from checkpoints import byte_tokenizer
+from fits import random_fit
 from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError, OutputError
+from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
 from skipdecode.models.loading.hub import load_model
 from skipdecode.tuning.collate import GroupedBatches, collate
 from skipdecode.tuning.config import TuneConfig
@@ -27,6 +30,7 @@ from skipdecode.tuning.trainer import Tuner
 from tuning_data import LAYERS, records, save_model, tuning_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
+LOWER = (0, 1, 2, 3)
 TOKENIZER = byte_tokenizer()
 BASICS: dict[str, Any] = {
     "steps": 8,
@@ -54,12 +58,22 @@ TRAIN, DEV = examples(24, 0), examples(6, 1)
 
 
 def tune(
-    out: Path, *, train: list[Example] = TRAIN, resume: bool = False, changes: dict[str, Any] | None = None
+    out: Path,
+    *,
+    train: list[Example] = TRAIN,
+    resume: bool = False,
+    changes: dict[str, Any] | None = None,
+    base: Path | None = None,
 ) -> Any:
-    """Run with `changes`; keys that start with `model_` go to the model's config."""
+    """Run with `changes`; keys that start with `model_` go to the model's config, and `fit` gives the model one."""
     options = BASICS | (changes or {})
     model = tuning_model(options.pop("model_type", "llama"), **options.pop("model_options", {}))
-    return Tuner(model, TOKENIZER, train, DEV, TARGET, TuneConfig(**options), out).run(resume=resume)
+    if fitted := options.pop("fit", False):
+        keep_fit(model, random_fit(model, [LOWER]))
+    schedule = replace(TARGET, prompt=LOWER) if fitted else TARGET
+    return Tuner(model, TOKENIZER, train, DEV, schedule, TuneConfig(**options), out, base and str(base)).run(
+        resume=resume
+    )
 
 
 def losses(out: Path, kind: str = "train") -> list[tuple[int, float]]:
@@ -69,7 +83,12 @@ def losses(out: Path, kind: str = "train") -> list[tuple[int, float]]:
 def weights(out: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return load_file(next(iter(out.glob("*model.safetensors"))))
+    return load_file(next(iter(out.glob("*model.safetensors")))) | fitted(out)
+
+
+def fitted(out: Path) -> dict[str, torch.Tensor]:
+    file = out / FIT_FILE
+    return dict(Fit.load(file).state_dict()) if file.is_file() else {}
 
 
 class Interrupted(list[Example]):
@@ -96,6 +115,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "lower": {"full": True, "curriculum": "lower"},
     "sampled": {"curriculum": "sampled", "sampled_speedups": (1.0, 3.0, 3.0), "sampled_prompts": ("4",)},
     "checkpointing": {"full": True, "gradient_checkpointing": True},
+    "lora and a fit": {"fit": True, "distill_weight": 0.5},
+    "all weights and a fit": {"fit": True, "full": True},
 }
 
 
@@ -110,8 +131,30 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, kind: str) -> None
     for what in ("train", "dev"):
         assert losses(tmp_path / "broken", what) == losses(tmp_path / "unbroken", what)
     expected = weights(tmp_path / "unbroken")
+    assert ("bridges.1.down" in expected) == ("fit" in KINDS[kind])
     for name, tensor in weights(tmp_path / "broken").items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", [{}, {"full": True}, {"merge": True}])
+def test_a_fit_is_trained_and_saved_with_the_weights_it_was_trained_with(tmp_path: Path, kind: Any) -> None:
+    """Parts that no token needs stay as they were; the best step's fit is saved, not the last one's."""
+    first = random_fit(tuning_model(), [LOWER]).half().float().state_dict()
+    base = save_model(tmp_path / "base")
+    changes = kind | {"fit": True, "steps": 9, "learning_rate": 1e-2}
+    changed = {}
+    for name, train_fit in (("trained", True), ("frozen", False)):
+        result = tune(tmp_path / name, changes=changes | {"train_fit": train_fit}, base=base)
+        now = fitted(tmp_path / name)
+        changed[name] = {key for key in now if not torch.equal(now[key], first[key])}
+        loaded = load_model(tmp_path / name, dtype="float32").model
+        schedule = replace(TARGET, prompt=LOWER)
+        assert dev_loss_of(loaded, schedule) == pytest.approx(result.best_dev_loss, abs=2e-3)
+        assert not any("skipdecode_fit" in key for key in weights(tmp_path / name))
+    skipped = {str(layer) for layer in range(1, LAYERS - 1) if layer not in TARGET.layers(TARGET.seq_len)}
+    assert {f"bridges.{layer}.{part}" for layer in skipped for part in ("down", "up", "bias")} <= changed["trained"]
+    assert {"maps.0.5.weight", "maps.0.5.bias", "maps.0.5.first"} <= changed["trained"]
+    assert not changed["frozen"]
 
 
 def test_the_same_seed_gives_the_same_result_and_another_one_does_not(tmp_path: Path) -> None:

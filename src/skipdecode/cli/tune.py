@@ -241,9 +241,21 @@ def _load(config: Config, ref: ModelRef) -> tuple[LoadedModel, dict[str, Any]]:
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
     loaded = load_model(ref, dtype="auto" if as_stored else "float32", fit=fit_folder(config.schedule))
     digest = checkpoint_digest(loaded)
+    _check_fit(config, digest["fit"])
     if not hasattr(loaded.model, "get_base_model"):
         return loaded, digest
     return replace(loaded, model=loaded.model.merge_and_unload()), digest
+
+
+def _check_fit(config: Config, fit: str | None) -> None:
+    """Say what becomes of the fit; refuse to repeat a recipe's run without the fit that it started from."""
+    if fit is not None:
+        note(f"the fit is {'trained with the weights' if config.train_fit else 'kept as it is'}")
+    elif config.recipe is not None and (read_recipe(Path(config.recipe)).get("checkpoint") or {}).get("fit"):
+        raise UsageError(
+            f"the run of {config.recipe} started from a fit, and none is named: give --schedule the schedule file that "
+            "the fit lies beside"
+        )
 
 
 def _schedule(config: Config, ref: ModelRef, lengths: Sequence[int]) -> ScheduleChoice:

@@ -7,8 +7,9 @@ mean square. `skipdecode.calibration.fitting` finds the maps by least squares; d
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ __all__ = [
     "Fit",
     "PromptMap",
     "fit_of",
+    "fit_state",
     "keep_fit",
     "normed",
+    "trainable_fit",
     "with_taps",
 ]
 
@@ -39,6 +42,7 @@ FIT_FORMAT = 1
 MOST_TAPS = 2
 EPSILON = 1e-6
 _KEPT = "_skipdecode_fit"
+_TRAINED = "skipdecode_fit"  # its name among a model's modules while it is trained
 
 
 def normed(hidden: Tensor) -> Tensor:
@@ -165,8 +169,11 @@ class Fit(nn.Module):
                 f"{width}: fit this model with skipdecode calibrate"
             )
 
-    def save(self, path: Path | str) -> None:
-        """Write the fit as a safetensors file of 16-bit numbers; raises OutputError where that cannot be written."""
+    def save(self, path: Path | str, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the fit as a safetensors file of 16-bit numbers; raises OutputError where that cannot be written.
+
+        `state` are its numbers where they are not its own, such as those gathered from several devices.
+        """
         about = {
             "format": FIT_FORMAT,
             "num_layers": self.num_layers,
@@ -175,7 +182,8 @@ class Fit(nn.Module):
             "prompts": [list(layers) for layers in self.prompt_sets],
             **self.about,
         }
-        tensors = {name: _narrow(tensor.detach().cpu()).contiguous() for name, tensor in self.state_dict().items()}
+        numbers = (self.state_dict() if state is None else state).items()
+        tensors = {name: _narrow(tensor.detach().cpu()).contiguous() for name, tensor in numbers}
         write_whole(path, save(tensors, {"skipdecode.fit": json.dumps(about)}))
 
     @classmethod
@@ -258,6 +266,32 @@ def fit_of(model: Any) -> Fit | None:
     """The fit that a loaded model knows; None if it has none."""
     found: Fit | None = unwrap(model).__dict__.get(_KEPT)
     return found
+
+
+@contextlib.contextmanager
+def trainable_fit(model: Any) -> Iterator[None]:
+    """Within it the fit that a model knows is one of its modules, and its numbers are trained with the weights."""
+    plain, fit = unwrap(model), fit_of(model)
+    if fit is not None:
+        plain.add_module(_TRAINED, fit.requires_grad_(True))
+    try:
+        yield
+    finally:
+        if fit is not None:
+            del plain._modules[_TRAINED]
+            fit.requires_grad_(False)
+
+
+def fit_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A model's state without the fit that is trained with it, and the fit's own state."""
+    weights, fitted = {}, {}
+    for name, tensor in state.items():
+        before, found, own = name.rpartition(f"{_TRAINED}.")
+        if found and (not before or before.endswith(".")):
+            fitted[own] = tensor
+        else:
+            weights[name] = tensor
+    return weights, fitted
 
 
 def _narrow(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a run stores: checkpoints from which a killed run goes on exactly, and the tuned model.
 
-A checkpoint holds trained weights (with LoRA the adapter's), optimizer, random states, and how far the run was.
+A checkpoint holds trained weights (with LoRA the adapter's), a fit that is trained with them, optimizer, random states,
+and how far the run was.
 Batches, learning rate and schedule are functions of the step and need no state. Both are written beside their place and
 renamed, so a kill leaves what was there before.
 
@@ -22,13 +23,13 @@ import torch
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import OutputError
 from skipdecode.models.carried import SCHEDULE_FILE, carry
-from skipdecode.models.fit import FIT_FILE, fit_of
+from skipdecode.models.fit import FIT_FILE, Fit, fit_of, fit_state, keep_fit
 from skipdecode.schedule import Schedule
 
 __all__ = ["Checkpoints", "merge_adapter", "save_tuned"]
 
 _KEEP = 2
-_ADAPTER = "adapter.safetensors"
+_ADAPTER, _FITTED = "adapter.safetensors", "fit.safetensors"
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -135,9 +136,13 @@ class Checkpoints:
 
         if not weights:
             return
-        state = peft.get_peft_model_state_dict(self._adapter, state_dict=weights.pop(), save_embedding_layers=False)
+        own, fitted = fit_state(weights.pop())
+        state = peft.get_peft_model_state_dict(self._adapter, state_dict=own, save_embedding_layers=False)
         if self._accelerator.is_main_process:
-            save_file({name: tensor.contiguous() for name, tensor in state.items()}, Path(directory) / _ADAPTER)
+            folder = Path(directory)
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / _ADAPTER)
+            if fitted:
+                save_file({name: tensor.contiguous() for name, tensor in fitted.items()}, folder / _FITTED)
 
     def _load_adapter(self, models: list[Any], directory: str) -> None:
         import peft
@@ -146,6 +151,8 @@ class Checkpoints:
         if models:
             models.pop()
             peft.set_peft_model_state_dict(self._adapter, load_file(Path(directory) / _ADAPTER))
+            if (fitted := Path(directory) / _FITTED).is_file() and (fit := fit_of(self._adapter)) is not None:
+                fit.load_state_dict(load_file(fitted))
 
 
 def save_tuned(
@@ -176,6 +183,7 @@ def save_tuned(
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    state_dict, fitted = (None, None) if state_dict is None else fit_state(state_dict)
     if hasattr(model, "get_base_model"):
         if base_name is not None:
             model.active_peft_config.base_model_name_or_path = base_name
@@ -193,18 +201,20 @@ def save_tuned(
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     if (fit := fit_of(model)) is not None:
-        fit.save(partial / FIT_FILE)
+        fit.save(partial / FIT_FILE, fitted or None)
     shutil.rmtree(directory, ignore_errors=True)
     os.replace(partial, directory)
 
 
 def merge_adapter(model: Any, directory: Path) -> Any:
-    """The plain model with the adapter that `save_tuned` wrote to `directory` merged in.
+    """The plain model with the adapter that `save_tuned` wrote to `directory` merged in, and the fit beside it.
 
-    `model` is the PeftModel it came from, whose own adapter weights are replaced.
+    `model` is the PeftModel it came from, whose own adapter weights and fit are replaced.
     """
     import peft
     from safetensors.torch import load_file
 
     peft.set_peft_model_state_dict(model, load_file(directory / _PEFT_WEIGHTS))
+    if (file := directory / FIT_FILE).is_file():
+        keep_fit(model, Fit.load(file))
     return model.merge_and_unload()

@@ -54,6 +54,7 @@ class TuneConfig(Options):
     adapter_dtype: Literal["float32", "float16"] = option(
         "numbers of the saved adapter; float16 halves the file and keeps more digits than bfloat16", default="float32"
     )
+    train_fit: bool = option("train the fit of the schedule or checkpoint too, if there is one", default=True)
     merge: bool = option("save the model with the adapter merged in, instead of the adapter alone", default=False)
 
     distill_weight: float = option(

@@ -70,10 +70,14 @@ def _precision(asked: str, device: torch.device) -> str:
     return "bf16" if bf16 else "no"
 
 
-def make_accelerator(config: TuneConfig, schedule: Schedule) -> Any:
-    """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`."""
-    # Layers that not even the prompt runs get no gradient, which several devices must be told.
-    some = len(schedule.last_prompt_layers()) < schedule.num_layers
+def make_accelerator(config: TuneConfig, schedule: Schedule, *, fitted: bool = False) -> Any:
+    """accelerate's Accelerator for a run; the launcher's devices, the precision and accumulation of `config`.
+
+    `fitted`: a fit is trained.
+    """
+    # Layers that not even the prompt runs, and maps of a fit that no token needs, get no gradient, which several
+    # devices must be told.
+    some = fitted or len(schedule.last_prompt_layers()) < schedule.num_layers
     unused = DistributedDataParallelKwargs(find_unused_parameters=some)
     # It is one for the process and keeps the first run's precision; a later run may want another.
     AcceleratorState._reset_state()

@@ -7,6 +7,7 @@ device, and the same seed gives the same result twice.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -26,6 +27,7 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
+from skipdecode.models.fit import fit_of, trainable_fit
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.checkpoint import Checkpoints, merge_adapter, save_tuned
 from skipdecode.tuning.collate import Batch, GroupedBatches, collate, padding
@@ -93,7 +95,7 @@ class Tuner:
         self._schedule, self._out, self._base_name = schedule, out, base_name
         self._checkpoint_dir = out / "checkpoints"
         self._curriculum = make_curriculum(schedule, config)
-        self._accelerator = make_accelerator(config, schedule)
+        self._accelerator = make_accelerator(config, schedule, fitted=config.train_fit and fit_of(model) is not None)
         self._set_up(model)
         self._dev_batches = [
             functools.partial(self._collate, dev, indices)
@@ -125,6 +127,7 @@ class Tuner:
             result = self._result()
         finally:
             self._attachment.detach()
+            self._trained_fit.close()
         self._finish(result, record)
         return result
 
@@ -140,6 +143,9 @@ class Tuner:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model = model.requires_grad_(True) if config.full else add_lora(model, config)
         self._adapter = None if config.full else model
+        self._trained_fit = contextlib.ExitStack()
+        if config.train_fit:
+            self._trained_fit.enter_context(trainable_fit(model))
         self._attachment = Attachment(model, self._schedule)
         self._model, optimizer = self._accelerator.prepare(model, make_optimizer(model, config))
         self._model.train()
