@@ -11,7 +11,7 @@ test: .venv/ready lint
 	$(BIN)/python -m pytest -n auto --durations=25
 
 # The inner loop: lint, and the tests of structure, schedules, options and two families against the oracle.
-QUICK := tests/test_structure.py tests/test_schedule.py tests/test_options.py tests/test_oracle.py
+QUICK := tests/project/test_structure.py tests/schedule tests/common/test_options.py tests/models/test_oracle.py
 quick: .venv/ready lint
 	$(BIN)/python -m pytest $(QUICK) -k "not test_oracle or llama- or gpt2-"
 

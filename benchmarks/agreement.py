@@ -8,7 +8,7 @@ same_records    Share of records with equal outputs.
 
 `floor` is the same for transformers against itself, one row at a time against the batch: what padding and batch alone
 change. `exact` is teacher-forced too: how often the engine, and transformers, say what fp32 arithmetic on the same
-weights says. Greedy outputs in fp32 are equal token for token (tests/test_engine.py, tests/test_gated_engine.py).
+weights says. Greedy outputs in fp32 are equal token for token (tests/engine/test_engine.py and test_gated_engine.py).
 
     python benchmarks/agreement.py --data test.jsonl --out results/agreement-smollm2-135m-cpu.json
 """

@@ -156,7 +156,7 @@ def _tests(made: Path) -> list[str]:
         "-q",
         "-m",
         "gpu",
-        str(HERE.parent / "tests" / "test_gpu.py"),
+        str(HERE.parent / "tests" / "engine" / "test_gpu.py"),
         f"--junitxml={made}",
     ]
 

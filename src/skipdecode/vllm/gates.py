@@ -26,7 +26,7 @@ from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 __all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers"]
 
 # vLLM's architectures whose layers can be skipped, and where their decoder layers are. A new one is a row here, and is
-# tested against the transformers path (tests/vllm_plugin/test_families.py) before it is listed.
+# tested against the transformers path (tests/vllm/plugin/test_families.py) before it is listed.
 ARCHITECTURES = {
     "Gemma2ForCausalLM": "model.layers",
     "Gemma3ForCausalLM": "model.layers",

@@ -12,7 +12,7 @@ from page_tools import DESKTOP, PHONE, serious
 from quality_runs import quality_runs
 from skipdecode.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "skipdecode"
 # Entries of the log stay as they were written, and the changelog names what is gone.
 PAGES = [

@@ -22,7 +22,7 @@ from skipdecode.data.records import Template
 from skipdecode.evaluation.results import Run
 from tiny import LAYERS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def script(name: str) -> ModuleType:

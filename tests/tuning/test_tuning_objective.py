@@ -170,7 +170,7 @@ def test_the_gradient_is_that_of_the_formula(weight: float, temperature: float) 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_a_large_vocabulary_takes_little_more_memory_than_the_logits_of_a_batch() -> None:
-    call = [sys.executable, str(Path(__file__).parent / "loss_probe.py")]
+    call = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "loss_probe.py")]
     peak = float(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
     # Student, teacher and the gradient; with the probabilities of all tokens it would be 6, with all batches more.
     assert peak < 4.5

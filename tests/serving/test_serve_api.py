@@ -546,7 +546,7 @@ def test_health_and_metrics(client, service):
 def metrics_table():
     from pathlib import Path
 
-    text = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
     return text.partition("## Metrics")[2].partition("\n## ")[0]
 
 

@@ -13,7 +13,7 @@ import yaml
 from skipdecode.cli.arguments import add_options
 from skipdecode.cli.serve import Config
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 HISTOGRAM = ("_bucket", "_sum", "_count")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from textgen_tools import subprocess_environment
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_round.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_round.py"
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from skipdecode.cli import main
 from skipdecode.common.kinds import heading
 from skipdecode.reporting.plots.lines import Chart, Point, Series, line_figure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CALIBRATION: dict[str, Any] = {
     **heading("calibration"),
     "schedule": Schedule.constant(8, 4, name="calibrated-2x").to_dict(),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "skipdecode"
+SOURCE = Path(__file__).parents[2] / "src" / "skipdecode"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Lowest first. A module may import from its own room and from those before it.

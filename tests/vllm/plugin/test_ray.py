@@ -23,7 +23,7 @@ from skipdecode import Schedule
 from tiny import LAYERS
 
 pytestmark = pytest.mark.several
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 PROMPTS, NEW = 24, 20
 # Ray gives its workers the lowest priority but four, which a busy machine hardly runs.
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}

@@ -19,7 +19,7 @@ from tiny import LAYERS
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
 OPTIONS = {"prompt_template": "{mr}\n", "response_field": "ref", "chat": False}
-BUNDLED = Path(__file__).parents[1] / "src/skipdecode/models/adapters/e2e-smollm2-135m"
+BUNDLED = Path(__file__).parents[2] / "src/skipdecode/models/adapters/e2e-smollm2-135m"
 
 
 def checkpoint(folder: Path, recipe: Any = None, schedule: Schedule | None = None) -> str:

@@ -15,7 +15,7 @@ from skipdecode import Schedule, attach
 from skipdecode.models.loading.hub import load_model
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> Any:

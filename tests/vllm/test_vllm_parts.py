@@ -1,4 +1,4 @@
-"""The parts of the vLLM plugin that need no vLLM: settings, rows, stages, gates. The rest is in tests/vllm_plugin."""
+"""The parts of the vLLM plugin that need no vLLM: settings, rows, stages, gates. The rest is in tests/vllm/plugin."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import SCHEDULES
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.vllm.gates import LayerGates
@@ -18,7 +17,7 @@ from skipdecode.vllm.plugin import layers_of_stages
 from skipdecode.vllm.projection import check_projects
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
-from tiny import LAYERS
+from tiny import LAYERS, SCHEDULES
 
 LOADED = [
     *SCHEDULES.values(),

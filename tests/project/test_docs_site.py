@@ -14,7 +14,7 @@ import pytest
 from skipdecode.cli import VERBS
 from skipdecode.cli.arguments import Parser, add_options
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CURRENT = [page for page in PAGES if page.name not in ("LOG.md", "changelog.md")]  # what was written stays as it was
 

@@ -23,7 +23,7 @@ from skipdecode.tuning.run_log import read_log
 from tuning_data import LAYERS, records, save_model, write_jsonl
 
 Files = dict[str, str]
-PRESETS = Path(__file__).parents[1] / "presets"
+PRESETS = Path(__file__).parents[2] / "presets"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, with weights large enough that leaving a layer out shows."""
+"""Tiny random models of every family, with weights large enough that leaving a layer out shows, and schedules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from skipdecode import Schedule
 
 LAYERS = 8
 VOCAB = 101
@@ -98,6 +100,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smollm3": _COMMON,
     "stablelm": _COMMON,
     "starcoder2": _COMMON | _SLIDING,
+}
+
+# A drop order with no pattern, and budgets that stay level, jump by several layers and fall to the floor.
+RANDOM_NESTED = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested")
+SCHEDULES = {
+    "paper": Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8),
+    "even": Schedule.even(LAYERS, (6, 5, 4)),
+    "constant": Schedule.constant(LAYERS, 4),
+    "random-nested": RANDOM_NESTED,
+    "early-termination": Schedule.top_down(LAYERS, (7, 6, 5, 4)),
+    "no-warm-up": Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=6, warmup_layers=0),
 }
 
 

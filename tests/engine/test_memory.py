@@ -48,7 +48,7 @@ def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedu
 @pytest.mark.parametrize("nominal", ["1", "2"])
 def test_peak_memory_is_weights_and_cache_and_a_fixed_part(nominal: str):
     """SmolLM2-135M geometry, 16 rows of 144 tokens; docs/architecture.md states the fixed part."""
-    call = [sys.executable, str(Path(__file__).parent / "memory_probe.py"), nominal]
+    call = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "memory_probe.py"), nominal]
     figures = json.loads(subprocess.run(call, capture_output=True, text=True, check=True).stdout)
     needed = figures["before"] + figures["weights"] + figures["kv"]
     assert figures["peak"] < 1.1 * needed
