@@ -26,7 +26,7 @@ from skipdecode.engine.base import Engine, EngineStats
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
-from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning, UsageError
+from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import bottom_up
@@ -281,8 +281,7 @@ class LLM:
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """Token ids, what they are decoded with and under which schedule; raises for what cannot be done."""
         drawn = Sampling(**sampling)
-        if drawn.is_greedy and (drawn.top_k or drawn.top_p < 1 or drawn.min_p):
-            raise UsageError("top_k, top_p and min_p act on sampling only: give a temperature too, such as 0.7")
+        drawn.check_effect()
         how = Decoding(
             texts=self._texts,
             sampling=drawn,

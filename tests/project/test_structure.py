@@ -92,6 +92,28 @@ def test_no_module_needs_itself():
         pytest.fail(f"imports in a circle: {' <- '.join(found.args[1])}")
 
 
+def test_no_verb_needs_itself_in_any_way():
+    """In the command line's room imports of types and those inside functions count too."""
+    names = {module_of(path): path for path in FILES if part_of(path) == "cli"}
+    needs = {name: modules_named(tree_of(path), names) - {name} for name, path in names.items()}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as found:
+        pytest.fail(f"imports in a circle: {' <- '.join(found.args[1])}")
+
+
+def modules_named(tree: ast.AST, known: dict[str, Path]) -> set[str]:
+    """Modules of which an import anywhere takes something."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{a.name}" for a in node.names}
+            found |= whole | {node.module} if whole - known.keys() else whole
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return found & known.keys()
+
+
 def module_of(path: Path) -> str:
     return ".".join(("skipdecode", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
 
@@ -102,11 +124,8 @@ def modules_needed(path: Path, known: dict[str, Path]) -> set[str]:
     waiting: list[ast.AST] = list(tree_of(path).body)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.ImportFrom) and node.module:
-            whole = {f"{node.module}.{a.name}" for a in node.names}
-            found |= (whole | {node.module} if whole - known.keys() else whole) & known.keys()
-        elif isinstance(node, ast.Import):
-            found |= {a.name for a in node.names} & known.keys()
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            found |= modules_named(node, known)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not (
             isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         ):

@@ -18,14 +18,18 @@ from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import MODEL, ThreadOptions
 from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, Writes, option
+from skipdecode.data.prompts import context_length
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.families import layers_in
+from skipdecode.models.loading.hub import choose_device, load_model
+from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.bench.workload import GEOMETRIES, PEERS, Workload, build
 
 if TYPE_CHECKING:
-    from skipdecode.models.loading.ref import ModelRef
     from skipdecode.performance.bench.peers import Peer
 
 __all__ = ["Config", "run"]
@@ -88,8 +92,6 @@ def _checked(config: Config) -> ModelRef | None:
         check_matplotlib()
     if config.model is None:
         return None
-    from skipdecode.models.loading.ref import ModelRef
-
     ref = ModelRef(config.model)
     _check_fits(config, ref.config)
     return ref
@@ -97,9 +99,6 @@ def _checked(config: Config) -> ModelRef | None:
 
 def _check_fits(config: Config, model_config: Any) -> None:
     """Refuse texts and nominal speed-ups that the model does not have room for."""
-    from skipdecode.data.prompts import context_length
-    from skipdecode.models.families import layers_in
-
     context, longest = context_length(model_config), max(config.prompt)
     if context is not None and longest + config.new > context:
         raise UsageError(f"--prompt {longest} + --new {config.new} is more than the context of {context} tokens")
@@ -108,8 +107,6 @@ def _check_fits(config: Config, model_config: Any) -> None:
 
 def _measured(config: Config, ref: ModelRef | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
-    from skipdecode.common.environment import environment
-    from skipdecode.common.kinds import heading
     from skipdecode.performance.bench.measure import measure
     from skipdecode.performance.bench.profile import profile
 
@@ -133,7 +130,6 @@ def _peers(config: Config, ref: ModelRef | None) -> tuple[Any, list[Peer]]:
     """The model, and the engines that are to run it."""
     import torch
 
-    from skipdecode.models.loading.hub import choose_device, load_model
     from skipdecode.performance.bench.peers import make_peer
 
     if ref is None:

@@ -17,41 +17,46 @@ import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goal
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import MODEL, NamedModel, read_cost
+from skipdecode.cli.options import NamedModel, read_cost
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import JOURNAL_KEY
+from skipdecode.common.journal import JOURNAL_KEY, KeptValues
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.prompts import Example
+from skipdecode.data.records import Template
 from skipdecode.errors import FitError, MissingExtraError, UsageError
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.families import unwrap
+from skipdecode.models.loading.base_weights import base_sample, checkpoint_digest
+from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.calibration.goal import Goal
     from skipdecode.calibration.meter import LossMeter
     from skipdecode.calibration.run import Calibration
-    from skipdecode.data.prompts import Example
+    from skipdecode.engine.router import Measured, Routed
     from skipdecode.models.attach import Attachment
-    from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["Config", "draw", "load", "measuring", "run"]
+__all__ = ["Config", "run"]
 
 _STORE = "measured.jsonl"
-_SCHEDULE, _REPORT, _PICTURE = "schedule.json", "calibration.json", "calibration.png"
+_SCHEDULE, _REPORT, _PICTURE, _ROUTER = "schedule.json", "calibration.json", "calibration.png", "router.json"
 _DIRECTORY = RunDirectory("run of skipdecode calibrate", {_STORE: JOURNAL_KEY})
 _SHOWN_ORDER = 12
+_OF_ROUTERS = ("target_speedup", "batch_size")  # the settings that --router uses
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
@@ -59,7 +64,6 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 class Config(NamedModel, CalibrationSettings, FitOptions, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
-    model: str = option(MODEL, positional=True, path=Reads(model_files))
     data: str = option("JSON lines or CSV with prompts and responses", path=Reads())
     out: str = option("directory for the schedule, the measurements and the picture", path=_DIRECTORY)
     records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
@@ -86,45 +90,26 @@ class Config(NamedModel, CalibrationSettings, FitOptions, RecordOptions):
 
 def run(config: Config) -> int:
     """Calibrate, write and print."""
-    out = Path(config.out)
-    if config.cost is not None and config.target_speedup is None:
-        raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
-    cost = None if config.cost is None else read_cost(config.cost)
-    layers = config.ref.num_layers
-    if cost is not None and cost.num_layers != layers:
-        raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
-    if cost is not None and config.batch not in (1, cost.batch):
-        raise UsageError(f"--cost {config.cost} is for batches of {cost.batch}: leave out --batch {config.batch}")
+    cost = _cost(config)
     if config.router:
-        from skipdecode.cli.router import run as run_router
-
-        return run_router(config, cost)
-    from skipdecode.calibration.goal import check_layers, prompt_sets, set_goal
-
-    template = make_template(config)
+        return _route(config, cost)
+    layers, template = config.ref.num_layers, make_template(config)
     check_layers(config, layers)
     prompt_sets(config, layers)
     if config.nominal_speedup is not None:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
-    file = read_files(config, template, data=None)["data"]
-    loaded = load(config)
-    examples, _ = encode_file(config, template, "data", file, loaded.model, loaded.tokenizer)
-    learn, check = draw(config, examples)
+    loaded, examples = _read(config, template)
+    learn, check = _draw(config, examples)
     # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin = "layers only"
     if config.target_speedup is not None:
-        origin = f"from {config.cost}"
-        if cost is None:
-            from skipdecode.performance.cost_source import find_cost
-
-            source = find_cost(config.ref, batch=config.batch, prompt_len=prompt_len)
-            cost, origin = source.cost, source.origin
+        cost, origin = _found_cost(config, cost, prompt_len)
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
     found = _measure(config, goal, loaded, learn, check)
     if config.fit and (found.schedule.projected or found.schedule.dropped):
         found = _fit(config, goal, loaded, found, examples, learn, check)
-    document = _document(config, goal, found, origin, (len(learn), len(check)))
+    document, out = _document(config, goal, found, origin, (len(learn), len(check))), Path(config.out)
     found.schedule.save(out / _SCHEDULE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
     _draw_picture(document, found, goal, out)
@@ -132,20 +117,44 @@ def run(config: Config) -> int:
     return 0
 
 
-def load(config: Config) -> LoadedModel:
-    """The model, in fp32 on CPUs."""
+def _cost(config: Config) -> CostModel | None:
+    """The cost of --cost, if it is given and fits."""
+    if config.cost is None:
+        return None
+    if config.target_speedup is None:
+        raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
+    cost, layers = read_cost(config.cost), config.ref.num_layers
+    if cost.num_layers != layers:
+        raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
+    if config.batch not in (1, cost.batch):
+        raise UsageError(f"--cost {config.cost} is for batches of {cost.batch}: leave out --batch {config.batch}")
+    return cost
+
+
+def _found_cost(config: Config, cost: CostModel | None, prompt_len: int) -> tuple[CostModel, str]:
+    """The cost of --cost or of this machine, and where it is from."""
+    if cost is not None:
+        return cost, f"from {config.cost}"
+    from skipdecode.performance.cost_source import find_cost
+
+    source = find_cost(config.ref, batch=config.batch, prompt_len=prompt_len)
+    return source.cost, source.origin
+
+
+def _read(config: Config, template: Template) -> tuple[LoadedModel, list[Example]]:
+    """The model, in fp32 on CPUs, and the records."""
+    file = read_files(config, template, data=None)["data"]
     import torch
 
     from skipdecode.models.fit import keep_fit
-    from skipdecode.models.loading.hub import load_model
 
     # Only devices with arithmetic for it take the checkpoint's own half-precision type.
     loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
     keep_fit(loaded.model, None)  # a calibration makes its own
-    return loaded
+    return loaded, encode_file(config, template, "data", file, loaded.model, loaded.tokenizer)[0]
 
 
-def draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+def _draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
     """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
@@ -178,7 +187,7 @@ def _measure(
     from skipdecode.calibration.run import calibrate, trials
     from skipdecode.tuning.collate import padding
 
-    with measuring(config, loaded, {"learn": learn, "held out": check}) as (attachment, found_meters, bar):
+    with _measuring(config, loaded, {"learn": learn, "held out": check}) as (attachment, found_meters, bar):
         meters = found_meters["learn"], found_meters.get("held out")
         wanted = trials(config, goal)
         bar.reset(total=wanted[0] * meters[0].batches + (wanted[1] * meters[1].batches if meters[1] else 0))
@@ -204,7 +213,6 @@ def _fit(
     from skipdecode.calibration.fitting import fit_model
     from skipdecode.calibration.run import verdict
     from skipdecode.models.fit import FIT_FILE, keep_fit
-    from skipdecode.models.loading.base_weights import base_sample, checkpoint_digest
     from skipdecode.tuning.collate import collate, padding
 
     kept = {example.prompt for example in check}
@@ -222,21 +230,19 @@ def _fit(
     keep_fit(loaded.model, fit)
     fit.save(Path(config.out) / FIT_FILE)
     learned, held_out = (f"{part}, fit {checkpoint_digest(loaded)['fit']}" for part in ("learn", "held out"))
-    with measuring(config, loaded, {learned: learn, held_out: check}) as (_, meters, _):
+    with _measuring(config, loaded, {learned: learn, held_out: check}) as (_, meters, _):
         named = replace(found.schedule, name=f"{found.schedule.name}, fitted")
         last = verdict(named, config, goal, meters[learned], meters.get(held_out))
     return replace(found, verdicts=(*found.verdicts, last))
 
 
 @contextmanager
-def measuring(
+def _measuring(
     config: Config, loaded: LoadedModel, parts: Mapping[str, list[Example]]
 ) -> Iterator[tuple[Attachment, dict[str, LossMeter], Any]]:
     """The model with a schedule on it, a meter for each part that has records, and their bar; --out keeps losses."""
     from skipdecode.calibration.meter import LossMeter, identity_of
-    from skipdecode.common.journal import KeptValues
     from skipdecode.models.attach import Attachment
-    from skipdecode.models.loading.base_weights import checkpoint_digest
     from skipdecode.tuning.collate import padding
 
     out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
@@ -331,3 +337,87 @@ def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
     key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "the records held out")
     better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
     return [f"on {where} the calibrated schedule is no better than: {', '.join(better)}"] if better else []
+
+
+# ---------------------------------------------------------------------- a router
+
+
+def _route(config: Config, cost: CostModel | None) -> int:
+    """Measure the schedules of --router, make the router, write and print."""
+    from skipdecode.engine.router import fit_router
+
+    if config.target_speedup is None:
+        raise UsageError("--router compares schedules at equal time: give --target-speedup, not --nominal-speedup")
+    settings = (field.name for field in fields(CalibrationSettings) if field.name not in _OF_ROUTERS)
+    if unused := next((name for name in settings if getattr(config, name) != getattr(Config, name)), None):
+        raise UsageError(f"--router learns no schedule: leave out {flag(unused)}")
+    schedules = _routed_schedules(config)
+    loaded, examples = _read(config, make_template(config))
+    examples, _ = _draw(replace(config, held_out=0), examples)
+    records = _measured_records(config, cost, loaded, schedules, examples)
+    router, found = fit_router(schedules, records, config.target_speedup, base_sample(unwrap(loaded.model)))
+    place = Path(config.out) / _ROUTER
+    router.save(place)
+    document = {"schedules": [schedule.name for schedule in schedules], **found._asdict()}
+    print(json.dumps(document) if config.json else _routed_report(config, schedules, found, place))
+    return 0
+
+
+def _routed_schedules(config: Config) -> list[Schedule]:
+    """Those of --router, the deepest first."""
+    from skipdecode.engine.router import common_order
+
+    ref = config.ref
+    tuned = () if ref.recipe is None else ref.recipe.tuned_under
+    known = {each.name: each for each in (*tuned, Schedule.full(ref.num_layers), ref.schedule) if each}
+    found = [known[word] if word in known else _of_file(word, known) for word in config.router]
+    if len(set(found)) < max(2, len(found)):
+        raise UsageError(f"--router {' '.join(config.router)}: give two different schedules or more")
+    common_order(found)
+    return sorted(found, key=lambda each: -each.mean_budget())
+
+
+def _of_file(word: str, known: dict[str, Schedule]) -> Schedule:
+    if not Path(word).is_file():
+        raise UsageError(f"--router {word}: no file, and this checkpoint knows {', '.join(known)} by name")
+    return Schedule.load(word)
+
+
+def _measured_records(
+    config: Config, cost: CostModel | None, loaded: LoadedModel, schedules: list[Schedule], examples: list[Example]
+) -> Measured:
+    import numpy as np
+
+    from skipdecode.engine.router import Measured, prompt_features
+
+    cost, _ = _found_cost(config, cost, round(median(len(example.prompt) for example in examples)))
+    for schedule in schedules:
+        schedule.check_fits(cost.num_layers)
+    with _measuring(config, loaded, {"router": examples}) as (_, meters, bar):
+        bar.reset(total=len(schedules) * meters["router"].batches)
+        found = meters["router"].by_record(schedules)
+    features, every = prompt_features(loaded.model), [*schedules, Schedule.full(cost.num_layers)]
+    sizes = [(len(example.prompt), max(2, len(example.response))) for example, _ in found]
+    seconds = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes])
+    return Measured(
+        features=np.array([features(example.prompt) for example, _ in found]),
+        losses=np.array([losses for _, losses in found]),
+        seconds=seconds[:, :-1],
+        tokens=np.array([float(len(example.response)) for example, _ in found]),
+        full_seconds=seconds[:, -1],
+    )
+
+
+def _routed_report(config: Config, schedules: list[Schedule], found: Routed, place: Path) -> str:
+    shares = ", ".join(f"{each.name} {share:.0%}" for each, share in zip(schedules, found.shares, strict=True))
+    pays = "" if found.low > 0 else ": within chance, so a static schedule is the better choice"
+    use = ["skipdecode", "generate", config.model, "--router", str(place), "--input", "prompts.jsonl"]
+    return "\n".join(
+        [
+            f"requests: {found.speedup:.2f}x by the cost model; {shares}",
+            f"loss per response token {found.loss:.4f}; of the best schedule, or mix of two, in the same time "
+            f"{found.static:.4f}",
+            f"gain {found.gain:+.4f} ({found.low:+.4f} to {found.high:+.4f}){pays}",
+            f"next: {shlex.join(use)}",
+        ]
+    )

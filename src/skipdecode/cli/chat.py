@@ -25,31 +25,30 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
     MODEL,
+    DecodingOptions,
     EngineOptions,
-    ModelOptions,
-    SamplingOptions,
     ScheduleChoice,
     ScheduleOptions,
-    ThreadOptions,
     choose_schedule,
     with_prompt_layers,
 )
 from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
+from skipdecode.data.prompts import context_length
+from skipdecode.data.records import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
 from skipdecode.models.loading.ref import model_files
+from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.data.records import Message
     from skipdecode.llm import LLM
-    from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     """Options of `skipdecode chat`."""
 
     model: str = option(
@@ -63,7 +62,6 @@ def run(config: Config) -> int:
     """Talk until the input ends; returns 0."""
     ref = config.ref
     choice = choose_schedule(config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens)
-    config.check_sampling()
     session = _Session(config, _open(config, choice))
     for line in _lines():
         text = line.strip()
@@ -83,7 +81,6 @@ def _open(config: Config, choice: ScheduleChoice) -> LLM:
     from skipdecode.data.summary import schedule_line
     from skipdecode.llm import LLM
 
-    config.use_threads()
     loaded = config.load()
     if getattr(loaded.tokenizer, "chat_template", None) is None:
         raise UsageError(
@@ -125,8 +122,6 @@ class _Session:
     """The turns so far, and the schedule of the next one."""
 
     def __init__(self, config: Config, llm: LLM) -> None:
-        from skipdecode.data.prompts import context_length
-
         self._config, self._llm = config, llm
         self._system = config.system
         self._turns: list[Message] = []

@@ -21,18 +21,21 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipdecode.cli.columns import SPEEDUPS, figures, side_by_side
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.cli.options import MODEL, EngineOptions
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
+from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.forms import choose_form
+from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, context_length, prompt_room
+from skipdecode.engine.base import EngineStats
+from skipdecode.engine.requests import Request
 from skipdecode.errors import UsageError
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.common.stopwatch import Stopwatch
-    from skipdecode.data.prompts import EncodedPrompt
-    from skipdecode.engine.base import EngineStats
-    from skipdecode.models.loading.hub import LoadedModel
 
 __all__ = ["Config", "run"]
 
@@ -64,7 +67,7 @@ _TUNED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions):
+class Config(EngineOptions):
     """Options of `skipdecode demo`."""
 
     model: str = option(MODEL, default=_DEFAULT, path=Reads(model_files))
@@ -76,12 +79,9 @@ class Config(EngineOptions, ModelOptions, ThreadOptions):
 
 def run(config: Config) -> int:
     """Show the demo; returns 0."""
-    from skipdecode.data.prompts import context_length, prompt_room
-
     if config.quick:
         config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
     prompt_room(context_length(config.ref.config), config.max_new_tokens)
-    config.use_threads()
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]
     if config.json:
@@ -154,16 +154,11 @@ def _chat(config: Config, plain: LoadedModel, tokens: int) -> _Setting:
 
 
 def _load(config: Config, name: str) -> LoadedModel:
-    from skipdecode.models.loading.hub import load_model
-
-    return load_model(name, dtype=config.dtype, device=config.device)
+    return dataclasses.replace(config, model=name).load()
 
 
 def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[EncodedPrompt]:
     """The built-in prompts of these kinds, in the form that the checkpoint was tuned on, else as chats."""
-    from skipdecode.data.forms import choose_form
-    from skipdecode.data.prompts import PromptEncoder, context_length
-
     form = choose_form(loaded.recipe)
     chat = form.template is None and getattr(loaded.tokenizer, "chat_template", None) is not None
     listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
@@ -213,20 +208,17 @@ def _any_runs(loaded: LoadedModel, tokens: int) -> list[_Run]:
 @cache
 def _once(line: str) -> None:
     """What is said of one part's engine is so of the other's."""
-    from skipdecode.common.progress import note
-
     note(line)
 
 
 def _outcomes(config: Config, setting: _Setting) -> dict[str, Any]:
     """Every run on all prompts in one batch, in turn, for exactly as many tokens; JSON-ready, full depth first."""
-    from skipdecode.common.progress import progress_bar
     from skipdecode.common.stopwatch import Stopwatch
-    from skipdecode.engine.opening import end_tokens, open_engines
-    from skipdecode.engine.requests import Request
+    from skipdecode.engine.opening import end_tokens
 
-    models = {id(run.loaded): run.loaded for run in setting.runs}
-    sources = {key: open_engines(each.model, config.engine, _once, config.quantization) for key, each in models.items()}
+    sources = {
+        key: config.engines(each, _once) for key, each in {id(run.loaded): run.loaded for run in setting.runs}.items()
+    }
 
     def decode(run: _Run, rows: int, tokens: int) -> _Lap:
         engine = sources[id(run.loaded)].engine(run.schedule, max_rows=rows)

@@ -20,104 +20,35 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions
-from skipdecode.cli.options.methods import MethodOptions, check_method_options, choose_method, each_method
-from skipdecode.common.directories import RunDirectory
-from skipdecode.common.journal import JOURNAL_KEY
-from skipdecode.common.options import Reads, Writes, option
+from skipdecode.cli.options.evaluation import EVAL_DIRECTORY, Config, choose_method, each_method
+from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
-from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions, open_prompts
-from skipdecode.data.tasks import task_file
+from skipdecode.data.forms import recipe_template
+from skipdecode.data.prompts import context_length, prompt_room
+from skipdecode.data.self_generated import open_prompts
+from skipdecode.data.source import Records, load_records
+from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.errors import OutputError, SkipDecodeError, UsageError
-from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
-from skipdecode.models.loading.ref import model_files
+from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.recipe import Recipe, stored_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from skipdecode.data.source import Records
-    from skipdecode.data.tasks import Task
     from skipdecode.evaluation.compare import Pair
     from skipdecode.evaluation.methods.base import Method
     from skipdecode.evaluation.metrics import Metric
     from skipdecode.evaluation.results import Run
-    from skipdecode.models.loading.hub import LoadedModel
-    from skipdecode.models.loading.recipe import Recipe
 
 __all__ = ["Config", "run"]
 
-_RUN, _OUTPUTS, _REPORT, _TITLE = "run.json", "outputs.jsonl", "report.html", "skipdecode eval"
-_DIRECTORY = RunDirectory(
-    "run of skipdecode eval",
-    {_RUN: "kind", f"*/{_RUN}": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
-    takes="*.html",
-)
-
-
-def _files_of_run(place: str) -> list[Path]:
-    path = Path(place)
-    folder = path if path.is_dir() else path.parent
-    return [path, folder / _RUN, folder / _OUTPUTS]
-
-
-def _schedule_file(method: str) -> list[Path]:
-    return [Path(method)] if method.endswith(".json") else []
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, ModelOptions, EngineOptions, MetricOptions):
-    """Options of `skipdecode eval`."""
-
-    model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
-    task: str = option(
-        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml); default: by the prompt that the "
-        "checkpoint was tuned on",
-        default="",
-        path=Reads(task_file),
-    )
-    data: str | None = option(
-        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub",
-        default=None,
-        path=Reads(),
-    )
-    methods: tuple[str, ...] = option(
-        "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and prompt "
-        "layers (skipdecode:3:15), schedule files (*.json)",
-        default=(),
-        path=Reads(_schedule_file),
-    )
-    out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None, path=_DIRECTORY)
-    overwrite: bool = option("replace a run that is in --out already, and a file of --report", default=False)
-    name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
-    metrics: tuple[str, ...] = option(
-        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's, but for those whose "
-        "model is not here and cannot be fetched); with --compare also full_depth_agreement, token_agreement, "
-        "top1_agreement, kl, loss",
-        default=(),
-    )
-    bad_records: str = option(
-        "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
-        "skip them and say which",
-        default="refuse",
-        choices=("refuse", "skip"),
-    )
-    limit: int | None = option("only the first N records", default=None, least=1)
-    chat: bool = option("put prompts into the model's chat template", default=False)
-    compare: tuple[str, ...] = option(
-        "runs (run.json or its directory) to compare with the first of them", default=(), path=Reads(_files_of_run)
-    )
-    report: str | None = option(
-        "file for an HTML report (default: report.html in --out; with --compare, none)", default=None, path=Writes()
-    )
-    json: bool = option("print one JSON document instead of tables", default=False)
-    base: str | None = option(
-        "with --self: the base model (default: what it was tuned from)", default=None, path=Reads(model_files)
-    )
-    self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
+_REPORT, _TITLE = "report.html", "skipdecode eval"
 
 
 def run(config: Config) -> int:
@@ -151,7 +82,6 @@ def _compare(config: Config) -> int:
 
 
 def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: str | Path | None) -> None:
-    from skipdecode.common.files import write_whole
     from skipdecode.evaluation.compare import pairs_table, runs_tables
 
     if report is not None:
@@ -176,14 +106,10 @@ def _show(config: Config, runs: Sequence[Run], pairs: Sequence[Pair], report: st
 
 
 def _evaluate(config: Config) -> int:
-    from skipdecode.data.source import load_records
     from skipdecode.evaluation.metrics import check_metrics, make_metrics
     from skipdecode.evaluation.run import note_left_out
 
-    each = each_method(config, config.methods) if config.methods else [config]
-    for one in each:
-        check_method_options(one)
-    task = _task(config)
+    each, task = each_method(config), _task(config)
     directory = Path(config.out or "")
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip", limit=config.limit)
     note_left_out(records.skipped)
@@ -201,7 +127,6 @@ def _checked_methods(
     config: Config, each: Sequence[Config], task: Task, directory: Path
 ) -> dict[Path, tuple[Method, str]]:
     """The methods; refuses, before weights are loaded, what does not fit the model's config or cannot be written."""
-    from skipdecode.data.prompts import context_length, prompt_room
     from skipdecode.evaluation.methods.scheduled import off_engine
 
     shape = config.ref.config
@@ -226,7 +151,7 @@ def _check_places(config: Config, methods: dict[Path, tuple[Method, str]], direc
     if is_unfinished(directory):  # only the loaded model tells whether it is this very run: `evaluate` asks then
         return
     for place in {*methods, directory / "full"}:
-        _DIRECTORY.check(place, resume=True)
+        EVAL_DIRECTORY.check(place, resume=True)
     for place, (method, _) in methods.items():
         if not method.full_depth or len(methods) == 1:
             check_free(place, overwrite=False)
@@ -240,12 +165,9 @@ def _runs(
     metrics: Sequence[Metric],
     directory: Path,
 ) -> list[Run]:
-    from skipdecode.data.prompts import context_length
     from skipdecode.engine.opening import end_tokens
     from skipdecode.evaluation.methods.scheduled import on_engine
     from skipdecode.evaluation.run import evaluate
-    from skipdecode.evaluation.settings import Subject
-    from skipdecode.models.loading.base_weights import checkpoint_digest
 
     loaded = config.load()
     recipe = _recipe(loaded)
@@ -320,8 +242,6 @@ def _folder(name: str) -> str:
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
     """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
-    from skipdecode.models.loading.recipe import stored_recipe
-
     if (recipe := stored_recipe(loaded.path)) is None:
         return None
     schedule = (recipe.get("schedule") or {}).get("name")
@@ -330,8 +250,6 @@ def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
 
 def _task(config: Config) -> Task:
     """The task asked for; without one that of the checkpoint: the one it was tuned on, or records in its template."""
-    from skipdecode.data.forms import recipe_template
-    from skipdecode.data.tasks import load_task, task_names
     from skipdecode.evaluation.metrics import METRICS
 
     recipe = None if config.task else config.ref.recipe
@@ -352,8 +270,6 @@ def _task(config: Config) -> Task:
 
 def _check_template(recipe: Recipe | None, task: Task) -> None:
     """Say so when the model was tuned on prompts of another form: its scores would mean little."""
-    from skipdecode.data.forms import recipe_template
-
     try:
         tuned = recipe_template(recipe)
     except SkipDecodeError as e:

@@ -9,12 +9,12 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures, table
 from skipdecode.cli.options import ScheduleChoice, with_prompt_layers
-from skipdecode.cli.options.methods import check_method_options, choose_method, each_method
+from skipdecode.cli.options.evaluation import Config, choose_method, each_method
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
@@ -32,7 +32,7 @@ from skipdecode.data.self_generated import (
 )
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.base import Engine
-from skipdecode.engine.opening import end_tokens, open_engines
+from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import row_seed
 from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.evaluation.methods import METHODS
@@ -46,9 +46,6 @@ from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.loading.recipe import stored_recipe
-
-if TYPE_CHECKING:
-    from skipdecode.cli.eval import Config
 
 __all__ = ["evaluate_self"]
 
@@ -77,8 +74,7 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
             raise UsageError(f"--self takes no {flag(name)}: see --prompts, --self-records and --self-tokens")
     if not config.model or not config.out:
         raise UsageError(f"{'--out' if config.model else 'MODEL'} is needed")
-    for one in _each(config):
-        check_method_options(one)
+    each = each_method(config)
     out, ref = Path(config.out), config.ref
     check_free(out, overwrite=config.overwrite or is_unfinished(out))
     loaded = config.load()
@@ -89,23 +85,19 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     except ModelLoadError as e:
         raise type(e)(f"the base model: {e} (--base names another)") from None
-    document, rows = _measured(config, prompts, loaded, base, *_methods(config, loaded))
+    document, rows = _measured(config, prompts, loaded, base, *_methods(config, each, loaded))
     save_run(out, document, rows)
     forget_prompts(out)
     print(json.dumps(document, indent=1) if config.json else "\n".join(_lines(document, out)))
     return 0
 
 
-def _each(config: Config) -> list[Config]:
-    return each_method(config, config.methods) if config.methods else [config]
-
-
-def _methods(config: Config, loaded: LoadedModel) -> tuple[list[Method], Method]:
+def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> tuple[list[Method], Method]:
     """The schedules that are asked for, or all that the checkpoint was tuned under; and full depth on their engine."""
     named = config.methods or config.method or config.schedule or config.nominal_speedup
     if named or loaded.recipe is None:
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
-        found = [choose_method(one, loaded.num_layers, **kind)[0] for one in _each(config)]
+        found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
     else:
         tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
         found = [METHODS.get("schedule")(with_prompt_layers(config, *choice).schedule) for choice in tuned]
@@ -128,7 +120,7 @@ def _measured(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document, and the texts as rows."""
     note(f"base model: {base.name}; engine: {full.engine}")
-    yardstick = full if base is loaded else Full(open_engines(base.model, config.engine, note, config.quantization))
+    yardstick = full if base is loaded else Full(config.engines(base))
     reference = Variant("base", base.model, yardstick)
     template, records, prompts = _prompts(config, source, loaded, base, partial(yardstick.make_engine, base.model))
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)

@@ -20,40 +20,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
+from skipdecode.cli.columns import speedups
 from skipdecode.cli.options import (
-    MODEL,
+    DecodingOptions,
     EngineOptions,
-    ModelOptions,
-    SamplingOptions,
     ScheduleChoice,
     ScheduleOptions,
-    ThreadOptions,
     check_schedule_options,
     choose_schedule,
     stop_text,
     with_breaks,
 )
 from skipdecode.cli.paths import OVERWRITE
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.common.jsonl import json_line
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import FORMATS
-from skipdecode.data.output import partial_path
+from skipdecode.data.forms import PromptForm, choose_form
+from skipdecode.data.output import RowWriter, named_text, open_writer, partial_path, plain_text
+from skipdecode.data.prompts import PromptEncoder, asked, context_length
+from skipdecode.data.records import SeenIds
+from skipdecode.data.source import PromptSource
+from skipdecode.data.stopping import StopStrings
 from skipdecode.data.tasks import task_file
+from skipdecode.engine.requests import Sampling
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.hub import LoadedModel
 
 if TYPE_CHECKING:
-    from skipdecode.data.forms import PromptForm
-    from skipdecode.data.output import RowWriter
     from skipdecode.data.run import Job
-    from skipdecode.data.source import PromptSource
     from skipdecode.data.summary import RunSummary
     from skipdecode.engine.base import Engine
     from skipdecode.engine.opening import EngineSource
-    from skipdecode.engine.requests import Sampling
     from skipdecode.engine.router import Router
-    from skipdecode.models.loading.hub import LoadedModel
-    from skipdecode.schedule import Schedule
 
 __all__ = ["Config", "run"]
 
@@ -63,10 +65,9 @@ def _output_files(output: str) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, ScheduleOptions):
+class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
-    model: str = option(MODEL, positional=True, path=Reads(model_files))
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
         "file of prompts, - for standard input (which is also read if no prompt is given and it is no terminal)",
@@ -134,30 +135,22 @@ class Config(EngineOptions, ModelOptions, ThreadOptions, SamplingOptions, Schedu
 
 def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
-    from skipdecode.common.jsonl import json_line
-    from skipdecode.data.output import named_text, open_writer, plain_text
-    from skipdecode.models.loading.base_weights import checkpoint_digest
-
-    sampling = _checked_sampling(config)
-    check_schedule_options(config)
-    router, source = _router(config), _source(config)
-    ref, form = config.ref, _form(config)
-    rows = source.count(form.field, all_usable=config.on_error == "stop")
+    _check(config)
+    router, source, form = _router(config), _source(config), _form(config)
+    ref, rows = config.ref, source.count(form.field, all_usable=config.on_error == "stop")
     chosen = router or choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens
     )
-    loaded, engines = _load(config, chosen)
-    schedule = chosen.schedule if isinstance(chosen, ScheduleChoice) else chosen
+    loaded = config.load()
+    _tell_schedules(config, chosen, loaded)
+    engines = config.engines(loaded)
     if form.remark is not None:
         note(form.remark)
-    auto = {"dtype": str(loaded.model.dtype).removeprefix("torch."), "engine": engines.name}  # what it stands for here
-    fingerprint = _fingerprint(config, source, form, schedule) | auto
-    fingerprint["checkpoint"] = checkpoint_digest(loaded)
+    fingerprint = _fingerprint(config, source, form, chosen, loaded, engines)
     shown = json_line if not _prints_text(config) else named_text if rows > 1 else plain_text
     writer = open_writer(config.output, fingerprint, restart=config.restart, form=shown)
     try:
-        job = _job(config, sampling, loaded, form, engines, schedule)
-        summary = _generate(source, form, config, job, writer, rows)
+        summary = _generate(source, form, config, _job(config, loaded, form, engines, chosen), writer, rows)
     except KeyboardInterrupt:
         note(f"interrupted: {writer.resume_hint}")
         return 130
@@ -171,9 +164,7 @@ def run(config: Config) -> int:
 # ---------------------------------------------------------------------- before the model
 
 
-def _checked_sampling(config: Config) -> Sampling:
-    from skipdecode.engine.requests import Sampling
-
+def _check(config: Config) -> None:
     if config.prompts and config.input is not None:
         raise UsageError("prompts were given both as arguments and with --input: give one of them")
     if not config.prompts and config.input is None and sys.stdin.isatty():
@@ -182,8 +173,7 @@ def _checked_sampling(config: Config) -> Sampling:
         raise UsageError("--field belongs to JSONL and CSV input, not to prompts given as arguments")
     if config.output_format == "text" and config.output != "-":
         raise UsageError("--output-format text is of standard output: leave out --output, or redirect with > FILE")
-    config.check_sampling()
-    return Sampling(**config.sampling_fields())
+    check_schedule_options(config)
 
 
 def _prints_text(config: Config) -> bool:
@@ -192,16 +182,12 @@ def _prints_text(config: Config) -> bool:
 
 
 def _source(config: Config) -> PromptSource:
-    from skipdecode.data.source import PromptSource
-
     if config.prompts:
         return PromptSource.of_prompts(config.prompts)
     return PromptSource.open(config.input or "-", None if config.format == "auto" else config.format)
 
 
 def _form(config: Config) -> PromptForm:
-    from skipdecode.data.forms import choose_form
-
     return choose_form(
         config.ref.recipe,
         prompt_template=config.prompt_template,
@@ -227,25 +213,29 @@ def _router(config: Config) -> Router | None:
     return router
 
 
-def _load(config: Config, chosen: ScheduleChoice | Router) -> tuple[LoadedModel, EngineSource]:
+def _tell_schedules(config: Config, chosen: ScheduleChoice | Router, loaded: LoadedModel) -> None:
     from skipdecode.data.summary import schedule_line
-    from skipdecode.engine.opening import open_engines
 
-    config.use_threads()
-    loaded = config.load()
     if isinstance(chosen, ScheduleChoice):
         note(schedule_line(*chosen))
-        schedules: tuple[Schedule, ...] = (chosen.schedule,)
+        schedules = [chosen.schedule]
     else:
-        schedules = tuple(chosen.schedules)
+        schedules = list(chosen.schedules)
         note(f"router {config.router}: each prompt runs one of {', '.join(each.name for each in schedules)}")
     if line := loaded.untuned_line(schedules):
         note(line)
-    return loaded, open_engines(loaded.model, config.engine, note, config.quantization)
 
 
-def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedule: Schedule | Router) -> dict[str, Any]:
+def _fingerprint(
+    config: Config,
+    source: PromptSource,
+    form: PromptForm,
+    chosen: ScheduleChoice | Router,
+    loaded: LoadedModel,
+    engines: EngineSource,
+) -> dict[str, Any]:
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
+    schedule = chosen.schedule if isinstance(chosen, ScheduleChoice) else chosen
     return {
         "model": config.model,
         "max_new_tokens": config.max_new_tokens,
@@ -257,6 +247,9 @@ def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedul
         "include_prompt": config.include_prompt,
         "schedule": schedule.to_dict(),
         "input": source.fingerprint | {"field": config.field},
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),  # what "auto" stands for here, and so the engine
+        "engine": engines.name,
+        "checkpoint": checkpoint_digest(loaded),
     }
 
 
@@ -264,38 +257,28 @@ def _fingerprint(config: Config, source: PromptSource, form: PromptForm, schedul
 
 
 def _job(
-    config: Config,
-    sampling: Sampling,
-    loaded: LoadedModel,
-    form: PromptForm,
-    engines: EngineSource,
-    schedule: Schedule | Router,
+    config: Config, loaded: LoadedModel, form: PromptForm, engines: EngineSource, chosen: ScheduleChoice | Router
 ) -> Job:
     from skipdecode.data.detokenizer import TokenTexts
-    from skipdecode.data.prompts import PromptEncoder, asked, context_length
     from skipdecode.data.run import Job
-    from skipdecode.data.stopping import StopStrings
     from skipdecode.engine.opening import end_tokens
-    from skipdecode.engine.router import Router
 
     def make_engine(rows: int) -> Engine:
-        if isinstance(schedule, Router):
-            return engines.for_order(schedule.order, max_rows=rows)
-        return engines.engine(schedule, max_rows=rows)
+        if isinstance(chosen, ScheduleChoice):
+            return engines.engine(chosen.schedule, max_rows=rows)
+        return engines.for_order(chosen.order, max_rows=rows)
 
-    tokenizer = loaded.tokenizer
+    tokenizer, context = loaded.tokenizer, context_length(loaded.model.config)
     chat = config.chat or config.system is not None
     return Job(
         texts=TokenTexts(tokenizer),
-        sampling=sampling,
+        sampling=Sampling(**config.sampling_fields()),
         max_new_tokens=config.max_new_tokens,
         ends=end_tokens(loaded.model, tokenizer),
         stop=StopStrings(config.stop),
-        encoder=PromptEncoder(
-            tokenizer, context_length(loaded.model.config), chat=chat, system=config.system, template=form.template
-        ),
+        encoder=PromptEncoder(tokenizer, context, chat=chat, system=config.system, template=form.template),
         make_engine=make_engine,
-        route=schedule.bind(loaded.model) if isinstance(schedule, Router) else None,
+        route=None if isinstance(chosen, ScheduleChoice) else chosen.bind(loaded.model),
         batch_size=config.batch_size,
         repeat=asked if _prints_text(config) else attrgetter("text") if config.include_prompt else None,
         full_depth=(lambda rows: engines.engine(max_rows=rows)) if config.compare else None,
@@ -305,7 +288,6 @@ def _job(
 def _generate(
     source: PromptSource, form: PromptForm, config: Config, job: Job, writer: RowWriter, rows: int
 ) -> RunSummary:
-    from skipdecode.data.records import SeenIds
     from skipdecode.data.run import generate_rows, refuse_bad_rows
     from skipdecode.data.summary import BadRows
 
@@ -332,8 +314,6 @@ def _generate(
 
 
 def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None:
-    from skipdecode.common.environment import environment
-    from skipdecode.common.files import write_whole
     from skipdecode.data.summary import summary_lines
 
     for line in summary_lines(summary):
@@ -347,8 +327,6 @@ def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None
 
 def _tell_comparison(found: dict[str, Any] | None) -> None:
     """The schedule's speed next to full depth's, as three numbers that are easily taken for one."""
-    from skipdecode.cli.columns import speedups
-
     if found is None:
         note("no comparison: no row took a second token")
         return

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skipdecode.cli.options import MODEL, EngineOptions, ModelOptions, ThreadOptions
+from skipdecode.cli.options import EngineOptions
 from skipdecode.common.options import Reads, option
+from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
-from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
@@ -34,10 +34,9 @@ __all__ = ["Config", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Binding, ServerLimits, EngineOptions, ModelOptions, ThreadOptions):
+class Config(Binding, ServerLimits, EngineOptions):
     """Options of `skipdecode serve`."""
 
-    model: str = option(MODEL, positional=True, path=Reads(model_files))
     name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=(), path=Reads())
     nominal_speedup: tuple[float, ...] = option(
@@ -81,7 +80,6 @@ def run(config: Config) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("skipdecode serve", "serve")
-    from skipdecode.common.progress import note
     from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE, ApiKeys
     from skipdecode.serving.server import is_loopback, open_socket, run_server
 
@@ -138,10 +136,8 @@ def _name(config: Config) -> str:
 
 
 def _service(config: Config, schedules: list[Schedule]) -> Service:
-    from skipdecode.common.progress import note
     from skipdecode.serving.service import open_service
 
-    config.use_threads()
     loaded = config.load()
     tuned_under = () if loaded.recipe is None else loaded.recipe.tuned_under
     tuned_under = tuple(schedule for schedule in tuned_under if schedule.dropped)
@@ -177,7 +173,6 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
 
 
 def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
-    from skipdecode.common.progress import note
     from skipdecode.serving.vllm_server import vllm_command
     from skipdecode.vllm.projection import check_projects
 

@@ -19,7 +19,8 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.loading.hub import choose_device
+from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.performance.simulate import traces
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
@@ -159,8 +160,6 @@ def _cost(config: Config) -> CostModel:
         layer, projection = cost.prompt_layer_seconds(PROMPT_TOKENS)
         seconds, share = config.prompt_token_ms / 1e3 / cost.num_layers, projection / layer if layer else 0.0
         return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds, share),))
-    from skipdecode.models.loading.hub import choose_device
-    from skipdecode.models.loading.ref import ModelRef
     from skipdecode.performance.cost_source import find_geometry
     from skipdecode.performance.machine import Machine, measure_machine
 

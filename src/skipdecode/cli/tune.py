@@ -19,29 +19,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule, fit_folder
+from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
 from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
+from skipdecode.data.forms import recipe_template
+from skipdecode.data.prompts import Example, RecordFile
+from skipdecode.data.records import Template
+from skipdecode.data.self_generated import (
+    ABOUT_FILE,
+    DEV_FILE,
+    TRAIN_FILE,
+    SelfGeneratedData,
+    SelfGeneratedOptions,
+    default_template,
+    open_prompts,
+)
+from skipdecode.data.source import PromptSource
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
+from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, write_recipe
+from skipdecode.tuning.run_log import LOG_FILE, read_log
 
 if TYPE_CHECKING:
-    from skipdecode.data.prompts import Example, RecordFile
-    from skipdecode.data.records import Template
-    from skipdecode.data.source import PromptSource
-    from skipdecode.models.loading.hub import LoadedModel
-    from skipdecode.models.loading.ref import ModelRef
     from skipdecode.tuning.trainer import Tuner, TuneResult
 
 __all__ = ["Config", "prepare_parser", "run"]
@@ -109,17 +118,17 @@ def run(config: Config) -> int:
     files = {} if config.self else _files(config, make_template(config))
     from skipdecode.tuning.setup import process_state
 
-    out, ref, state = Path(config.out), config.ref, process_state()
+    out, state = Path(config.out), process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     if config.self:
         config, template, made = _with_self_generated(config, prompts, state)
         files = _files(config, template)
     else:
         template, made = make_template(config), {}
-    loaded, digest = _load(config, ref)
+    loaded, digest = _load(config)
     encode = partial(encode_file, config, template, model=loaded.model, tokenizer=loaded.tokenizer)
     examples = {name: encode(name, file) for name, file in files.items()}
-    schedule, origin = _schedule(config, ref, [len(example.response) for example in examples["train"][0]])
+    schedule, origin = _schedule(config, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
     data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
     base, processes = base_entry(loaded.model, loaded.path), state.num_processes
@@ -147,7 +156,7 @@ def _check(config: Config) -> None:
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
     if config.self:  # before texts are made
         _check_unfinished(Path(config.out))
-    _schedule(config, config.ref, [_SOME_POSITIONS])  # refuses what does not fit the model
+    _schedule(config, [_SOME_POSITIONS])  # refuses what does not fit the model
     if not config.self:
         make_template(config)
     elif wrong := [n for n in ("train", "dev", "response_field") if getattr(config, n)]:
@@ -191,17 +200,14 @@ def _with_self_generated(
     config: Config, prompts: PromptSource | None, state: Any
 ) -> tuple[Config, Template, dict[str, Any]]:
     """The config with self-generated data as its records, made first if need be, and what a recipe says of them."""
-    from skipdecode.data.forms import recipe_template
-    from skipdecode.data.self_generated import SelfGeneratedData, default_template
     from skipdecode.engine.opening import open_engines
-    from skipdecode.models.loading.hub import load_model
 
     out = Path(config.out)
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
         loaded = load_model(config.ref)
         # Refused before the texts are made.
-        make_curriculum(_schedule(config, config.ref, [config.self_tokens]).schedule, config)
+        make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
         template = default_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
         engines = open_engines(loaded.model, "auto", note)
         about = (template, config.part(SelfGeneratedOptions), prompts, out, config.seed, config.bad_records == "skip")
@@ -223,7 +229,6 @@ def _tuner(
 
 def _draw_curve(out: Path) -> None:
     from skipdecode.reporting.plots import loss_figure, png
-    from skipdecode.tuning.run_log import LOG_FILE, read_log
 
     try:
         write_whole(out / _PICTURE, png(loss_figure(read_log(out / LOG_FILE))))
@@ -231,15 +236,13 @@ def _draw_curve(out: Path) -> None:
         note(f"no picture: {error}")
 
 
-def _load(config: Config, ref: ModelRef) -> tuple[LoadedModel, dict[str, Any]]:
+def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
     """The model, with an adapter merged, and the digest of what was loaded."""
     import torch
 
-    from skipdecode.models.loading.hub import load_model
-
     # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
-    loaded = load_model(ref, dtype="auto" if as_stored else "float32", fit=fit_folder(config.schedule))
+    loaded = load_model(config.ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
     _check_fit(config, digest["fit"])
     if not hasattr(loaded.model, "get_base_model"):
@@ -258,9 +261,9 @@ def _check_fit(config: Config, fit: str | None) -> None:
         )
 
 
-def _schedule(config: Config, ref: ModelRef, lengths: Sequence[int]) -> ScheduleChoice:
+def _schedule(config: Config, lengths: Sequence[int]) -> ScheduleChoice:
     """The schedule asked for, or the recipe's; positions are by default the 95th percentile of responses' `lengths`."""
-    layers = ref.num_layers
+    ref, layers = config.ref, config.ref.num_layers
     longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
     carried, own = ref.schedule, ""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Self
 from skipdecode.common.options import Options, option
 from skipdecode.errors import OptionError, UsageError
 
-__all__ = ["FinishReason", "Request", "Sampling", "StepOutput", "row_seed"]
+__all__ = ["FinishReason", "Request", "Sampling", "SamplingOptions", "StepOutput", "row_seed"]
 
 FinishReason = Literal["eos", "length", "stop"]
 """Why a row ends: with an end token, at its limit, or because whoever reads it saw a text that stops it."""
@@ -21,12 +21,8 @@ _LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
-class Sampling(Options):
-    """How a row's next token is chosen; every row of a batch may have its own.
-
-    Applied in this order: bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
-    Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
-    """
+class SamplingOptions(Options):
+    """What `Sampling` has in common with the options of the command line."""
 
     temperature: float = option("below 0.01 greedy; above, logits are divided by it", default=0.0, least=0)
     top_k: int = option("only the k most likely tokens; 0 is all", default=0, least=0)
@@ -36,6 +32,31 @@ class Sampling(Options):
     min_p: float = option(
         "only tokens at least this probable relative to the likeliest one", default=0.0, least=0, most=1
     )
+    seed: int | None = option(
+        "of the row's own random numbers: the same row and seed give the same tokens in any batch", default=None
+    )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken: logits divided by less would overflow."""
+        return self.temperature < _LEAST_TEMPERATURE
+
+    def check_effect(self) -> None:
+        """Raise OptionError for a value that has no effect, since tokens are not sampled."""
+        for name, neutral in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if self.is_greedy else ():
+            if (value := getattr(self, name)) != neutral:
+                accepted = f"{neutral}, or a temperature too, such as 0.7: it acts on sampling only"
+                raise OptionError(name, value, accepted)
+
+
+@dataclass(frozen=True)
+class Sampling(SamplingOptions):
+    """How a row's next token is chosen; every row of a batch may have its own.
+
+    Applied in this order: bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
+    """
+
     repetition_penalty: float = option(
         "logits of tokens seen in prompt or output are divided by it (multiplied where negative)", default=1.0, above=0
     )
@@ -44,9 +65,6 @@ class Sampling(Options):
     )
     presence_penalty: float = option(
         "taken from the logits of tokens that the output has, however often", default=0.0, least=-2, most=2
-    )
-    seed: int | None = option(
-        "of the row's own random numbers: the same row and seed give the same tokens in any batch", default=None
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = option(
@@ -64,11 +82,6 @@ class Sampling(Options):
     def for_row(self, key: int) -> Self:
         """With a seed of the row's own, made from this one's and the row's key: the draws depend on no batch."""
         return self if self.seed is None else replace(self, seed=row_seed(self.seed, key))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken: logits divided by less would overflow."""
-        return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def is_plain_greedy(self) -> bool:

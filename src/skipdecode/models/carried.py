@@ -14,9 +14,10 @@ from skipdecode.errors import ScheduleError
 from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["SCHEDULE_FILE", "carry", "keep_tuned", "of_adapter", "of_config", "of_model", "tuned_under"]
+__all__ = ["FIT_FILE", "SCHEDULE_FILE", "carry", "keep_tuned", "of_adapter", "of_config", "of_model", "tuned_under"]
 
 SCHEDULE_FILE = "skipdecode.json"
+FIT_FILE = "skipdecode.fit"  # safetensors inside; other tools take every *.safetensors of a directory for weights
 _KEY = "skipdecode"
 _TUNED = "_skipdecode_tuned_under"
 

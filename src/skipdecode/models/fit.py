@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from skipdecode.common.files import write_whole
 from skipdecode.errors import FitError
+from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import decoder_layers, unwrap
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
     "with_taps",
 ]
 
-FIT_FILE = "skipdecode.fit"  # safetensors inside; other tools take every *.safetensors of a directory for weights
 FIT_FORMAT = 1
 MOST_TAPS = 2
 EPSILON = 1e-6

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+from skipdecode.common.options import kinds
 from skipdecode.data.detokenizer import Detokenizer, TokenTexts
 from skipdecode.data.forms import PromptField
 from skipdecode.data.prompts import PromptEncoder
@@ -176,18 +177,12 @@ class Preprocessor:
     def _sampling(self, request: GenerationRequest, index: int) -> Sampling:
         bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
         self._check_ids(bias, "logit_bias")
-        return Sampling(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_k=max(0, request.top_k or 0),
-            top_p=1.0 if request.top_p is None else request.top_p,
-            min_p=request.min_p or 0.0,
-            repetition_penalty=request.repetition_penalty or 1.0,
-            frequency_penalty=request.frequency_penalty or 0.0,
-            presence_penalty=request.presence_penalty or 0.0,
-            seed=None if request.seed is None else row_seed(request.seed, index),
-            logit_bias=bias,
-            top_logprobs=request.top_logprobs_wanted,
-        )
+        named = {name: getattr(request, name) for name in kinds(Sampling) if name != "top_logprobs"}
+        given = {"temperature": 1.0} | {name: value for name, value in named.items() if value is not None}
+        given["top_k"] = max(0, given.get("top_k", 0))
+        if request.seed is not None:
+            given["seed"] = row_seed(request.seed, index)
+        return Sampling(**given, logit_bias=bias, top_logprobs=request.top_logprobs_wanted)
 
 
 def _field_of(prompt: Prompt) -> str:

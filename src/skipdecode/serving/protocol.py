@@ -105,9 +105,14 @@ class _Strict(BaseModel):
         return kept
 
 
-def _help(name: str) -> str:
-    """What the engine says of a setting."""
-    return str(Sampling.__dataclass_fields__[name].metadata["help"])
+_BOUNDS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}
+
+
+def _sampling(name: str, description: str | None = None, **bounds: float | None) -> Any:
+    """A field for an option of `Sampling`, with its words and bounds or with others."""
+    said = Sampling.__dataclass_fields__[name].metadata
+    within = {_BOUNDS[each]: value for each, value in (said["bounds"] | bounds).items() if value is not None}
+    return Field(None, description=description or said["help"], **within)
 
 
 class Extension(_Strict):
@@ -145,19 +150,17 @@ class _GenerationFields(_Strict):
     neutral = _NEUTRAL
     model: str | None = Field(None, description="the served name, or left out")
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="choices for each prompt; default 1")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="default 1; 0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description=_help("top_p"))
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description=_help("top_k") + ", and so is -1")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description=_help("min_p"))
+    temperature: float | None = _sampling("temperature", "default 1; 0 is greedy", most=2)
+    top_p: float | None = _sampling("top_p")
+    top_k: int | None = _sampling("top_k", "only the k most likely tokens; 0 and -1 are all", least=-1)
+    min_p: float | None = _sampling("min_p")
     # Far beyond what is of use, and so that no logit overflows.
-    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
-        None, description=_help("repetition_penalty")
-    )
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description=_help("frequency_penalty"))
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description=_help("presence_penalty"))
+    repetition_penalty: float | None = _sampling("repetition_penalty", above=None, least=0.1, most=10)
+    frequency_penalty: float | None = _sampling("frequency_penalty")
+    presence_penalty: float | None = _sampling("presence_penalty")
+    seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     logit_bias: dict[BiasKey, Bias] | None = Field(None, max_length=1000)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

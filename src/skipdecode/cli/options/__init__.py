@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
+from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
+from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
+from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 
 if TYPE_CHECKING:
-    from skipdecode.models.loading.hub import LoadedModel
-    from skipdecode.models.loading.ref import ModelRef
+    from skipdecode.engine.opening import EngineSource
 
 __all__ = [
     "MODEL",
+    "DecodingOptions",
     "EngineOptions",
     "ModelOptions",
     "NamedModel",
-    "SamplingOptions",
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
     "check_schedule_options",
     "choose_schedule",
-    "fit_folder",
     "read_cost",
     "stop_text",
     "with_breaks",
@@ -45,8 +48,53 @@ MODEL = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions(Options):
-    """What runs the model."""
+class ThreadOptions(Options):
+    """CPU threads."""
+
+    threads: int | None = option("CPU threads (default: torch's choice)", default=None, least=1)
+
+    def use_threads(self) -> None:
+        """Tell torch."""
+        if self.threads is not None:
+            import torch
+
+            torch.set_num_threads(self.threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel(Options):
+    """A model by name."""
+
+    model: str = option(MODEL, positional=True, path=Reads(model_files))
+
+    @cached_property
+    def ref(self) -> ModelRef:
+        """What the name stands for, with the schedule files that the options name."""
+        named: Any = getattr(self, "schedule", None) or ()
+        return ModelRef(self.model, (named,) if isinstance(named, str) else tuple(named))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(NamedModel, ThreadOptions):
+    """How a model is loaded."""
+
+    dtype: str = option(
+        "of the weights; auto is the checkpoint's own, but bfloat16 for smollm2-135m and what tune made in bf16, where "
+        "the device multiplies that",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
+
+    def load(self) -> LoadedModel:
+        """The model with its weights, and the fit that goes with them."""
+        self.use_threads()
+        return load_model(self.ref, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(ModelOptions):
+    """A model, and what runs it."""
 
     engine: str = option(
         "what runs the model; fast: the package's own engine (CPUs; `info` lists its model types); "
@@ -69,75 +117,26 @@ class EngineOptions(Options):
                 f"--quantization {self.quantization} needs the fast engine: leave out --engine transformers"
             )
 
+    def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> EngineSource:
+        """What runs a model, as the options say; `tell` gets one line where the choice needs a word."""
+        from skipdecode.engine.opening import open_engines
 
-@dataclass(frozen=True, kw_only=True)
-class NamedModel(Options):
-    """A model by name."""
-
-    model: str = option(MODEL, positional=True)
-
-    @cached_property
-    def ref(self) -> ModelRef:
-        """What the name stands for, found once."""
-        from skipdecode.models.loading.ref import ModelRef
-
-        return ModelRef(self.model)
+        return open_engines(loaded.model, self.engine, tell, self.quantization)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(NamedModel):
-    """How a model is loaded."""
+class DecodingOptions(SamplingOptions):
+    """How the next token is chosen, and how many there are."""
 
-    dtype: str = option(
-        "of the weights; auto is the checkpoint's own, but bfloat16 for smollm2-135m and what tune made in bf16, where "
-        "the device multiplies that",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
-    )
-    device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
-
-    def load(self) -> LoadedModel:
-        """The model with its weights, and the fit beside the schedules that the options name."""
-        from skipdecode.models.loading.hub import load_model
-
-        named: Any = getattr(self, "schedule", None) or ()
-        files = (named,) if isinstance(named, str) else named
-        return load_model(self.ref, dtype=self.dtype, device=self.device, fit=fit_folder(*files))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions(Options):
-    """How the next token is chosen."""
-
-    temperature: float = option("below 0.01 takes the likeliest token; above, tokens are sampled", default=0.0, least=0)
-    top_k: int = option("sample from the k likeliest tokens only; 0 for all", default=0, least=0)
-    top_p: float = option(
-        "sample from the likeliest tokens that together have this probability", default=1.0, above=0, most=1
-    )
     seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
 
-    def check_sampling(self) -> None:
-        """Refuse what has no effect."""
-        if self.temperature == 0 and (self.top_k or self.top_p < 1):
-            raise UsageError("--top-k and --top-p act on sampling only: give --temperature too, such as 0.7")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_effect()
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Fields of `skipdecode.engine.Sampling`."""
-        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThreadOptions(Options):
-    """CPU threads."""
-
-    threads: int | None = option("CPU threads (default: torch's choice)", default=None, least=1)
-
-    def use_threads(self) -> None:
-        """Tell torch."""
-        if self.threads is not None:
-            import torch
-
-            torch.set_num_threads(self.threads)
+        """The fields of `skipdecode.engine.Sampling`."""
+        return {f.name: getattr(self, f.name) for f in fields(SamplingOptions)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,23 +221,6 @@ def with_prompt_layers(options: ScheduleOptions, schedule: Schedule, origin: str
         return ScheduleChoice(schedule, origin)
     prompt = layer_order.prompt_set(text, schedule.num_layers)
     return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; prompts as --prompt-layers {text} says")
-
-
-def fit_folder(*schedules: str | None) -> Path | None:
-    """The directory of the fit beside schedule files; None where they have none.
-
-    Raises UsageError for files in several directories that have fits: a model uses one.
-    """
-    from skipdecode.models.fit import FIT_FILE
-
-    folders = {Path(file).expanduser().resolve().parent for file in schedules if file is not None}
-    found = sorted(folder for folder in folders if (folder / FIT_FILE).is_file())
-    if len(found) > 1:
-        raise UsageError(
-            f"the schedules have fits in {found[0]} and in {found[1]}, and a model uses one: name schedules of one "
-            "directory, or start a command for each"
-        )
-    return found[0] if found else None
 
 
 def read_cost(path: str) -> CostModel:

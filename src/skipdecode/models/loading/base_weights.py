@@ -73,19 +73,16 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
         )
 
 
-def put_fit(model: Any, folder: Path) -> Path | None:
-    """Have a loaded model use the fit of a directory; returns its file, or None where there is none.
+def put_fit(model: Any, file: Path) -> None:
+    """Have a loaded model use the fit of a file.
 
     Raises
     ------
     FitError
         The fit is broken, or for another model or other weights.
     """
-    from skipdecode.models.fit import FIT_FILE, Fit, keep_fit
+    from skipdecode.models.fit import Fit, keep_fit
 
-    file = folder / FIT_FILE
-    if not file.is_file():
-        return None
     fit = Fit.load(file)
     fit.check_fits(model)
     if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(unwrap(model))):
@@ -93,7 +90,6 @@ def put_fit(model: Any, folder: Path) -> Path | None:
             f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate"
         )
     keep_fit(model, fit)
-    return file
 
 
 def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:

@@ -92,9 +92,8 @@ def load_model(
     dtype: str = "auto",
     device: str | None = None,
     require_tokenizer: bool = True,
-    fit: Path | None = None,
 ) -> LoadedModel:
-    """A causal LM by name, with its tokenizer and the schedule it carries.
+    """A causal LM by name, with its tokenizer, the schedule that it carries and the fit that it uses.
 
     Parameters
     ----------
@@ -107,8 +106,6 @@ def load_model(
         A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
     require_tokenizer : bool
         Whether a checkpoint without tokenizer is an error; otherwise `LoadedModel.tokenizer` is None.
-    fit : Path, optional
-        A directory whose fit (`skipdecode.models.fit`) the model uses; by default the checkpoint's own, if it has one.
 
     Raises
     ------
@@ -124,39 +121,21 @@ def load_model(
     DataError
         If its recipe.json is broken.
     UsageError
-        If `dtype` or `device` is not accepted.
+        If `dtype` or `device` is not accepted, or schedules have several fits.
     """
-    from transformers import AutoModelForCausalLM
-
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
     ref = name if isinstance(name, ModelRef) else ModelRef(str(name))
     if ref.adapter is not None and importlib.util.find_spec("peft") is None:
         raise MissingExtraError(f"the adapter {ref.name}", "peft")
-    place, config, recipe = ref.place, ref.config, ref.recipe
+    recipe, fit = ref.recipe, ref.fit
     tokenizer = _tokenizer(ref, require_tokenizer)
-    kind = ref.dtype(dtype, target)
-    with told(place.where, "its weights do not load"), without_foreign_bars():
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            place.where,
-            config=config,
-            dtype=kind,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **place.options,
-        )
-    model.to(target)
-    check_tensors(
-        place.where,
-        model.named_parameters(),
-        missing=loading["missing_keys"],
-        unexpected=loading["unexpected_keys"],
-        mismatched=loading["mismatched_keys"],
-    )
+    model = _base_model(ref, ref.dtype(dtype, target), target)
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
-    put_fit(model, ref.folder if fit is None else fit)
+    if fit is not None:
+        put_fit(model, fit)
     if ref.adapter is not None:
         check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, ref.adapter, target)
@@ -208,6 +187,31 @@ def choose_device(device: str | None) -> Any:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise UsageError(f"device {device!r} is not accepted: {one_line(e)}") from e
+
+
+def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
+    """The base model's weights, each of which the checkpoint has in the right shape."""
+    from transformers import AutoModelForCausalLM
+
+    place, config = ref.place, ref.config
+    with told(place.where, "its weights do not load"), without_foreign_bars():
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            place.where,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **place.options,
+        )
+    model.to(device)
+    check_tensors(
+        place.where,
+        model.named_parameters(),
+        missing=loading["missing_keys"],
+        unexpected=loading["unexpected_keys"],
+        mismatched=loading["mismatched_keys"],
+    )
+    return model
 
 
 def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a model's name stands for: base model, adapter, place, config, recipe and schedule. Reads no weights."""
+"""What a model's name stands for: base model, adapter, place, config, recipe, schedule and fit. Reads no weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from skipdecode.common.environment import multiplies_bf16
 from skipdecode.common.registry import near
-from skipdecode.errors import ModelLoadError, SkipDecodeError
-from skipdecode.models.carried import of_adapter, of_config
+from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
+from skipdecode.models.carried import FIT_FILE, of_adapter, of_config
 from skipdecode.models.families import layers_in
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub_probe import ask_hub
@@ -70,9 +70,11 @@ class ModelRef:
 
     Every property is found once, when it is first asked for; the hub is asked once. The names of the embedded model and
     of bundled adapters go first: a directory of such a name is ``./smollm2-135m``. Properties raise as `load_model`.
+    `schedule_files` are the files of schedules that the model is to run.
     """
 
     name: str
+    schedule_files: tuple[str, ...] = ()
 
     @cached_property
     def adapter(self) -> Path | None:
@@ -147,6 +149,22 @@ class ModelRef:
             _raise_exceptions_for_connection_errors=False,
         )
         return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), self.schedule, self.num_layers)
+
+    @cached_property
+    def fit(self) -> Path | None:
+        """The file of the fit that the model uses: the one beside `schedule_files`, else its own; None without one.
+
+        Raises UsageError where schedules of several directories have fits: a model uses one.
+        """
+        folders = {Path(file).expanduser().resolve().parent for file in self.schedule_files}
+        found = sorted(file for folder in folders if (file := folder / FIT_FILE).is_file())
+        if len(found) > 1:
+            raise UsageError(
+                f"the schedules have fits in {found[0].parent} and in {found[1].parent}, and a model uses one: name "
+                "schedules of one directory, or start a command for each"
+            )
+        own = self.folder / FIT_FILE
+        return found[0] if found else own if own.is_file() else None
 
     @property
     def folder(self) -> Path:

@@ -1,29 +1,56 @@
-"""Options that name a decoding method: a schedule, or one of the methods that are none."""
+"""Options of `skipdecode eval`, and the decoding methods that they name: schedules, and methods that are none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, with_prompt_layers
-from skipdecode.common.options import Reads, option
+from skipdecode.cli.options import (
+    MODEL,
+    EngineOptions,
+    ScheduleOptions,
+    check_schedule_options,
+    choose_schedule,
+    with_prompt_layers,
+)
+from skipdecode.common.directories import RunDirectory
+from skipdecode.common.journal import JOURNAL_KEY
+from skipdecode.common.options import Reads, Writes, option
 from skipdecode.common.registry import near
+from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions
+from skipdecode.data.tasks import task_file
 from skipdecode.errors import OptionError, UsageError
 from skipdecode.evaluation.methods import METHODS
+from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
+from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from skipdecode.evaluation.methods.base import Method
 
-__all__ = ["MethodOptions", "check_method_options", "choose_method", "each_method"]
+__all__ = ["EVAL_DIRECTORY", "Config", "choose_method", "each_method"]
 
 _OTHERS = tuple(name for name in METHODS if name != "schedule")
 _SCHEDULES = tuple(name for name in PUBLISHED if name not in _OTHERS)
 _TAKE_ORDER = tuple(name for name in _SCHEDULES if name not in ORDER_OF_ITS_OWN)
 _ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
+EVAL_DIRECTORY = RunDirectory(
+    "run of skipdecode eval",
+    {"run.json": "kind", "*/run.json": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
+    takes="*.html",
+)
+
+
+def _files_of_run(place: str) -> list[Path]:
+    path = Path(place)
+    folder = path if path.is_dir() else path.parent
+    return [path, folder / "run.json", folder / "outputs.jsonl"]
+
+
+def _schedule_file(method: str) -> list[Path]:
+    return [Path(method)] if method.endswith(".json") else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +86,69 @@ class MethodOptions(ScheduleOptions):
     draft_tokens: int = option("longest draft of prompt_lookup", default=10, least=1)
 
 
-OptionsT = TypeVar("OptionsT", bound=MethodOptions)
+@dataclass(frozen=True, kw_only=True)
+class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOptions, MetricOptions):
+    """Options of `skipdecode eval`."""
+
+    model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
+    task: str = option(
+        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml); default: by the prompt that the "
+        "checkpoint was tuned on",
+        default="",
+        path=Reads(task_file),
+    )
+    data: str | None = option(
+        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub",
+        default=None,
+        path=Reads(),
+    )
+    methods: tuple[str, ...] = option(
+        "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and prompt "
+        "layers (skipdecode:3:15), schedule files (*.json)",
+        default=(),
+        path=Reads(_schedule_file),
+    )
+    out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None, path=EVAL_DIRECTORY)
+    overwrite: bool = option("replace a run that is in --out already, and a file of --report", default=False)
+    name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
+    metrics: tuple[str, ...] = option(
+        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's, but for those whose "
+        "model is not here and cannot be fetched); with --compare also full_depth_agreement, token_agreement, "
+        "top1_agreement, kl, loss",
+        default=(),
+    )
+    bad_records: str = option(
+        "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
+        "skip them and say which",
+        default="refuse",
+        choices=("refuse", "skip"),
+    )
+    limit: int | None = option("only the first N records", default=None, least=1)
+    chat: bool = option("put prompts into the model's chat template", default=False)
+    compare: tuple[str, ...] = option(
+        "runs (run.json or its directory) to compare with the first of them", default=(), path=Reads(_files_of_run)
+    )
+    report: str | None = option(
+        "file for an HTML report (default: report.html in --out; with --compare, none)", default=None, path=Writes()
+    )
+    json: bool = option("print one JSON document instead of tables", default=False)
+    base: str | None = option(
+        "with --self: the base model (default: what it was tuned from)", default=None, path=Reads(model_files)
+    )
+    self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
 
 
-def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
-    """The options of each of several methods that were asked for in short.
+def each_method(options: Config) -> list[Config]:
+    """The options of each method of --methods, or the one that the options name.
 
-    `options` is what they have in common; `wanted` are words such as ``full`` and ``calm``, ``even:3`` (a schedule by
-    name and nominal speed-up), ``even:3:15`` (its prompt layers too) and schedule files (*.json). Raises UsageError if
-    one is not understood, `options` name a method too, or a drop order that none of them takes.
+    --methods has words such as ``full`` and ``calm``, ``even:3`` (a schedule by name and nominal speed-up),
+    ``even:3:15`` (its prompt layers too) and schedule files (*.json). Raises UsageError if one is not understood, if
+    other options name a method too, or a drop order that none of them takes, or if options contradict each other.
     """
+    wanted = options.methods
+    if not wanted:
+        _check_method(options)
+        return [options]
     for name in _ONE_ONLY:
         if getattr(options, name) is not None:
             raise UsageError(f"--methods and {flag(name)} both say how to decode: leave out {flag(name)}")
@@ -79,10 +159,12 @@ def each_method(options: OptionsT, wanted: Sequence[str]) -> list[OptionsT]:
             f"--drop-order: none of --methods {' '.join(wanted)} takes an order of layers: leave it out, or add one "
             f"that does, such as {accepted}"
         )
+    for one in each:
+        _check_method(one)
     return each
 
 
-def _from_word(options: OptionsT, word: str) -> OptionsT:
+def _from_word(options: Config, word: str) -> Config:
     if word.endswith(".json"):
         return replace(options, schedule=word, seq_len=None, drop_order=None)
     name, colon, rest = word.partition(":")
@@ -103,7 +185,7 @@ def _from_word(options: OptionsT, word: str) -> OptionsT:
         raise UsageError(f"--methods {word}: {speedup!r} is no speed-up: give a number, as in {name}:2") from None
 
 
-def check_method_options(options: MethodOptions) -> None:
+def _check_method(options: Config) -> None:
     """Refuse, before a model is loaded, options that contradict each other."""
     check_schedule_options(options)
     if options.method in _OTHERS:
@@ -124,10 +206,9 @@ def check_method_options(options: MethodOptions) -> None:
 
 
 def choose_method(
-    options: MethodOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int
+    options: Config, num_layers: int, *, carried: Schedule | None, default_seq_len: int
 ) -> tuple[Method, str]:
-    """The method that the options name, and where it is from in words; the rest is as in `choose_schedule`."""
-    check_method_options(options)
+    """The method of one of `each_method`, and where it is from in words; the rest is as in `choose_schedule`."""
     if options.method == "self_speculation":
         exit_layer = max(1, num_layers // 3) if options.exit_layer is None else options.exit_layer
         return METHODS.get("self_speculation")(exit_layer), f"drafts from {exit_layer} of {num_layers} layers"
