@@ -71,10 +71,15 @@ def _written(value: Any) -> str:
 
 
 def _own_first(config: type) -> list[dataclasses.Field[Any]]:
-    """Option fields of a class, then those of its bases: a verb's own options head its help."""
+    """Positional fields, a class's other fields, then those of its bases: a verb's own options head its help."""
     listed = [f for f in dataclasses.fields(config) if f.name in kinds(config)]
     named = [inspect.get_annotations(c).keys() for c in config.__mro__]
-    return sorted(listed, key=lambda f: next(rank for rank, names in enumerate(named) if f.name in names))
+
+    def rank(field: dataclasses.Field[Any]) -> int:
+        of_class = next(number for number, names in enumerate(named) if field.name in names)
+        return -1 if field.metadata["positional"] else of_class
+
+    return sorted(listed, key=rank)
 
 
 def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Kind, several: str | None) -> None:
