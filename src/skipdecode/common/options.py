@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +78,10 @@ def option(
     """
     bounds = {"least": least, "most": most, "above": above, "below": below}
     named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
-    return dataclasses.field(default=default, metadata={**named, "path": path, "bounds": bounds})
+    metadata = {**named, "path": path, "bounds": bounds}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Options:
@@ -102,16 +106,19 @@ class Options:
                 continue
             if kind.many and not isinstance(value, tuple | list):
                 raise OptionError(name, value, "a list of values")
-            for one in value if kind.many else (value,):
+            if kind.named and not isinstance(value, Mapping):
+                raise OptionError(name, value, "names with values")
+            for one in value.values() if kind.named else value if kind.many else (value,):
                 if (accepted := kind.refuses(one)) is not None:
                     raise OptionError(name, one, accepted)
 
 
 class Kind(NamedTuple):
-    """What values an option takes: their type, whether it takes many, or None; and its field's metadata."""
+    """What values an option takes: their type, whether it takes many, many by name, or None; its field's metadata."""
 
     type: type
     many: bool
+    named: bool
     optional: bool
     choices: tuple[str, ...] | None
     metadata: Mapping[str, Any]
@@ -122,8 +129,11 @@ class Kind(NamedTuple):
             return None if value in self.choices else f"one of {', '.join(self.choices)}{near(value, self.choices)}"
         if self.type is bool:
             return None if isinstance(value, bool) else "true or false"
+        if self.type is str:
+            is_path = isinstance(value, os.PathLike)
+            return None if is_path or (isinstance(value, str) and is_text(value)) else "text in UTF-8"
         if self.type not in (int, float):
-            return "text in UTF-8" if isinstance(value, str) and not is_text(value) else None
+            return None if isinstance(value, self.type) else f"a {self.type.__name__}"
         bounds, accepted = self.metadata["bounds"], self._range()
         if isinstance(value, bool) or not isinstance(value, int if self.type is int else int | float):
             return ("a whole number" if self.type is int else "a number") + (accepted and f", {accepted}")
@@ -159,13 +169,15 @@ def kinds(options: type) -> dict[str, Kind]:
 
 
 def _kind(hint: Any, metadata: Mapping[str, Any]) -> Kind:
-    inner, optional, many = hint, False, False
+    inner, optional, many, named = hint, False, False, False
     if typing.get_origin(inner) in (typing.Union, types.UnionType):
         optional = True
         inner = next(a for a in typing.get_args(inner) if a is not type(None))
     if typing.get_origin(inner) is tuple:
         inner, many = typing.get_args(inner)[0], True
+    if typing.get_origin(inner) is Mapping:
+        inner, named = typing.get_args(inner)[1], True
     choices = metadata["choices"]
     if typing.get_origin(inner) is typing.Literal:
         inner, choices = str, choices or typing.get_args(inner)
-    return Kind(inner, many, optional, None if choices is None else tuple(choices), metadata)
+    return Kind(inner, many, named, optional, None if choices is None else tuple(choices), metadata)

@@ -7,89 +7,64 @@ line number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from skipdecode.common.options import Options, option
 from skipdecode.common.registry import near
 from skipdecode.data.records import Template
 from skipdecode.data.stopping import StopStrings
-from skipdecode.errors import DataError, MissingExtraError, UsageError
+from skipdecode.errors import DataError, OptionError, UsageError
 
 __all__ = ["HubSource", "Task", "load_task", "task_file", "task_names"]
 
 _ENDINGS = (".yaml", ".yml")
+T = TypeVar("T", bound=Options)
 
 
 @dataclass(frozen=True)
-class HubSource:
-    """A dataset on a hub, or a local directory in the same layout.
+class HubSource(Options):
+    """A dataset on a hub, or a local directory in the same layout; see `datasets.load_dataset`."""
 
-    Parameters
-    ----------
-    id, split, config, revision : str
-        Passed on to `datasets.load_dataset`; the id may be a directory.
-    fields : mapping
-        Our field name to the dataset's, where they differ.
-    strip : mapping
-        Endings to take off a field (our name).
-    """
-
-    id: str
-    split: str = "test"
-    config: str | None = None
-    revision: str | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
-    strip: Mapping[str, str] = field(default_factory=dict)
+    id: str = option("of the dataset; may be a directory")
+    split: str = option("its split", default="test")
+    config: str | None = option("its configuration", default=None)
+    revision: str | None = option("its revision", default=None)
+    fields: Mapping[str, str] = option("our field names to the dataset's, where they differ", default={})
+    strip: Mapping[str, str] = option("endings to take off a field (our name)", default={})
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is generated from, and what it is scored against.
+class Task(Options):
+    """What is generated from, and what it is scored against; each field's help text is its documentation."""
 
-    Parameters
-    ----------
-    name : str
-        Short name for tables and files.
-    prompt : str
-        Template; ``{field}`` stands for a field of the record, ``{{`` for a brace.
-    references : tuple of str
-        Fields that may hold the reference text or a list of them; the first one that a record has is used.
-    metrics : tuple of str
-        Names of the default metrics.
-    max_new_tokens : int
-        Longest output, in tokens.
-    chat : bool
-        Put the prompt into the model's chat template, as one message of the user.
-    merge_same_prompt : bool
-        Records with the same prompt become one with all their references.
-    stop : tuple of str
-        The output text ends before the first of these.
-    truncate : str, optional
-        The field that loses its end when a prompt is longer than `max_prompt_tokens`.
-    max_prompt_tokens : int, optional
-        Longest prompt, in tokens of the model.
-    response_tokens : mapping
-        ``median`` and ``p95`` of the references' lengths, for a schedule's `seq_len`.
-    hub : HubSource, optional
-        Where the records come from when no file is given.
-    """
+    name: str = option("short name for tables and files")
+    prompt: str = option("template; {field} stands for a field of the record, {{ for a brace")
+    references: tuple[str, ...] = option(
+        "fields that may hold the reference text or a list of them; the first one that a record has is used"
+    )
+    metrics: tuple[str, ...] = option("names of the default metrics")
+    max_new_tokens: int = option("longest output, in tokens", least=1)
+    description: str = option("what it is", default="")
+    licence: str = option("of the records", default="")
+    chat: bool = option("put the prompt into the model's chat template, as one message of the user", default=False)
+    merge_same_prompt: bool = option("records with the same prompt become one with all their references", default=False)
+    stop: tuple[str, ...] = option("the output text ends before the first of these", default=())
+    truncate: str | None = option(
+        "the field that loses its end when a prompt is longer than max_prompt_tokens", default=None
+    )
+    max_prompt_tokens: int | None = option("longest prompt, in tokens of the model", default=None, least=1)
+    response_tokens: Mapping[str, int] = option(
+        "median and p95 of the references' lengths, for a schedule's seq_len", default={}, least=1
+    )
+    hub: HubSource | None = option("where the records come from when no file is given", default=None)
 
-    name: str
-    prompt: str
-    references: tuple[str, ...]
-    metrics: tuple[str, ...]
-    max_new_tokens: int
-    description: str = ""
-    licence: str = ""
-    chat: bool = False
-    merge_same_prompt: bool = False
-    stop: tuple[str, ...] = ()
-    truncate: str | None = None
-    max_prompt_tokens: int | None = None
-    response_tokens: Mapping[str, int] = field(default_factory=dict)
-    hub: HubSource | None = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not set(self.response_tokens) <= {"median", "p95"}:
+            raise OptionError("response_tokens", dict(self.response_tokens), "median and p95 as whole numbers")
 
     def template(self) -> Template:
         """What makes prompt and response tokens of a record: the same for tuning and for evaluation."""
@@ -159,10 +134,8 @@ def _presets() -> Any:
 
 
 def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
-    try:
-        import yaml
-    except ImportError:
-        raise MissingExtraError("reading task files", "eval") from None
+    import yaml
+
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         data = yaml.safe_load(text)
@@ -173,12 +146,9 @@ def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
     if node is None or not isinstance(data, dict):
         raise DataError("it must hold fields and values, such as 'prompt: \"{text}\"'")
     lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
-    values = _values(Task, data, lines)
-    if "hub" in values:
-        values["hub"] = HubSource(
-            **_values(HubSource, data["hub"], dict.fromkeys(data["hub"], lines["hub"]), " of hub")
-        )
-    task = Task(**values)
+    if isinstance(hub := data.get("hub"), dict):
+        data["hub"] = _filled(HubSource, hub, dict.fromkeys(map(str, hub), lines["hub"]), " of hub")
+    task = _filled(Task, data, lines)
     _at_line(lines["prompt"], Template, task.prompt, task.references)
     _at_line(lines.get("truncate", lines.get("max_prompt_tokens")), task.template)
     for name in task.metrics:
@@ -194,36 +164,23 @@ def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) ->
         raise DataError(str(e), line) from None
 
 
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "str": (lambda v: isinstance(v, str), "text"),
-    "tuple[str, ...]": (lambda v: isinstance(v, list) and all(isinstance(x, str) and x for x in v), "a list of texts"),
-    "int": (lambda v: type(v) is int and v >= 1, "a whole number of 1 or more"),
-    "bool": (lambda v: isinstance(v, bool), "true or false"),
-    "Mapping[str, int]": (
-        lambda v: (
-            isinstance(v, dict) and set(v) <= {"median", "p95"} and all(type(x) is int and x >= 1 for x in v.values())
-        ),
-        "median and p95 as whole numbers",
-    ),
-    "Mapping[str, str]": (lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()), "names"),
-    "HubSource": (lambda v: isinstance(v, dict), "fields and values"),
-}
-"""By how a field is annotated: whether a value fits, and what is accepted."""
-
-
-def _values(kind: type, data: Mapping[Any, Any], lines: Mapping[str, int], where: str = "") -> dict[str, Any]:
-    """Values for the fields of a dataclass, each checked; raises DataError with the line of the field."""
-    accepted = {f.name: f for f in fields(kind)}
-    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    for name, value in data.items():
-        line = lines.get(str(name))
+def _filled(kind: type[T], data: Mapping[Any, Any], lines: Mapping[str, int], where: str = "") -> T:
+    """Options from the fields of a file; raises DataError with the line of the field that is wrong."""
+    accepted = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    needed = [name for name, of in accepted.items() if of.default is of.default_factory is MISSING]
+    for name in data:
         if name not in accepted:
             hint = near(name, accepted)
-            raise DataError(f"unknown field {name!r}{where}{hint}: accepted are {', '.join(accepted)}", line)
-        fits, wanted = _KINDS[str(accepted[name].type).removesuffix(" | None")]
-        if not fits(value) or (name in needed and not value):
-            raise DataError(f"{name}{where}: {value!r} is not accepted: give {wanted}", line)
-    missing = [name for name in needed if name not in data]
-    if missing:
+            known = ", ".join(accepted)
+            raise DataError(f"unknown field {name!r}{where}{hint}: accepted are {known}", lines.get(str(name)))
+    if missing := [name for name in needed if name not in data]:
         raise DataError(f"the field {missing[0]!r}{where} is missing")
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    try:
+        for name, value in data.items():
+            if (name in needed and value in ("", [], None)) or (isinstance(value, list) and "" in value):
+                raise OptionError(name, value, "a list of texts" if isinstance(value, list) else "text")
+        return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    except OptionError as e:
+        raise DataError(
+            f"{e.name}{where}: {data[e.name]!r} is not accepted: give {e.accepted}", lines[e.name]
+        ) from None
