@@ -289,7 +289,7 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
         (["x", "--field", "q"], 2, "--field belongs to JSONL"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is of standard output"),
-        (["x", "--top-k", "3"], 2, "give --temperature too"),
+        (["x", "--top-k", "3"], 2, "or a temperature too"),
         (["x", "--seq-len", "3"], 2, "--seq-len belongs to --nominal-speedup"),
         (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "both name a schedule"),
         (["x", "--schedule", "absent.json"], 2, "cannot read the schedule absent.json"),
