@@ -268,6 +268,32 @@ def names(document: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def fitted(document: dict[str, Any]) -> list[list[str]]:
+    """KL to full depth and equal tokens of each schedule without a fit, with simpler maps and with a fit."""
+    methods = ["today", "bias", "patch", "fitted", "fitted, one tap"]
+    speeds = document.get("speed", {}).get("rows", {})
+    table = [["text", "prompt layers", "answer layers", "request", *methods]]
+    for setting in ("chat", "news", "e2e", "gemma3"):
+        found: dict[str, dict[str, Any]] = {}
+        for row in document.get(setting, {}).get("rows", ()):
+            found.setdefault(row["schedule"]["name"], {})[row["method"]] = row
+        for name, row in found.items():
+            if name == "full":
+                continue
+            schedule = next(iter(row.values()))["schedule"]
+            layers = len(schedule["prompt"]) if isinstance(schedule["prompt"], list) else schedule["num_layers"]
+            timed = [speeds[f"{m}/{name}"] for m in methods if setting == "chat" and f"{m}/{name}" in speeds]
+            request = times(timed[-1]["measured_speedup_with_prompt"] if timed else None)
+            scores = (fidelity(row.get(method)) for method in methods)
+            table.append([setting, str(layers), str(schedule["budgets"][-1]), request, *scores])
+    return table
+
+
+def fidelity(row: dict[str, Any] | None) -> str:
+    """KL in nats and the share of equal tokens."""
+    return f"{row['kl']['estimate']:.3f}, {row['equal_tokens']['estimate']:.0%}" if row else "-"
+
+
 def products(document: dict[str, Any]) -> list[list[str]]:
     """Forwards of one prompt, and steps of a batch, against the machine's bf16 product and against bf16."""
     head = ["what", "weights", "ms", "GFLOP/s", "of the bf16 product", "x bf16"]
@@ -338,6 +364,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
     "decode": ("decode-speed", decode),
+    "fitted": ("fitted", fitted),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
     "names": ("unseen-names", names),
