@@ -14,6 +14,7 @@ from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
+from skipdecode.schedule.order import top_down
 from tiny import LAYERS, VOCAB, tiny_model
 
 NEW = 20
@@ -23,7 +24,7 @@ SCHEDULES = {
     "linear": Schedule.from_speedup(LAYERS, 2, NEW),
     "prompt": Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12, prompt="max_exit"),
     "even": Schedule.even(LAYERS, 4),
-    "top-down": Schedule.top_down(LAYERS, [6, 4, 3]),
+    "top-down": Schedule(LAYERS, top_down(LAYERS, 1), (6, 4, 3)),
     "split": Schedule.split(LAYERS, 4, [5, 5, 4, 3]),
     "own": Schedule.even(LAYERS, [6, 5, 4], prompt=(0, 1, 5)),
 }

@@ -19,6 +19,7 @@ from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.opening import EngineSource
 from skipdecode.engine.prefix import PrefixKV
+from skipdecode.schedule.order import top_down
 from skipdecode.serving.middleware import ApiKeys
 from tiny import LAYERS, tiny_model
 
@@ -41,7 +42,7 @@ SCHEDULES = {
     "decay": DECAY,
     "paper": PAPER,
     "flat": Schedule.constant(LAYERS, 4),
-    "top-down": Schedule.top_down(LAYERS, [6, 4, 3]),
+    "top-down": Schedule(LAYERS, top_down(LAYERS, 1), (6, 4, 3)),
 }
 
 

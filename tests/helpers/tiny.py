@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from skipdecode import Schedule
+from skipdecode.schedule.order import top_down
 
 LAYERS = 8
 VOCAB = 101
@@ -109,7 +110,7 @@ SCHEDULES = {
     "even": Schedule.even(LAYERS, (6, 5, 4)),
     "constant": Schedule.constant(LAYERS, 4),
     "random-nested": RANDOM_NESTED,
-    "early-termination": Schedule.top_down(LAYERS, (7, 6, 5, 4)),
+    "early-termination": Schedule(LAYERS, top_down(LAYERS, 1), (7, 6, 5, 4), name="early-termination"),
     "no-warm-up": Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=6, warmup_layers=0),
 }
 

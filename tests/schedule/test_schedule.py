@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError
-from skipdecode.schedule.order import prompt_set
+from skipdecode.schedule.order import prompt_set, top_down
 
 
 def test_paper_is_linear_bottom_up_with_warm_up_and_last_layer_kept():
@@ -43,7 +43,7 @@ def test_even_leaves_evenly_spaced_layers():
 
 
 def test_other_methods_are_points_of_the_same_space():
-    assert Schedule.top_down(6, (5, 3)).layers(1) == (0, 1, 2)
+    assert Schedule(6, top_down(6, 1), (5, 3)).layers(1) == (0, 1, 2)
     assert Schedule.constant(6, 3).layers(0) == (0, 4, 5)
     assert Schedule.constant(6, 4, drop_order=(3, 1, 2)).layers(7) == (0, 2, 4, 5)
 
@@ -166,7 +166,7 @@ def test_degenerate_schedules():
         (lambda: Schedule.full(6).layers(-1), "position=-1"),
         (lambda: Schedule.full(6).layers(1.5), "position=1.5"),
         (lambda: Schedule.from_speedup(6, 2, 4, warmup_layers="1"), "warmup_layers='1'"),
-        (lambda: Schedule.top_down("6", 3), "num_layers='6'"),
+        (lambda: Schedule.even("6", 3), "num_layers='6'"),
         (lambda: Schedule.full(6).check_fits(7), "6 layers, but the model has 7"),
     ],
 )

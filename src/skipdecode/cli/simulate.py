@@ -10,18 +10,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
-from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.hub import choose_device
 from skipdecode.models.loading.ref import ModelRef, model_files
-from skipdecode.performance.cost import CostModel, PromptCost
+from skipdecode.performance.cost import CostModel
 from skipdecode.performance.simulate import traces
 from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
 from skipdecode.schedule import Schedule
@@ -62,12 +61,6 @@ class Config(ScheduleOptions):
     flops: float | None = option(
         "GFLOP/s of a modelled worker's matrix product; goes with --bandwidth", default=None, above=0
     )
-    prompt_token_ms: float | None = option(
-        "with --cost: milliseconds of one prompt token at full depth (default: what the files say, or as in a row of "
-        "the largest batch, an upper bound)",
-        default=None,
-        least=0,
-    )
     flat: bool = option("use the constant schedule of the same mean depth", default=False)
     policy: Admission = option(
         "waves: sorted by length, start together; continuous: fill every free row at once, in order; cohort: join in "
@@ -87,10 +80,10 @@ class Config(ScheduleOptions):
     rate: float | None = option(
         "requests a second over all workers (default, without --load: all requests come at once)", default=None, above=0
     )
-    load: float | None = option("rate as a share of what the workers can finish; see --load-of", default=None, above=0)
-    load_of: Literal["full", "own"] = option(
-        "full: both runs get the share of the full depth's capacity; own: each run gets the share of its own",
-        default="full",
+    load: float | None = option(
+        "rate as a share of what the workers can finish at full depth; the schedule gets the same rate",
+        default=None,
+        above=0,
     )
     burst: int = option("requests that come together", default=1, least=1)
     prompt_len: str = option(
@@ -141,8 +134,6 @@ def _check(config: Config) -> None:
         raise UsageError("--bandwidth and --flops describe one machine: give both, or neither")
     if config.cost and config.bandwidth is not None:
         raise UsageError("--bandwidth and --flops go with --model: files of --cost say what steps take")
-    if config.model is not None and config.prompt_token_ms is not None:
-        raise UsageError("--prompt-token-ms goes with --cost: with --model it follows from --flops")
     if config.rate is not None and config.load is not None:
         raise UsageError("--rate and --load both say how many requests come: give one of them")
     if config.burst > 1 and config.rate is None and config.load is None:
@@ -154,12 +145,7 @@ def _check(config: Config) -> None:
 
 def _cost(config: Config) -> CostModel:
     if config.model is None:
-        cost = CostModel.joined([read_cost(path) for path in config.cost], config.max_rows)
-        if config.prompt_token_ms is None:
-            return cost
-        layer, projection = cost.prompt_layer_seconds(PROMPT_TOKENS)
-        seconds, share = config.prompt_token_ms / 1e3 / cost.num_layers, projection / layer if layer else 0.0
-        return replace(cost, prompts=(PromptCost.of_token(seconds, cost.at(1).layer_seconds, share),))
+        return CostModel.joined([read_cost(path) for path in config.cost], config.max_rows)
     from skipdecode.performance.cost_source import find_geometry
     from skipdecode.performance.machine import Machine, measure_machine
 
@@ -197,7 +183,7 @@ def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacit
         endless = _trace(config, None, 1_000_000_000)
         most = config.workers * capacity(endless, cost, schedule, max_rows=rows, policy=policy, join_below=share)
         if config.load is not None:
-            rate = config.load * (most if config.load_of == "own" or full_capacity is None else full_capacity)
+            rate = config.load * (full_capacity or most)
     trace = _trace(config, rate)
     result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
     return _Run(schedule, rate, most, share, result)

@@ -417,20 +417,6 @@ class Schedule:
         return schedule
 
     @classmethod
-    def top_down(
-        cls,
-        num_layers: int,
-        budgets: int | Sequence[int],
-        *,
-        warmup_layers: int = 1,
-        prompt: PromptDepth = "full",
-        name: str = "early-termination",
-    ) -> Self:
-        """Early termination: the first budget layers run, the rest are left out. One budget or a list of them."""
-        order = layer_order.top_down(num_layers, warmup_layers)
-        return cls(num_layers, order, one_or_more(budgets), warmup_layers, prompt, name)
-
-    @classmethod
     def split(
         cls,
         num_layers: int,

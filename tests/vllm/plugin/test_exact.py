@@ -19,6 +19,7 @@ from engines import (
     set_mode,
 )
 from skipdecode import Schedule
+from skipdecode.schedule.order import top_down
 from tiny import LAYERS
 
 MODES = ("nested", "where", "auto")
@@ -28,7 +29,7 @@ SCHEDULES = {
     "even": Schedule.even(LAYERS, (6, 5, 4), name="even"),
     "constant": Schedule.constant(LAYERS, 4, name="constant"),
     "random-nested": Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="random-nested"),
-    "early-termination": Schedule.top_down(LAYERS, (7, 6, 5, 4), name="early-termination"),
+    "early-termination": Schedule(LAYERS, top_down(LAYERS, 1), (7, 6, 5, 4), name="early-termination"),
     "no-warm-up": paper("no-warm-up", min_exit_layer=2, seq_len=6, warmup_layers=0),
     "shallow-prompt": paper("shallow-prompt", prompt="max_exit"),
     "split": Schedule.split(LAYERS, 4, (6, 5, 3), name="split"),

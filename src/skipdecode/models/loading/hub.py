@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.base_weights import check_base, put_fit
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.loading.ref import ModelRef, Place, one_line, told
-from skipdecode.models.loading.tensors import check_tensors
 from skipdecode.schedule import Schedule
 
 __all__ = ["DTYPES", "LoadedModel", "choose_device", "load_model"]
 
+_NAMED_TENSORS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # Without one of these, transformers either fails or makes up an empty tokenizer.
 _TOKENIZER_FILES = (
@@ -204,7 +204,7 @@ def _base_model(ref: ModelRef, dtype: str, device: Any) -> Any:
             **place.options,
         )
     model.to(device)
-    check_tensors(
+    _check_tensors(
         place.where,
         model.named_parameters(),
         missing=loading["missing_keys"],
@@ -226,5 +226,54 @@ def _with_adapter(model: Any, adapter: Path, device: Any) -> Any:
         # Again, as only this returns which tensors did not fit.
         found = adapted.load_adapter(str(adapter), adapted.active_adapter, **options)
         tensors = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    check_tensors(str(adapter), tensors.items(), missing=found.missing_keys, unexpected=found.unexpected_keys)
+    _check_tensors(str(adapter), tensors.items(), missing=found.missing_keys, unexpected=found.unexpected_keys)
     return adapted.eval()
+
+
+def _check_tensors(
+    where: str,
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    mismatched: Collection[tuple[str, Any, Any]] = (),
+) -> None:
+    """Refuse weights that are not what the model computes with.
+
+    Parameters
+    ----------
+    where : str
+        The directory or hub id of the weights.
+    tensors : iterable of (name, tensor)
+        The loaded tensors; checked for values that are not finite.
+    missing, unexpected : collection of str
+        Tensors that the model has and the file has not, and the reverse: a config with fewer layers, or other names.
+    mismatched : collection of (name, shape in the file, shape in the model)
+
+    Raises
+    ------
+    ModelLoadError
+        Names the first tensors of each fault.
+    """
+    shapes = {
+        name: f"{name} ({tuple(stored)} in the file, {tuple(own)} in the model)" for name, stored, own in mismatched
+    }
+    faults = {
+        "are missing": sorted(missing),
+        "are not in the model": sorted(unexpected),
+        "have another shape": [shapes[name] for name in sorted(shapes)],
+    }
+    remedy = "give it the config that these weights were saved with, or fetch it again"
+    if not any(faults.values()):
+        faults = {"are not finite": sorted(name for name, tensor in tensors if not _is_finite(tensor))}
+        remedy = "fetch it again, or tune anew with a lower --learning-rate"
+    told = [f"{len(n)} weights {fault}, such as {', '.join(n[:_NAMED_TENSORS])}" for fault, n in faults.items() if n]
+    if told:
+        raise ModelLoadError(f"{where}: {'; '.join(told)}: {remedy}")
+
+
+def _is_finite(tensor: Any) -> bool:
+    """One pass without a copy; the exact test is for sums that a half-precision type cannot hold."""
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return True
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
