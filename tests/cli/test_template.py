@@ -27,8 +27,9 @@ RENDERED = ["name[X]\n", "name[Y]\n", "name[Z]\n"]
 def tuned(folder: Path, template: str = "{mr}\n", **options: Any) -> str:
     """A tiny checkpoint whose recipe says that it was tuned on this template."""
     name = save_tiny_model(folder)
-    options = {"prompt_template": template, "response_field": "ref", "chat": False} | options
-    (folder / "recipe.json").write_text(json.dumps({"kind": "recipe", "format": 1, "options": options}))
+    prompt = {"template": template, "responses": ["ref"], "chat": False} | options
+    recipe = {"kind": "recipe", "format": 1, "options": {}, "prompt": prompt}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
     return name
 
 

@@ -329,26 +329,19 @@ def test_nothing_left_is_an_error_though_bad_records_are_skipped(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("prompt", "message"),
     [
-        ({"prompt_template": "Q: {text}"}, "the model was tuned with the prompt 'Q: {text}', chat=False;"),
-        ({"prompt_template": "{text}:"}, None),
-        ({"prompt_template": "{text}:", "chat": True}, "the model was tuned with the prompt '{text}:', chat=True;"),
-        ({"prompt_field": "text"}, "the model was tuned with the prompt '{text}', chat=False;"),
-        ({"task": "e2e"}, "the model was tuned with the prompt '{mr}\\n', chat=False;"),
-        ({"task": "{place}/mine.yaml"}, None),
-        ({"task": "{place}/gone.yaml"}, "gone.yaml"),
+        ({"template": "Q: {text}"}, "the model was tuned with the prompt 'Q: {text}', chat=False;"),
+        ({"template": "{text}:"}, None),
+        ({"template": "{text}:", "chat": True}, "the model was tuned with the prompt '{text}:', chat=True;"),
         ({}, None),
     ],
 )
 def test_a_model_tuned_on_other_prompts_is_told(
-    place: Path, tmp_path: Path, options: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, prompt: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
 ):
     save_tiny_model(tmp_path / "tuned")
-    named = {"task": None, "prompt_template": None, "prompt_field": None, "chat": False} | options
-    if "task" in options:
-        named["task"] = options["task"].replace("{place}", str(place))
-    recipe = {"options": named, "schedule": Schedule.full(8).to_dict()}
+    recipe = {"options": {}, "prompt": prompt, "schedule": Schedule.full(8).to_dict()}
     (tmp_path / "tuned/recipe.json").write_text(json.dumps(recipe))
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")

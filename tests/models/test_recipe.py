@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
-from skipdecode.data.forms import choose_form, recipe_template
+from skipdecode.data.forms import choose_form
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.recipe import Recipe
@@ -18,7 +18,7 @@ from skipdecode.models.loading.ref import ModelRef
 from tiny import LAYERS
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
-OPTIONS = {"prompt_template": "{mr}\n", "response_field": "ref", "chat": False}
+PROMPT = {"template": "{mr}\n", "responses": ["ref"], "chat": False}
 BUNDLED = Path(__file__).parents[2] / "src/skipdecode/models/adapters/e2e-smollm2-135m"
 
 
@@ -56,32 +56,26 @@ def test_the_bundled_adapter_knows_its_prompt_and_its_schedules() -> None:
 
 
 def test_an_adapters_recipe_is_its_own(tmp_path: Path) -> None:
-    save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": OPTIONS}, TARGET))
+    save_adapter(tmp_path / "adapter", checkpoint(tmp_path / "base", {"options": {}, "prompt": PROMPT}, TARGET))
     assert ModelRef(str(tmp_path / "adapter")).recipe == Recipe(tuned_under=(TARGET,))
-    (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": OPTIONS | {"chat": True}}))
+    (tmp_path / "adapter/recipe.json").write_text(json.dumps({"options": {}, "prompt": PROMPT | {"chat": True}}))
     loaded = load_model(str(tmp_path / "adapter"))
     assert loaded.recipe == Recipe("{mr}\n", ("ref",), True, tuned_under=(TARGET,))
 
 
 def test_sampled_speedups_are_tuned_under_too(tmp_path: Path) -> None:
-    options = OPTIONS | {"curriculum": "sampled", "sampled_speedups": [1.0, 2.0, 3.0]}
+    options = {"curriculum": "sampled", "sampled_speedups": [1.0, 2.0, 3.0]}
     recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
     assert recipe is not None
     assert recipe.tuned_under == (TARGET, Schedule.full(LAYERS), TARGET.with_speedup(3))
 
 
 def test_sampled_prompts_are_tuned_under_too(tmp_path: Path) -> None:
-    options = OPTIONS | {"curriculum": "sampled", "sampled_speedups": [3.0, 3.0], "sampled_prompts": ["2"]}
+    options = {"curriculum": "sampled", "sampled_speedups": [3.0, 3.0], "sampled_prompts": ["2"]}
     recipe = recipe_of(tmp_path, {"options": options, "schedule": TARGET.to_dict()})
     assert recipe is not None
     deep = TARGET.with_speedup(3)
     assert recipe.tuned_under == (TARGET, deep, TARGET.with_prompt((0, 1)), deep.with_prompt((0, 1)))
-
-
-def test_a_prompt_field_is_a_template_of_itself(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, {"options": {"prompt_field": "question", "response_field": "answer"}})
-    assert recipe is not None
-    assert recipe.prompt_template == "{question}"
 
 
 @pytest.mark.parametrize("foreign", [{"steps": ["mix", "bake"]}, ["flour"], {"options": "none"}])
@@ -93,12 +87,12 @@ def test_another_tools_recipe_is_none(tmp_path: Path, foreign: Any) -> None:
     "broken",
     [
         "{",
-        {"options": OPTIONS, "format": 9},
-        {"options": OPTIONS | {"prompt_template": 3}},
-        {"options": OPTIONS | {"chat": "yes"}},
-        {"options": OPTIONS, "prompt": "text"},
-        {"options": OPTIONS, "schedule": {"num_layers": 3}},
-        {"options": OPTIONS, "schedule": Schedule.full(LAYERS + 1).to_dict()},
+        {"options": {}, "format": 9},
+        {"options": {}, "prompt": PROMPT | {"template": 3}},
+        {"options": {}, "prompt": PROMPT | {"chat": "yes"}},
+        {"options": {}, "prompt": "text"},
+        {"options": {}, "schedule": {"num_layers": 3}},
+        {"options": {}, "schedule": Schedule.full(LAYERS + 1).to_dict()},
     ],
 )
 def test_a_broken_recipe_is_refused_by_its_name(tmp_path: Path, broken: Any) -> None:
@@ -151,12 +145,3 @@ def test_what_the_user_says_comes_before_the_recipe() -> None:
     assert choose_form(ONE, field="plan").field.record({"mr": "no", "plan": "yes"}).prompt == "yes\n"
     with pytest.raises(UsageError):
         choose_form(ONE, prompt_template="<{mr}>", no_template=True)
-
-
-def test_a_recipe_that_names_a_task_alone_has_the_tasks_template() -> None:
-    template = recipe_template(Recipe(task="e2e"))
-    assert template is not None
-    assert template.prompt == "{mr}\n"
-    gone = choose_form(Recipe(task="gone.yaml"))
-    assert gone.template is None
-    assert "--prompt-template" in (gone.remark or "")

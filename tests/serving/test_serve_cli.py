@@ -177,7 +177,7 @@ def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedul
         save_checkpoint(tmp_path / name, carried)
         with pytest.raises(SystemExit):
             main(["serve", str(tmp_path / name), "--engine", "vllm", "--nominal-speedup", "2", "--flat"])
-        recipe = {"kind": "recipe", "format": 1, "options": {"prompt_template": "{mr}:"}}
+        recipe = {"kind": "recipe", "format": 1, "options": {}, "prompt": {"template": "{mr}:"}}
         assert "{mr}:" not in capsys.readouterr().err
         (tmp_path / name / "recipe.json").write_text(json.dumps(recipe))
         with pytest.raises(SystemExit):

@@ -32,7 +32,7 @@ from skipdecode.data.prompts import context_length, prompt_room
 from skipdecode.data.self_generated import open_prompts
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
-from skipdecode.errors import OutputError, SkipDecodeError, UsageError
+from skipdecode.errors import OutputError, UsageError
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
@@ -259,7 +259,7 @@ def _task(config: Config) -> Task:
             raise UsageError(f"--task is needed: {config.model} does not say what prompt it was tuned on")
         task = load_task(config.task, METRICS.check)
     else:
-        alike = (n for n in task_names() if n == recipe.task or load_task(n).prompt == template.prompt)
+        alike = (name for name in task_names() if load_task(name).prompt == template.prompt)
         task = load_task(next(alike, "jsonl"), METRICS.check)
         fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
         found = {name: getattr(template, name) for name in fields}
@@ -270,10 +270,6 @@ def _task(config: Config) -> Task:
 
 def _check_template(recipe: Recipe | None, task: Task) -> None:
     """Say so when the model was tuned on prompts of another form: its scores would mean little."""
-    try:
-        tuned = recipe_template(recipe)
-    except SkipDecodeError as e:
-        note(f"the prompt that the model was tuned with is not known here ({e}): compare it with this task's")
-        return
+    tuned = recipe_template(recipe)
     if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
         note(f"the model was tuned with the prompt {tuned.prompt!r}, chat={tuned.chat}; this task's differs")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from skipdecode.common.jsonl import kind_of
 from skipdecode.data.records import Message, Parts, Record, Template, checked_text, read_records
 from skipdecode.data.tasks import load_task
-from skipdecode.errors import DataError, SkipDecodeError, UsageError
+from skipdecode.errors import DataError, UsageError
 from skipdecode.models.loading.recipe import Recipe
 
 __all__ = ["PROMPT_FIELDS", "PromptField", "PromptForm", "choose_form", "recipe_template"]
@@ -97,7 +97,7 @@ class PromptForm(NamedTuple):
     field : PromptField
         Reads rows, texts and chats; its `template` goes to `PromptEncoder` too.
     remark : str or None
-        One line for users: which template is used and how to do without, or why there is none.
+        One line for users: which template is used and how to do without, or that there is another.
     """
 
     field: PromptField
@@ -149,11 +149,7 @@ def choose_form(
         return PromptForm(PromptField(field, template), f"prompts go into the task's template {template.prompt!r}")
     if no_template:
         return PromptForm(PromptField(field), None)
-    try:
-        tuned = recipe_template(recipe)
-    except SkipDecodeError as e:
-        lost = f"the template that the checkpoint was tuned on is lost ({e}): name it with --prompt-template"
-        return PromptForm(PromptField(field), lost)
+    tuned = recipe_template(recipe)
     if tuned is None:
         return PromptForm(PromptField(field), None)
     through = " and the chat template" if tuned.chat else ""
@@ -169,12 +165,10 @@ def choose_form(
 def recipe_template(recipe: Recipe | None) -> Template | None:
     """The template that a checkpoint was tuned on; None where its recipe says none.
 
-    Raises SkipDecodeError where the recipe names a task alone that is not known here, or a template that is none.
+    Raises UsageError where the recipe's template is none.
     """
-    if recipe is None or (recipe.prompt_template is None and recipe.task is None):
+    if recipe is None or recipe.prompt_template is None:
         return None
-    if recipe.prompt_template is None:
-        return load_task(recipe.task or "").template()
     return Template(
         recipe.prompt_template,
         recipe.responses,

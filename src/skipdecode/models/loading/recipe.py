@@ -47,8 +47,6 @@ class Recipe:
         The prompt went through the tokenizer's chat template.
     truncate, max_prompt_tokens
         See `skipdecode.data.records.Template`.
-    task : str, optional
-        The task that prompt and response are of, by name or file; a recipe of an older version says this alone.
     tuned_under : tuple of Schedule
         The schedules that the weights were tuned under, the target first.
     base : dict, optional
@@ -60,7 +58,6 @@ class Recipe:
     chat: bool = False
     truncate: str | None = None
     max_prompt_tokens: int | None = None
-    task: str | None = None
     tuned_under: tuple[Schedule, ...] = ()
     base: Mapping[str, Any] | None = None
 
@@ -128,24 +125,14 @@ def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> 
     document = read_recipe(path)
     try:
         tuned_under = _tuned_under(document, carried, num_layers)
-        return Recipe(**_prompt(document), tuned_under=tuned_under, base=_of(document, "base", dict))
+        prompt = _prompt(_of(document, "prompt", dict) or {})
+        return Recipe(**prompt, tuned_under=tuned_under, base=_of(document, "base", dict))
     except (DataError, ScheduleError) as e:
         raise DataError(f"recipe {path}: {e}; mend it, or take the file away to do without") from None
 
 
-def _prompt(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the prompt: the entry of its own, or the options of a recipe that has none."""
-    options = document["options"]
-    entry = document.get("prompt")
-    if entry is None:
-        field = _of(options, "prompt_field", str)
-        entry = {
-            "template": options.get("prompt_template") or (None if field is None else f"{{{field}}}"),
-            "responses": [] if options.get("response_field") is None else [options["response_field"]],
-            "chat": options.get("chat"),
-        }
-    elif not isinstance(entry, dict):
-        raise DataError(f"'prompt' is {kind_of(entry)}: an object is needed")
+def _prompt(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the prompt, from the entry of its own."""
     responses = _of(entry, "responses", list) or []
     if not all(isinstance(name, str) for name in responses):
         raise DataError("'responses' is not a list of texts")
@@ -155,7 +142,6 @@ def _prompt(document: Mapping[str, Any]) -> dict[str, Any]:
         "chat": bool(_of(entry, "chat", bool)),
         "truncate": _of(entry, "truncate", str),
         "max_prompt_tokens": _of(entry, "max_prompt_tokens", int),
-        "task": _of(options, "task", str),
     }
 
 
