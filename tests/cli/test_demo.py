@@ -155,11 +155,11 @@ def test_table_sets_figures_to_the_right():
 
 @pytest.mark.model
 def test_demo_of_the_embedded_model_holds_its_text_under_the_schedules(capsys: Any):
-    assert main(["demo", "--quick", "--json"]) == 0
+    assert main(["demo", "--max-new-tokens", "16", "--rounds", "1", "--json"]) == 0
     records, chats = json.loads(capsys.readouterr().out)["parts"]
     runs = {r["name"]: r for r in records["runs"]}
     for name, run in runs.items():
-        heron, kettle = (text.startswith(place) for text, place in zip(run["texts"], PLACES, strict=True))
+        heron, kettle = (text.startswith(place) for text, place in zip(run["texts"][:2], PLACES, strict=True))
         # Tuned under all of them; where prompts leave out layers, a name that training never had may be lost.
         assert (heron and kettle) if name == "full depth" or "p30" in name else (heron or kettle)
     assert runs["e2e-3x"]["measured_decode_speedup"] > 1.2

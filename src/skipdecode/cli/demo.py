@@ -43,8 +43,6 @@ _DEFAULT = "smollm2-135m"
 _RECORDS = "e2e-smollm2-135m"
 _CHAT = "chat-smollm2-135m"
 
-_QUICK_PROMPTS = ("record-1", "record-2", "chat-1")
-_QUICK_TOKENS = 16
 _INSTRUCTION = "Describe this place in one sentence, from these facts: "
 _UNTUNED = (
     "This model was not tuned under any schedule, so its text breaks when layers are left out; tuning under the "
@@ -73,14 +71,11 @@ class Config(EngineOptions):
     model: str = option(MODEL, default=_DEFAULT, path=Reads(model_files))
     max_new_tokens: int = option("new tokens of every prompt", default=32, least=2)
     rounds: int = option("times that every schedule runs, in turn; medians count", default=3, least=1)
-    quick: bool = option(f"only {len(_QUICK_PROMPTS)} prompts, {_QUICK_TOKENS} tokens and one round", default=False)
     json: bool = option("print one JSON document instead", default=False)
 
 
 def run(config: Config) -> int:
     """Show the demo; returns 0."""
-    if config.quick:
-        config = dataclasses.replace(config, max_new_tokens=_QUICK_TOKENS, rounds=1)
     prompt_room(context_length(config.ref.config), config.max_new_tokens)
     settings = _settings(config)
     parts = [_outcomes(config, setting) for setting in settings]
@@ -162,7 +157,7 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[Enco
     form = choose_form(loaded.recipe)
     chat = form.template is None and getattr(loaded.tokenizer, "chat_template", None) is not None
     listed = json.loads(resources.files("skipdecode.cli").joinpath("demo_prompts.json").read_text(encoding="utf-8"))
-    wanted = [p for p in listed if p["kind"] in kinds and (not config.quick or p["id"] in _QUICK_PROMPTS)]
+    wanted = [p for p in listed if p["kind"] in kinds]
     ask = {"record": _INSTRUCTION if chat else "", "chat": ""}
     records = [
         dataclasses.replace(form.field.record(ask[p["kind"]] + p["text"]), index=i, line=i + 1, id=p["id"])

@@ -56,10 +56,6 @@ class Registry:
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
 
-    def names(self) -> tuple[str, ...]:
-        """All names, in the order given."""
-        return tuple(self._targets)
-
     def check(self, name: object) -> str:
         """`name` if it is known; see `check_name`."""
         return check_name(self.kind, name, self._targets)
