@@ -28,6 +28,7 @@ from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
 from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import bottom_up
 
@@ -85,7 +86,8 @@ class LLM:
     model : str, Path or LoadedModel
         A name, as `skipdecode.load` takes it, or what that gave.
     schedule : Schedule or str, optional
-        Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth.
+        Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth. A fit
+        beside a schedule file is used for a model that is loaded by name.
     engine : {"auto", "fast", "transformers"}
         What runs the model; auto: the package's own engine where it covers the model.
     quantization : {"none", "int8", "int4", "w8a8"}
@@ -119,8 +121,10 @@ class LLM:
         device: str | None = None,
         max_rows: int = 8,
     ) -> None:
-        loaded = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
-        self.loaded = loaded
+        if not isinstance(model, LoadedModel):
+            files = (str(schedule),) if isinstance(schedule, str | Path) and os.path.isfile(schedule) else ()
+            model = load_model(ModelRef(str(model), files), dtype=dtype, device=device)
+        self.loaded = model
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")
         self.tokenizer: Any = self.loaded.tokenizer

@@ -11,19 +11,22 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from checkpoints import save_checkpoint
 from fits import projections, random_fit
 from oracle import active_tokens, oracle_logits, position_ids
-from skipdecode import Schedule, attach
+from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.fitting import fit_model
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
-from skipdecode.errors import FitError
+from skipdecode.errors import FitError, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.fit import Fit, PromptMap, keep_fit
+from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.ref import ModelRef
 from skipdecode.tuning.collate import collate
 from tiny import LAYERS, ragged_prompts, tiny_model
 
@@ -233,3 +236,23 @@ def test_gradients_of_weights_and_fit_equal_the_oracle_s(family, prompt):
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         # A gate leaves out what gets no gradient; the oracle's hooks multiply it by zero.
         torch.testing.assert_close(found.get(name, torch.zeros_like(parameter)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_by_name_uses_the_fit_beside_its_schedules(tmp_path):
+    model = save_checkpoint(tmp_path / "model")
+    for seed, name in enumerate(("one", "two", "bare")):
+        (tmp_path / name).mkdir()
+        Schedule.constant(LAYERS, LAYERS - 2).save(tmp_path / name / "s.json")
+        if name != "bare":
+            random_fit(model, seed=seed).save(tmp_path / name / "skipdecode.fit")
+    one, two, bare = (str(tmp_path / name / "s.json") for name in ("one", "two", "bare"))
+    name = str(tmp_path / "model")
+    assert ModelRef(name).fit is ModelRef(name, (bare,)).fit is None
+    assert ModelRef(name, (one, bare)).fit == tmp_path / "one" / "skipdecode.fit"
+    with pytest.raises(UsageError, match="a model uses one"):
+        load_model(ModelRef(name, (one, two)))
+    texts = {file: LLM(name, file, device="cpu").generate("ab", 8)[0].tokens for file in (one, two, bare)}
+    assert len({tuple(tokens) for tokens in texts.values()}) == 3
+    random_fit(model, seed=3).save(tmp_path / "model" / "skipdecode.fit")
+    assert ModelRef(name, (bare,)).fit == tmp_path / "model" / "skipdecode.fit"
+    assert ModelRef(name, (two,)).fit == tmp_path / "two" / "skipdecode.fit"
