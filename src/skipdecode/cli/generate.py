@@ -26,8 +26,8 @@ from skipdecode.cli.options import (
     EngineOptions,
     ScheduleChoice,
     ScheduleOptions,
-    check_schedule_options,
     choose_schedule,
+    named_schedule,
     stop_text,
     with_breaks,
 )
@@ -173,7 +173,7 @@ def _check(config: Config) -> None:
         raise UsageError("--field belongs to JSONL and CSV input, not to prompts given as arguments")
     if config.output_format == "text" and config.output != "-":
         raise UsageError("--output-format text is of standard output: leave out --output, or redirect with > FILE")
-    check_schedule_options(config)
+    named_schedule(config)
 
 
 def _prints_text(config: Config) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skipdecode.cli.columns import table
-from skipdecode.cli.options import ScheduleOptions, check_schedule_options, choose_schedule, read_cost
+from skipdecode.cli.options import ScheduleOptions, choose_schedule, named_schedule, read_cost
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.errors import UsageError
@@ -127,7 +127,7 @@ def run(config: Config) -> int:
 
 
 def _check(config: Config) -> None:
-    check_schedule_options(config)
+    named_schedule(config)
     if bool(config.cost) == (config.model is not None):
         raise UsageError("a cost is needed: give either --cost with files, or --model with a config")
     if (config.bandwidth is None) != (config.flops is None):

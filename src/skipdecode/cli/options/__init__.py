@@ -14,7 +14,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
-from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
@@ -27,13 +27,12 @@ __all__ = [
     "MODEL",
     "DecodingOptions",
     "EngineOptions",
-    "ModelOptions",
     "NamedModel",
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
-    "check_schedule_options",
     "choose_schedule",
+    "named_schedule",
     "read_cost",
     "stop_text",
     "with_breaks",
@@ -75,26 +74,16 @@ class NamedModel(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(NamedModel, ThreadOptions):
-    """How a model is loaded."""
+class EngineOptions(NamedModel, ThreadOptions):
+    """How a model is loaded, and what runs it."""
 
     dtype: str = option(
         "of the weights; auto is the checkpoint's own, but bfloat16 for smollm2-135m and what tune made in bf16, where "
         "the device multiplies that",
         default="auto",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        choices=DTYPES,
     )
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
-
-    def load(self) -> LoadedModel:
-        """The model with its weights, and the fit that goes with them."""
-        self.use_threads()
-        return load_model(self.ref, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions(ModelOptions):
-    """A model, and what runs it."""
 
     engine: str = option(
         "what runs the model; fast: the package's own engine (CPUs; `info` lists its model types); "
@@ -117,6 +106,11 @@ class EngineOptions(ModelOptions):
                 f"--quantization {self.quantization} needs the fast engine: leave out --engine transformers"
             )
 
+    def load(self) -> LoadedModel:
+        """The model with its weights, and the fit that goes with them."""
+        self.use_threads()
+        return load_model(self.ref, dtype=self.dtype, device=self.device)
+
     def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> EngineSource:
         """What runs a model, as the options say; `tell` gets one line where the choice needs a word."""
         from skipdecode.engine.opening import open_engines
@@ -126,7 +120,7 @@ class EngineOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions(SamplingOptions):
-    """How the next token is chosen, and how many there are."""
+    """How the next token is chosen."""
 
     seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
 
@@ -175,13 +169,8 @@ class ScheduleChoice(NamedTuple):
     origin: str
 
 
-def check_schedule_options(options: ScheduleOptions) -> None:
-    """Refuse, before a model is loaded, options that contradict each other or a file that holds no schedule."""
-    _named(options)
-
-
-def _named(options: ScheduleOptions) -> ScheduleChoice | None:
-    """What --schedule names, read; UsageError for options that contradict each other."""
+def named_schedule(options: ScheduleOptions) -> ScheduleChoice | None:
+    """What --schedule names, read; refuses, before a model is loaded, options that contradict each other."""
     if options.schedule is not None and options.nominal_speedup is not None:
         raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
     if options.seq_len is not None and options.nominal_speedup is None:
@@ -199,7 +188,7 @@ def choose_schedule(
     `default_seq_len` are the positions for --nominal-speedup without --seq-len. Raises UsageError if the options
     contradict each other, ScheduleError if the schedule does not fit the model.
     """
-    if (named := _named(options)) is not None:
+    if (named := named_schedule(options)) is not None:
         chosen = named
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len

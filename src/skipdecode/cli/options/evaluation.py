@@ -11,8 +11,8 @@ from skipdecode.cli.options import (
     MODEL,
     EngineOptions,
     ScheduleOptions,
-    check_schedule_options,
     choose_schedule,
+    named_schedule,
     with_prompt_layers,
 )
 from skipdecode.common.directories import RunDirectory
@@ -187,7 +187,7 @@ def _from_word(options: Config, word: str) -> Config:
 
 def _check_method(options: Config) -> None:
     """Refuse, before a model is loaded, options that contradict each other."""
-    check_schedule_options(options)
+    named_schedule(options)
     if options.method in _OTHERS:
         for name in ("schedule", "nominal_speedup", "prompt_layers"):
             if getattr(options, name) is not None:
