@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
+from skipdecode.models.fit import Bridge
+from skipdecode.vllm.fits import LayerBridge
 from skipdecode.vllm.gates import LayerGates
 from skipdecode.vllm.plugin import layers_of_stages
 from skipdecode.vllm.projection import check_projects
@@ -26,6 +28,7 @@ LOADED = [
     Schedule.split(LAYERS, 4, (6, 5, 3)),
     Schedule(LAYERS, (1, 2, 4, 3), (6, 5, 4), 1, (0, 2, 5)),  # The last layer is projected, one below it runs.
 ]
+BRIDGED = (0, 2, 3, 4, 6, 7)
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(1, 25), st.integers(0, len(LOADED) - 1)),
     min_size=1,
@@ -58,18 +61,30 @@ def listed(step: StepRows | None, kind: int, rows: int) -> list[int]:
     return np.arange(rows)[step.parts[kind].rows].tolist()  # type: ignore[union-attr]
 
 
+def crosses(schedule: Schedule, layer: int, token: int, prompt: int) -> bool:
+    """Whether a token takes the layer's bridge: all that skip it, but prompt tokens with layers of their own."""
+    own = schedule.prompt != "max_exit" and token < prompt - 1
+    return not runs(schedule, layer, token, prompt) and not own
+
+
 @settings(max_examples=150)
 @given(REQUESTS)
 def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int]]):
-    step = LayerLimits(LOADED).step(batch_of(requests))
+    step = LayerLimits(LOADED, BRIDGED).step(batch_of(requests))
     tokens = [(s, n, prompt) for start, rows, prompt, s in requests for n in range(start, start + rows)]
     for layer in range(LAYERS):
         expected = [i for i, (s, n, prompt) in enumerate(tokens) if runs(LOADED[s], layer, n, prompt)]
         assert chosen(step, layer, len(tokens)) == expected
         stored = [i for i, (s, n, prompt) in enumerate(tokens) if projects(LOADED[s], layer, n, prompt)]
         assert listed(step, NONE if step is None else step.projects[layer], len(tokens)) == stored
+        across = [i for i, (s, n, prompt) in enumerate(tokens) if crosses(LOADED[s], layer, n, prompt)]
         if step is not None:
             assert step.rows_of(layer) == len(expected)
+            assert listed(step, step.bridge(layer), len(tokens)) == (across if layer in BRIDGED else [])
+            assert step.starts is None or np.flatnonzero(step.starts).tolist() == [
+                i for i, (_, n, _) in enumerate(tokens) if n == 0
+            ]
+            assert step.schedules is None or step.schedules.tolist() == [s for s, _, _ in tokens]
 
 
 @settings(max_examples=80)
@@ -136,6 +151,8 @@ class Plain(torch.nn.Module):
 class Keys(torch.nn.Module):
     """Stands for the keys and values of a state, and for the cache."""
 
+    given = None
+
     def __init__(self) -> None:
         super().__init__()
         self.stored: dict[int, torch.Tensor] = {}
@@ -148,25 +165,35 @@ class Keys(torch.nn.Module):
         self.stored |= {s: torch.cat(pair) for s, *pair in zip(slots.tolist(), keys, values, strict=True)}
 
 
+def bridge() -> LayerBridge:
+    made = Bridge(torch.randn(2, 3), torch.randn(3, 2), torch.randn(3))
+    return LayerBridge(made, 4, torch.float64, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("put_back", [False, True], ids=["nested", "where"])
 @settings(max_examples=60)
 @given(requests=REQUESTS)
 def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tuple[int, int, int, int]]):
-    step = LayerLimits(LOADED).step(batch_of(requests))
+    step = LayerLimits(LOADED, BRIDGED).step(batch_of(requests))
     if step is None:
         return
     rows = step.num_rows
+    bridges = {n: bridge() for n in BRIDGED}
     positions, given_states = torch.arange(rows, dtype=torch.float64), torch.randn(rows, 3, dtype=torch.float64)
     for layer_class, takes_residual in ((Residual, True), (Plain, False)):
         state, passing = given_states.clone(), []
         for number in range(LAYERS):
             layer, index = layer_class(number), chosen(step, number, rows)
             passing.append(state.clone())
+            across = listed(step, step.bridge(number), rows)
             out = layer(positions[index], state[index], None) if takes_residual else layer(state[index])
+            if across:
+                state[across] = bridges[number](state[across])
             state[index] = out[0] + out[1] if takes_residual else out
         layers = {n: layer_class(n) for n in range(LAYERS)}
         gates = LayerGates(layers)
         gates.projections = {number: Keys() for number in range(LAYERS)}  # type: ignore[misc]
+        gates.bridges = bridges
         slots = {n: torch.tensor(listed(step, kind, rows)) for n, kind in enumerate(step.projects) if kind != NONE}
         gates.begin(step, put_back, torch.device("cpu"), slots)
         hidden, residual = given_states.clone(), None

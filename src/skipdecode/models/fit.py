@@ -147,6 +147,12 @@ class Fit(nn.Module):
         self.maps = nn.ModuleList(nn.ModuleDict({str(n): of[n] for n in sorted(of)}) for of in prompts.values())
         self._check()
 
+    @property
+    def rank(self) -> float:
+        """Mean rank of the bridges; 0 where there is none."""
+        ranks = [len(bridge.down) for bridge in self.bridges.values()]  # type: ignore[arg-type]
+        return sum(ranks) / max(1, len(ranks))
+
     def bridge(self, layer: int) -> Bridge | None:
         """The bridge over a layer; None where the state passes as it is."""
         return dict(self.bridges.items()).get(str(layer))  # type: ignore[return-value]
@@ -162,7 +168,10 @@ class Fit(nn.Module):
     def check_fits(self, model: Any) -> None:
         """Raise FitError unless the fit is for a model of these layers and this width."""
         plain = unwrap(model)
-        layers, width = len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size
+        self.check_sizes(len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size)
+
+    def check_sizes(self, layers: int, width: int) -> None:
+        """Raise FitError unless the fit is for a model of so many layers and columns."""
         if (layers, width) != (self.num_layers, self.hidden_size):
             raise FitError(
                 f"the fit is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {layers} of "

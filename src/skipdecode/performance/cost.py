@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -54,6 +54,10 @@ class CostModel:
         Where the figures come from.
     residual : float or None
         Measured: the largest relative distance between the fit and a measurement.
+    bridge_share, taps : float, int
+        A fit's bridge over a skipped layer, as a share of the layer's time without the cache read; and the tokens
+        before its own that a map of a prompt's keys and values sees, each of which costs one more projection. Every
+        skipped layer is taken to have a bridge. See `with_fit`.
     """
 
     num_layers: int
@@ -64,6 +68,8 @@ class CostModel:
     window_share: float = 0.0
     source: Literal["predicted", "measured"] = "predicted"
     residual: float | None = None
+    bridge_share: float = 0.0
+    taps: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "batch"):
@@ -123,6 +129,10 @@ class CostModel:
             window_share=geometry.window_share,
         )
 
+    def with_fit(self, geometry: ModelGeometry, rank: float, taps: int = 0) -> Self:
+        """The cost with a fit's bridges of `rank` over skipped layers, and its maps with `taps`."""
+        return replace(self, bridge_share=geometry.bridge_bytes(rank) / geometry.layer_bytes(), taps=taps)
+
     @classmethod
     def joined(cls, models: Sequence[Self], batch: int | None = None) -> Self:
         """One model's costs at different numbers of rows, as one.
@@ -168,7 +178,12 @@ class CostModel:
 
     def step_seconds(self, active_layers: float, kv_tokens: float = 0) -> float:
         """One step of `batch` rows that runs `active_layers` layers, with `kv_tokens` cached tokens in every row."""
-        return self.step.fixed_seconds + active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
+        active = active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
+        return self.step.fixed_seconds + active + self._bridges(active_layers) * self.step.layer_seconds
+
+    def _bridges(self, layers_run: float) -> float:
+        """The bridges over the layers that a token skips, in layers' times."""
+        return self.bridge_share * (self.num_layers - layers_run)
 
     def prompt_seconds(self, schedule: Schedule, tokens: int, ends: int = 1) -> float:
         """One forward over `tokens` tokens of prompts, `ends` of them the last of their prompt.
@@ -177,8 +192,13 @@ class CostModel:
         """
         layer, projection = self.prompt_layer_seconds(tokens)
         last = self.at(max(1, ends))
-        above = projection + (last.layer_seconds if ends else 0.0)
-        return last.fixed_seconds + len(schedule.prompt_layers()) * layer + len(schedule.projected) * above
+        above = (1 + self.taps) * projection + (last.layer_seconds if ends else 0.0)
+        run = len(schedule.prompt_layers())
+        if schedule.prompt == "max_exit":
+            bridges = self._bridges(run) * layer
+        else:  # the last token alone takes them
+            bridges = self._bridges(len(schedule.last_prompt_layers())) * last.layer_seconds if ends else 0.0
+        return last.fixed_seconds + run * layer + len(schedule.projected) * above + bridges
 
     def prompt_layer_seconds(self, tokens: int) -> tuple[float, float]:
         """One layer in a forward over `tokens` tokens of prompts, run and projected, without the cache read.
@@ -214,7 +234,7 @@ class CostModel:
         schedule.check_fits(self.num_layers)
         steps = _decode_steps(prompt_len, new_tokens)
         reads = sum(schedule.budget(i) * self._reads(prompt_len + i + 1) for i in range(steps))
-        layers = steps * self.layers_per_step(schedule, new_tokens, use)
+        layers = steps * (self.layers_per_step(schedule, new_tokens, use) + self._bridges(schedule.mean_budget(steps)))
         return steps * self.step.fixed_seconds + layers * self.step.layer_seconds + reads
 
     def layers_per_step(self, schedule: Schedule, new_tokens: int, use: Use = "lockstep") -> float:

@@ -122,6 +122,10 @@ class ModelGeometry:
         """Floating-point operations of one token's keys and values in one layer."""
         return 2.0 * self.hidden_size * 2 * self.num_kv_heads * self.head_dim
 
+    def bridge_bytes(self, rank: float) -> float:
+        """Weight bytes of a fit's bridge of `rank` over a layer."""
+        return (2 * rank + 1) * self.hidden_size * self.dtype_bytes
+
     def fixed_bytes(self, batch: int = 1) -> float:
         """Bytes that a step of `batch` rows reads whatever its depth: head, final norm, embedding rows."""
         return (self.head_params + batch * self.hidden_size) * self.dtype_bytes

@@ -20,6 +20,7 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
+from skipdecode.vllm.fits import LayerBridge
 from skipdecode.vllm.projection import KeyProjection
 from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
@@ -99,6 +100,8 @@ class LayerGates:
         Runs layers in a step that skips.
     projections : dict of int to KeyProjection
         For the layers that some schedule projects.
+    bridges : dict of int to LayerBridge
+        For the layers that have one.
     finished : bool
         Whether the last layer's gate was passed since the step began.
     """
@@ -109,12 +112,14 @@ class LayerGates:
         self.keep: Tensor | None = None
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
+        self.bridges: dict[int, LayerBridge] = {}
         self._axis = axis
         self._last = max(layers)
         self._holds = ALL
         self._waiting: list[Any] = []
         self._rows: dict[int, Any] = {}
         self._slots: dict[int, Tensor] = {}
+        self._texts: dict[str, Tensor] = {}
         self._passing: tuple[int, list[Tensor]] | None = None
         self._layers = layers
         self._blocks: dict[int, tuple[int, ...]] = {}
@@ -138,9 +143,15 @@ class LayerGates:
         self._holds, self._waiting = ALL, []
         self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
         self._slots = slots
+        texts = {"schedules": step.schedules, "starts": step.starts}
+        self._texts = {name: torch.from_numpy(of).to(device) for name, of in texts.items() if of is not None}
         self._done = set()
         whole = self._axis == 0 and self.keep is None and not self.pieces.eager
         self._blocks = self._blocks_of(step) if whole else {}
+
+    def maps_keys(self, layer: int) -> bool:
+        """Whether a fit has keys and values of prompts in a layer."""
+        return layer in self.projections and self.projections[layer].given is not None
 
     def _blocks_of(self, step: StepRows) -> dict[int, tuple[int, ...]]:
         """By its first layer, each run of layers that all rows run while nothing else is done between them."""
@@ -151,7 +162,7 @@ class LayerGates:
                 run += [index] if index else []
                 if len(run) == BLOCK:
                     found[run[0]], run = tuple(run), []
-            elif (step.layers[index], step.projects[index]) != (NONE, NONE):
+            elif {step.layers[index], step.projects[index], step.bridge(index)} != {NONE}:
                 run = []
         return found
 
@@ -172,15 +183,18 @@ class LayerGates:
             states = self._project(index, arguments, states, step)
         if puts_back:
             # Rows that are to be projected run here: the same keys and values, and their state is put back.
-            states = self._run_all(index, layer, arguments, states, step.parts[kind])
+            states = self._across(index, self._run_all(index, layer, arguments, states, step.parts[kind]), step)
         elif kind != NONE and self.keep is not None:
             states = self._run_masked(index, layer, arguments, states)
         elif kind != NONE:
             if kind != self._holds:
                 states = self._change_rows(states, kind)
+            self._bridge_rows(index, self._waiting, step.bridge(index))  # of those that sit the layer out
             states = self._call(index, layer, arguments, states)
-        elif len(states) > 1 and states[1] is None:
-            states[1] = torch.zeros_like(states[0])
+        else:
+            if len(states) > 1 and states[1] is None:
+                states[1] = torch.zeros_like(states[0])
+            states = self._across(index, states, step)
         if index == self._last:
             states, self.finished = self._change_rows(states, ALL), True
             self._done = set()  # A graph's capture calls the layers of one step several times.
@@ -197,10 +211,40 @@ class LayerGates:
         given: dict[str, Any] = dict(zip(STATES, self._passing[1], strict=False))
         given["positions"] = self._cut(arguments.get("positions"), step.num_rows, rows)
         projection = self.projections[index]
+        if self._texts and projection.given is not None:
+            given |= {name: of[rows] for name, of in self._texts.items()}
         keys, values = self.pieces(type(projection).forward, projection, given)
         if index in self._slots:
             projection.store(keys, values, self._slots[index])
         return states
+
+    def _across(self, index: int, states: list[Any], step: StepRows) -> list[Any]:
+        """States in which the rows that take a layer's bridge have taken it, and the others are as they were."""
+        kind = step.bridge(index)
+        if kind == NONE or index not in self.bridges:
+            return states
+        if self._holds not in (ALL, kind):
+            states = self._change_rows(states, kind)
+        if kind == self._holds:
+            return [self._bridged(index, states), *states[1:]]
+        self._bridge_rows(index, states, kind)
+        return states
+
+    def _bridge_rows(self, index: int, states: list[Any], kind: int) -> None:
+        """Have some of the rows in states of all rows take a layer's bridge."""
+        if kind != NONE and index in self.bridges:
+            rows = self._rows[kind]
+            taken = [None if s is None else self._take(s, rows) for s in states]
+            self._view(states[0])[rows] = self._view(self._bridged(index, taken))
+
+    def _bridged(self, index: int, states: list[Any]) -> Tensor:
+        """The first of the two states behind a layer's bridge, which leaves the second as it is."""
+        given = dict(zip(STATES, states, strict=False))
+        if "residual" in given and given["residual"] is None:  # before the first layer
+            given["residual"] = torch.zeros_like(states[0])
+        bridge = self.bridges[index]
+        made: Tensor = self.pieces(type(bridge).forward, bridge, given)
+        return made
 
     # ------------------------------------------------------------------ the two ways to skip
 
@@ -242,6 +286,8 @@ class LayerGates:
         """The layer on all rows; those that do not `keep` what it made are put back, by operations of fixed shape."""
         keep = self.keep[: self.step.num_rows, index, None]  # type: ignore[union-attr, index]
         before = [None if s is None else s.clone() for s in states]
+        if index in self.bridges:
+            before[0] = self._bridged(index, before)
         pairs = zip(self._call(index, layer, arguments, states), before, strict=True)
         return [n.masked_fill(~keep, 0) if old is None else torch.where(keep, n, old) for n, old in pairs]
 

@@ -84,12 +84,15 @@ class DepthGraphs:
         (rows, layers), bool: whether a row keeps what a layer made of it. Captured graphs read it where it lies.
     captured : set of DepthDescriptor
         Graphs that there are.
+    bridged : frozenset of int
+        Layers that have a bridge, which all rows that sit such a layer out take in a graph.
     """
 
     def __init__(self, schedules: Sequence[Schedule], most_rows: int, device: torch.device) -> None:
         self.levels = choose_levels(schedules)
         self.keep = torch.zeros(most_rows, schedules[0].num_layers, dtype=torch.bool, device=device)
         self.captured: set[DepthDescriptor] = set()
+        self.bridged: frozenset[int] = frozenset()
         self._capturing: int | None = None
         self._filled: StepRows | None = None
 
@@ -101,9 +104,11 @@ class DepthGraphs:
         # The full depth first: its memory is enough for the others.
         for number, level in reversed(list(enumerate(levels))):
             kinds = tuple(ALL if i in level.layers else NONE for i in layers)
+            across = tuple(NONE if i in level.layers else ALL for i in layers)
+            step = StepRows(kinds, (NONE,) * len(layers), (), plain.num_tokens, across)
             self._capturing = number
             try:
-                run(StepRows(kinds, (NONE,) * len(layers), (), plain.num_tokens), self.keep if level.masked else None)
+                run(step, self.keep if level.masked else None)
             finally:
                 self._capturing = None
             self.captured.add(DepthDescriptor(**asdict(plain), level=number))
@@ -122,8 +127,13 @@ class DepthGraphs:
         return determine(*args, **kwargs | ({} if step is None else {"force_eager": True}))
 
     def level_of(self, step: StepRows) -> int | None:
-        """The least level that serves a step that skips; None if there are no graphs, or it projects prompt rows."""
+        """The least level that serves a step that skips.
+
+        None if there are no graphs, it projects prompt rows, or rows sit a layer out and do not take its bridge.
+        """
         if not self.captured or any(kind != NONE for kind in step.projects):
+            return None
+        if any(step.rows_of(i) + step.rows_across(i) < step.num_rows for i in self.bridged):
             return None
         layers = frozenset(i for i, kind in enumerate(step.layers) if kind != NONE)
         fitting = [n for n, level in enumerate(self.levels) if level.serves(layers, not step.parts)]

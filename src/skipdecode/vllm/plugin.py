@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
-from skipdecode.models.fit import FIT_FILE
 from skipdecode.schedule import Schedule
+from skipdecode.vllm.fits import checkpoint_fit
 from skipdecode.vllm.gates import check_architecture
 from skipdecode.vllm.projection import check_projects
 from skipdecode.vllm.settings import KEY, PluginSettings
@@ -97,11 +96,7 @@ def _activate(vllm_config: Any) -> None:
     layers = model.hf_text_config.num_hidden_layers
     settings.schedules[0].check_fits(layers)
     check_projects(settings.schedules, model.architecture, model.quantization)
-    if (Path(str(model.model)) / FIT_FILE).is_file():
-        raise SkipDecodeError(
-            f"{model.model} was tuned with a fit ({FIT_FILE}), which the vLLM plugin does not run: decode with "
-            "skipdecode generate or serve, or tune without a fit (skipdecode calibrate --no-fit)"
-        )
+    checkpoint_fit(model, settings.schedules)  # refuses one that cannot be used
     if (refusal := _refusal(vllm_config)) is not None:
         raise SkipDecodeError(refusal)
     _change(vllm_config, settings)
@@ -220,10 +215,12 @@ def _admit(request: Any, settings: PluginSettings) -> None:
             "streaming input does not work with skipped layers: send the whole text as a new prompt"
         )
     schedule = settings.schedules[settings.index_of(request)]
-    depth = schedule.prompt_layers()
+    depth, bridged = schedule.prompt_layers(), schedule.prompt == "max_exit"
     if len(depth) < schedule.num_layers:
-        # Its blocks hold keys and values of the layers that prompts run, and of those that they project.
-        request.cache_salt = f"{request.cache_salt or ''}|skipdecode prompt layers {depth} {schedule.projected}"
+        # Its blocks hold keys and values of the layers that prompts run, and of those that they project; whether its
+        # tokens took bridges shows in all of them.
+        own = f"skipdecode prompt layers {depth} {schedule.projected}{' bridged' if bridged else ''}"
+        request.cache_salt = f"{request.cache_salt or ''}|{own}"
 
 
 # ---------------------------------------------------------------------- pipeline stages

@@ -1,20 +1,23 @@
 """Keys and values of rows that a layer projects: made of the state that passes by, and stored. Nothing else is done.
 
 A prompt under a split schedule runs some layers only; of the others that its answer will run it leaves keys and values.
+They are the layer's own projection of that state, or what a fit's map makes of it (`skipdecode.models.fit.PromptMap`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipdecode.errors import ScheduleError, UnsupportedFeatureError
+from skipdecode.models.fit import Fit, PromptMap, normed
 from skipdecode.schedule import Schedule
 
-__all__ = ["PROJECTING", "KeyProjection", "check_projects"]
+__all__ = ["PROJECTING", "GivenKeys", "KeyProjection", "check_projects", "given_keys"]
 
 # Architectures that can project, and the norm in front of their attention. A new one is a row here, and a test.
 PROJECTING = dict.fromkeys(
@@ -48,6 +51,39 @@ def check_projects(schedules: Iterable[Schedule], architecture: str, quantizatio
             )
 
 
+@dataclass(frozen=True)
+class GivenKeys:
+    """A fit's maps of prompts' keys and values in one layer.
+
+    Parameters
+    ----------
+    maps : tuple of (PromptMap or None)
+        One for each prompt set that some schedule has; None where the layer has none for it.
+    which : tuple of int
+        For each schedule which of the maps its prompts take; -1: the layer's own projection.
+    own : bool
+        Whether some layer projects some prompts on its own.
+    """
+
+    maps: tuple[PromptMap | None, ...]
+    which: tuple[int, ...]
+    own: bool
+
+
+def given_keys(fit: Fit | None, schedules: Sequence[Schedule]) -> dict[int, GivenKeys]:
+    """What a fit has for the prompts of schedules, by layer; nothing where it has no map for any."""
+    sets = () if fit is None else [p for p in fit.prompt_sets if any(s.prompt_layers() == p for s in schedules)]
+    found = {}
+    for layer in sorted({layer for s in schedules for layer in s.projected} if sets else ()):
+        maps = tuple(fit.prompt_map(prompt, layer) for prompt in sets)  # type: ignore[union-attr]
+        known = {prompt: n for n, prompt in enumerate(sets) if maps[n] is not None}
+        found[layer] = maps, tuple(known.get(s.prompt_layers(), -1) for s in schedules)
+    own = any(
+        which[n] < 0 for layer, (_, which) in found.items() for n, s in enumerate(schedules) if layer in s.projected
+    )
+    return {layer: GivenKeys(maps, which, own) for layer, (maps, which) in found.items() if any(maps)}
+
+
 class KeyProjection(nn.Module):
     """A decoder layer's way to keys and values; shares the layer's modules.
 
@@ -57,6 +93,10 @@ class KeyProjection(nn.Module):
         A decoder layer with its weights loaded.
     architecture : str
         One that `check_projects` lets pass.
+    given : GivenKeys, optional
+        Maps of a fit, which stand in for the layer's own projection of some schedules' prompts.
+    shard : (int, int)
+        Number of this process among those that share the heads, and how many these are.
 
     Raises
     ------
@@ -64,7 +104,9 @@ class KeyProjection(nn.Module):
         If the attention backend stores keys and values within attention only.
     """
 
-    def __init__(self, layer: Any, architecture: str) -> None:
+    def __init__(
+        self, layer: Any, architecture: str, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)
+    ) -> None:
         super().__init__()
         attention = layer.self_attn
         target = attention.attn
@@ -80,12 +122,28 @@ class KeyProjection(nn.Module):
         self.width = target.num_kv_heads * target.head_size
         self.weight, self.bias = _last_rows(attention.qkv_proj, 2 * self.width)
         self._target = [target]  # A list, for its weights are not this module's.
+        self.given = None if given is None else _KeyMaps(given, self.shape, shard, self.weight)
 
-    def forward(self, hidden_states: Tensor, residual: Any = None, positions: Tensor | None = None) -> Any:
-        """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Any = None,
+        positions: Tensor | None = None,
+        schedules: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> Any:
+        """Keys and values (rows, heads, head size) of states (rows, width); the states stay as they are.
+
+        Where there are maps, `schedules` and `starts` (rows,) say which row has which, as `StepRows` has them.
+        """
         states = hidden_states if residual is None else hidden_states + residual
-        states = states if self.norm is None else self.norm(states)
-        keys, values = nn.functional.linear(states, self.weight, self.bias).chunk(2, -1)
+        made = None
+        if self.given is None or self.given.own:
+            made = states if self.norm is None else self.norm(states)
+            made = nn.functional.linear(made, self.weight, self.bias)
+        if self.given is not None:
+            made = self.given(states, schedules, starts, made)
+        keys, values = made.chunk(2, -1)  # type: ignore[union-attr]
         keys = keys.contiguous()
         if self.key_norm is not None:
             keys = self.key_norm(keys.view(self.shape)).flatten(-2)
@@ -98,6 +156,38 @@ class KeyProjection(nn.Module):
         """Put keys and values into the cache; `slots` (rows,) are their places."""
         (target,) = self._target
         target.impl.do_kv_cache_update(target, keys, values, target.kv_cache, slots)
+
+
+class _KeyMaps(nn.Module):
+    """A fit's maps for the heads of this process, in the model's type; alike in all layers, so that one piece serves.
+
+    A layer that has no map for some prompts has zeros there, and never uses them.
+    """
+
+    def __init__(self, given: GivenKeys, shape: tuple[int, int, int], shard: tuple[int, int], like: Tensor) -> None:
+        super().__init__()
+        (_, heads, size), (number, shards) = shape, shard
+        known = next(made for made in given.maps if made is not None)
+        total = len(known.bias) // (2 * size)
+        # With more processes than heads, several have the same.
+        first = number * heads if heads * shards == total else number * total // shards
+        for name in ("weight", "bias", "first"):
+            empty = torch.zeros_like(getattr(known, name))
+            stacked = torch.stack([empty if made is None else getattr(made, name).data for made in given.maps])
+            mine = stacked.view(len(stacked), 2, total, size, *stacked.shape[2:])[:, :, first : first + heads]
+            mine = mine.flatten(1, 3)
+            self.register_buffer(name, mine.to(like.device, like.dtype).contiguous())
+        self.own = given.own
+        self.register_buffer("which", torch.tensor(given.which, device=like.device))
+
+    def forward(self, states: Tensor, schedules: Any, starts: Any, own: Tensor | None) -> Tensor:
+        """Keys and values side by side, (rows, width), of states; `own` is what the layer itself makes of them."""
+        weight, bias, first, places = (self.get_buffer(name) for name in ("weight", "bias", "first", "which"))
+        made = nn.functional.linear(normed(states).to(states.dtype), weight.flatten(0, 1)).view(-1, *bias.shape) + bias
+        made = torch.where(starts[:, None, None], first, made)
+        which = places[schedules]
+        chosen = made.gather(1, which.clamp(min=0)[:, None, None].expand(-1, 1, made.shape[2])).squeeze(1)
+        return chosen if own is None else torch.where(which[:, None] < 0, own, chosen)
 
 
 def _last_rows(linear: Any, rows: int) -> tuple[Tensor, Tensor | None]:

@@ -23,10 +23,11 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
+from skipdecode.vllm.fits import checkpoint_fit, layer_bridges
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.graphs import DepthDescriptor, DepthGraphs
 from skipdecode.vllm.metadata import StepMetadata
-from skipdecode.vllm.projection import KeyProjection
+from skipdecode.vllm.projection import KeyProjection, given_keys
 from skipdecode.vllm.settings import Mode, PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 
@@ -121,9 +122,13 @@ class Skipping:
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
-        self._limits = LayerLimits(settings.schedules)
+        self._fit = checkpoint_fit(vllm_config.model_config, settings.schedules)
+        fitted = range(settings.num_layers) if self._fit is not None else ()
+        bridged = frozenset(n for n in fitted if self._fit is not None and self._fit.bridge(n) is not None)
+        self._limits = LayerLimits(settings.schedules, bridged)
         self.step: StepRows | None = None
         self.graphs = DepthGraphs(settings.schedules, vllm_config.scheduler_config.max_num_batched_tokens, device)
+        self.graphs.bridged = bridged
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
@@ -136,7 +141,11 @@ class Skipping:
         self.gates = LayerGates(layers, axis, self._config, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
         architecture = self._config.model_config.architecture
-        self.gates.projections = {i: KeyProjection(layers[i], architecture) for i in projected & set(layers)}
+        given = given_keys(self._fit, self._settings.schedules)
+        self.gates.projections = {
+            i: KeyProjection(layers[i], architecture, given.get(i), _shard()) for i in projected & set(layers)
+        }
+        self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.
         self._graphs = [module for module in model.modules() if "do_not_compile" in module.__dict__]
         self.choice = ModeChoice(self._settings, self._config, self._device)
@@ -147,9 +156,11 @@ class Skipping:
             return
         rows, every = min(64, runner.max_num_tokens), range(self._settings.num_layers)
         all_run = StepRows((ALL,) * len(every), (NONE,) * len(every), (), rows)
-        projected = self.gates.projections
-        keys = StepRows((NONE,) * len(every), tuple(ALL if i in projected else NONE for i in every), (), rows)
-        for step, blocks in ((all_run, False), (all_run, True), *(((keys, False),) if projected else ())):
+        projected, bridged = self.gates.projections, self.gates.bridges
+        nothing, texts = (NONE,) * len(every), (np.zeros(rows, np.int64), np.zeros(rows, np.bool_))
+        across = tuple(ALL if i in bridged else NONE for i in every)
+        keys = StepRows(nothing, tuple(ALL if i in projected else NONE for i in every), (), rows, across, *texts)
+        for step, blocks in ((all_run, False), (all_run, True), *(((keys, False),) if projected or bridged else ())):
             self.gates.pieces.makes_blocks = blocks
             with self.layer_by_layer(step):
                 runner._dummy_run(rows, is_profile=True)
@@ -175,6 +186,11 @@ class Skipping:
         self._metadata = StepMetadata(groups, self._layer_names)
         self.choice.builders = self._metadata.num_builders
         if not self._metadata.repeatable:
+            if any(map(self.gates.maps_keys, self.gates.projections)):
+                raise UnsupportedFeatureError(
+                    "a fit's keys and values of prompts do not work with this attention backend: choose another "
+                    "(--attention-backend), or set prompt='full'"
+                )
             self.choice.mode = "where"
 
     def order(self, input_batch: Any, requests: Any, scheduler_output: Any) -> None:
@@ -202,7 +218,9 @@ class Skipping:
             raise UnsupportedFeatureError(
                 "this vLLM would replay a graph of every layer in a step that skips: start it with --enforce-eager"
             )
-        put_back = self.choice.puts_back(step)
+        # A layer that ran on all rows would store its own keys and values of those that have a map's.
+        mapped = any(kind != NONE and self.gates.maps_keys(i) for i, kind in enumerate(step.projects))
+        put_back = not mapped and self.choice.puts_back(step)
         slots = self._metadata.projected_slots(step, context.slot_mapping)
         if not put_back:
             self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
@@ -223,6 +241,13 @@ class Skipping:
             prompt=input_batch.num_prompt_tokens[:count].astype(np.int64),
             schedule=np.array([self._settings.index_of(requests[i]) for i in ids], np.int64),
         )
+
+
+def _shard() -> tuple[int, int]:
+    """Number of this process among those that share a layer's heads, and how many these are."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
 def _permute(input_batch: Any, order: Any) -> None:
@@ -280,7 +305,7 @@ class ModeChoice:
         more = sum(
             all_rows - self._layer_seconds(step.rows_of(i)) for i, kind in enumerate(step.layers) if kind != NONE
         )
-        return more < len(step.parts) * self.builders * _BUILD_SECONDS
+        return more < len({k for k in step.layers if k >= 0}) * self.builders * _BUILD_SECONDS
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as the runner
     def _layer_seconds(self, rows: int) -> float:

@@ -85,8 +85,10 @@ def _cache_prompts_only(manager: Any, settings: PluginSettings) -> None:
     longest: list[int] = []
 
     def shared(request: Any) -> int:
-        # Where prompts project, the last token of one runs layers that a longer one only projects there.
-        return int(request.num_prompt_tokens) - bool(settings.schedules[settings.index_of(request)].projected)
+        # Where prompts have layers of their own, the last token of one runs layers, or takes bridges, that the same
+        # token of a longer one does not.
+        own = not isinstance(settings.schedules[settings.index_of(request)].prompt, str)
+        return int(request.num_prompt_tokens) - own
 
     def publish_prompt(request: Any, num_computed_tokens: int) -> None:
         publish(request, min(num_computed_tokens, shared(request)))

@@ -7,8 +7,8 @@ Where prompts project, it runs a part from the prompt's last token on, and keys 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,16 +101,34 @@ class StepRows:
         Different selections; layers with the same one share it.
     num_rows : int
         Rows of the step.
+    bridges : tuple of int
+        The rows that take a bridge over each layer, as in `layers`; empty where no row does.
+    schedules, starts : array of int and of bool, optional
+        (num_rows,) Number of each row's schedule, and whether it is the first token of its text; in a step that
+        projects.
     """
 
     layers: tuple[int, ...]
     projects: tuple[int, ...]
     parts: tuple[RowSubset, ...]
     num_rows: int
+    bridges: tuple[int, ...] = ()
+    schedules: NDArray[np.int64] | None = field(default=None, compare=False)
+    starts: NDArray[np.bool_] | None = field(default=None, compare=False)
+
+    def bridge(self, layer: int) -> int:
+        """The rows that take a bridge over a layer: an index into `parts`, `ALL` or `NONE`."""
+        return self.bridges[layer] if self.bridges else NONE
 
     def rows_of(self, layer: int) -> int:
         """How many rows run a layer."""
-        kind = self.layers[layer]
+        return self._count(self.layers[layer])
+
+    def rows_across(self, layer: int) -> int:
+        """How many rows take a bridge over a layer."""
+        return self._count(self.bridge(layer))
+
+    def _count(self, kind: int) -> int:
         return self.num_rows if kind == ALL else 0 if kind == NONE else self.parts[kind].num_rows
 
 
@@ -121,11 +139,14 @@ class LayerLimits:
     ----------
     schedules : sequence of Schedule
         They are numbered in this order.
+    bridged : collection of int
+        Layers that have a bridge.
     """
 
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
+    def __init__(self, schedules: Sequence[Schedule], bridged: Collection[int] = ()) -> None:
         self.num_layers = schedules[0].num_layers
-        self._first, self._end = np.array([_limits(s) for s in schedules], np.int64).transpose(1, 0, 2)
+        limits = np.array([_limits(s, bridged) for s in schedules], np.int64).transpose(1, 0, 2)
+        self._first, self._end, self._bridged = limits
         self._full = np.array([s.is_full for s in schedules])
         # From here on no schedule changes: a step like the last one needs no new plan.
         self._settled = max([0, *self._end[self._end < _NEVER].tolist()])
@@ -148,7 +169,7 @@ class LayerLimits:
         if self._full[batch.schedule].all():
             return None
         age = np.minimum(batch.start - batch.prompt, self._settled)
-        key = tuple(a.tobytes() for a in (batch.schedule, batch.rows, age))
+        key = tuple(a.tobytes() for a in (batch.schedule, batch.rows, age, batch.start == 0))
         if key != self._last[0]:
             self._last = key, self._plan(batch)
         return self._last[1]
@@ -173,25 +194,42 @@ class LayerLimits:
         leads = np.ascontiguousarray(lead.T)
         layers = tuple([kind(*columns) for columns in zip(leads, np.ascontiguousarray(counts.T), strict=True)])
         projects = tuple([kind(lead[:, 0] * 0, column) for column in leads]) if lead.any() else (NONE,) * len(layers)
-        return StepRows(layers, projects, tuple(parts), int(offsets[-1]))
+        before = self._rows_before(self._bridged, batch)
+        across = np.ascontiguousarray(batch.rows[:, None] - before).T
+        bridges = tuple([kind(*columns) for columns in zip(np.ascontiguousarray(before.T), across, strict=True)])
+        schedules = starts = None
+        if lead.any():
+            schedules, starts = np.repeat(batch.schedule, batch.rows), np.zeros(offsets[-1], np.bool_)
+            starts[offsets[:-1][batch.start == 0]] = True
+        bridges = bridges if across.any() else ()
+        return StepRows(layers, projects, tuple(parts), int(offsets[-1]), bridges, schedules, starts)
 
     def _spans(self, batch: StepBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """For each request and layer: how many rows it projects before those that run, and where these end."""
+        return self._rows_before(self._first, batch), self._rows_before(self._end, batch)
+
+    @staticmethod
+    def _rows_before(limits: NDArray[np.int64], batch: StepBatch) -> NDArray[np.int64]:
+        """For each request and layer: how many rows of this step come before a limit."""
         left = (batch.prompt - batch.start)[:, None]
-        lead, end = (np.clip(t[batch.schedule] + left, 0, batch.rows[:, None]) for t in (self._first, self._end))
-        return lead, end
+        before: NDArray[np.int64] = np.clip(limits[batch.schedule] + left, 0, batch.rows[:, None])
+        return before
 
 
-def _limits(schedule: Schedule) -> tuple[list[Any], list[Any]]:
-    """For each layer the tokens, counted from the prompt's end, from which it runs, and from which it does no more."""
+def _limits(schedule: Schedule, bridged: Collection[int]) -> tuple[list[Any], list[Any], list[Any]]:
+    """For each layer the tokens, counted from the prompt's end, from which it runs, from which it does no more, and
+    from which a text takes its bridge (`skipdecode.models.plan.LayerPlan`).
+    """
     on_prompt, projected = set(schedule.prompt_layers()), set(schedule.projected)
-    first, end = [], []
+    first, end, across = [], [], []
     for layer in range(schedule.num_layers):
         drop = schedule.drop_position(layer)
         first.append(np.int64(-1) if layer in projected else -_NEVER)
         runs = layer in on_prompt or layer in projected
         end.append(-_NEVER if not runs else _NEVER if drop is None else np.int64(drop))
-    return first, end
+        skipped = end[-1] if runs else -_NEVER if schedule.prompt == "max_exit" else np.int64(-1)
+        across.append(skipped if layer in bridged else _NEVER)
+    return first, end, across
 
 
 def _part(

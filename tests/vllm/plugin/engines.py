@@ -119,3 +119,16 @@ def compiled_graphs() -> int:
 
 def scheduler_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def count_preemptions(llm: Any) -> list[str]:
+    """The requests that an engine preempts from here on."""
+    scheduler, seen = scheduler_of(llm), []
+    preempt = type(scheduler)._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(request.request_id)
+        return preempt(scheduler, request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return seen

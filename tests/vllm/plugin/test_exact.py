@@ -8,6 +8,7 @@ import pytest
 
 from engines import (
     compiled_graphs,
+    count_preemptions,
     engine,
     generate,
     paper,
@@ -209,18 +210,6 @@ def test_waves_admit_together(checkpoint: Any):
         scheduler.schedule = seen
         assert generate(llm, texts, new) == expected
     assert starts == [4, 4, 4, 4]
-
-
-def count_preemptions(llm: Any) -> list[str]:
-    scheduler, seen = scheduler_of(llm), []
-    preempt = type(scheduler)._preempt_request
-
-    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(request.request_id)
-        return preempt(scheduler, request, *args, **kwargs)
-
-    scheduler._preempt_request = counted
-    return seen
 
 
 def count_hits(llm: Any) -> list[int]:
