@@ -323,6 +323,25 @@ def test_prompts_cost_forwards_of_the_engine_by_hand():
     assert long.request_speedup(split, 600, 3) == pytest.approx(full / together)
 
 
+def test_a_fit_costs_a_bridge_over_each_skipped_layer_and_a_projection_more_for_each_tap():
+    bare = CostModel(10, 1, (StepCost(1, 5.0, 2.0, 0.0),), (PromptCost(8, 4.0, 0.5),))
+    cost = replace(bare, bridge_share=0.25, taps=1)
+    flat = Schedule.constant(10, 6, warmup_layers=1)
+    split = replace(flat, prompt=(0, 1, 2))
+    assert cost.sequence_seconds(flat, 8, 4) == pytest.approx(bare.sequence_seconds(flat, 8, 4) + 3 * 4 * 0.25 * 2)
+    assert cost.step_seconds(6) == pytest.approx(bare.step_seconds(6) + 4 * 0.25 * 2)
+    assert cost.prompt_seconds(flat, 8) == bare.prompt_seconds(flat, 8)  # at full depth
+    last, projected = len(split.last_prompt_layers()), len(split.projected)
+    more = (10 - last) * 0.25 * 2 + projected * 0.5
+    assert cost.prompt_seconds(split, 8) == pytest.approx(bare.prompt_seconds(split, 8) + more)
+    shallow = replace(flat, prompt="max_exit")
+    assert cost.prompt_seconds(shallow, 8) == pytest.approx(bare.prompt_seconds(shallow, 8) + 4 * 0.25 * 4)
+    assert cost.speedup(flat, 8, 4) < bare.speedup(flat, 8, 4)
+    assert CostModel.from_dict(cost.to_dict()) == cost
+    sizes = ModelGeometry.from_config(SMOLLM2)
+    assert bare.with_fit(sizes, 128).bridge_share == pytest.approx(0.0416, abs=1e-3)
+
+
 def test_wrong_numbers_are_refused():
     cost = smollm2()
     with pytest.raises(UsageError, match="new_tokens=1"):

@@ -15,8 +15,10 @@ from matplotlib import image
 
 from checkpoints import save_checkpoint
 from counted import count_time
+from fits import random_fit
 from skipdecode import Schedule
 from skipdecode.cli import main
+from skipdecode.models.fit import FIT_FILE
 from skipdecode.performance import cost_source, machine
 from skipdecode.performance.bench.workload import GEOMETRIES
 from skipdecode.performance.cost import CostModel
@@ -70,6 +72,25 @@ def refused(capsys, *arguments: str) -> str:
 
 
 # ---------------------------------------------------------------------- plans
+
+
+def test_a_schedule_file_and_the_fit_beside_it_count(model_dir, tmp_path, capsys):
+    schedule = Schedule.constant(LAYERS, 5, prompt=(0, 1, 2, 3))
+    schedule.save(tmp_path / "schedule.json")
+    command = (model_dir, "--schedule", str(tmp_path / "schedule.json"), "--no-measure")
+    bare = json.loads(plan(capsys, *command, "--json"))
+    assert Schedule.from_dict(bare["schedule"]) == schedule
+    random_fit(tiny_model("llama"), [(0, 1, 2, 3)], rank=4).save(tmp_path / FIT_FILE)
+    fitted = json.loads(plan(capsys, *command, "--json"))
+    assert bare["fit_bytes"] == 0
+    # Six bridges of 32 columns, and maps of 16 keys and 16 values in four layers.
+    assert fitted["fit_bytes"] == 4 * (6 * (2 * 4 + 1) * 32 + 4 * 32 * (32 + 2))
+    assert fitted["figures"]["step_seconds"] > bare["figures"]["step_seconds"]
+    text = plan(capsys, *command)
+    assert "6 bridges of rank 4" in text
+    assert "generate" in text
+    random_fit(tiny_model("llama", hidden_size=64)).save(tmp_path / FIT_FILE)
+    assert "of 64 columns" in refused(capsys, *command)
 
 
 def test_a_wall_clock_target_for_a_config(config_file, capsys):

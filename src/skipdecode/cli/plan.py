@@ -1,9 +1,10 @@
 """A schedule for a model and a speed target, as a picture, with the speed-ups to expect of it.
 
 Give one target: a speed-up in wall-clock time (--target-speedup, of the whole request, or with --phase decode of the
-steps behind the prompt), the paper's nominal one (--nominal-speedup), or the exits themselves (--min-exit-layer and
---max-exit-layer). Nothing is generated. Where the model's weights are at hand, a short calibration times its prompts
-and decode steps; otherwise they are predicted from its config.
+steps behind the prompt), the paper's nominal one (--nominal-speedup), the exits themselves (--min-exit-layer and
+--max-exit-layer), or a schedule that there is (--schedule). A fit beside that schedule, or in the checkpoint, counts.
+Nothing is generated. Where the model's weights are at hand, a short calibration times its prompts and decode steps;
+otherwise they are predicted from its config.
 
 Three speed-ups are told. Request: time of prompt and steps together, full depth / schedule. Decode: the same of the
 steps after the prompt. Nominal: all layers / layers that a new token runs. The first two are predicted for the work
@@ -17,7 +18,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,8 +38,10 @@ from skipdecode.schedule.draw import schedule_picture, shows_blocks
 from skipdecode.schedule.order import PROMPT_SETS, Order, PromptDepth, prompt_set, top_down
 
 if TYPE_CHECKING:
+    from skipdecode.models.fit import Fit
     from skipdecode.performance.cost import CostModel
     from skipdecode.performance.cost_source import CostSource
+    from skipdecode.performance.geometry import ModelGeometry
 
 __all__ = ["Config", "run"]
 
@@ -61,6 +64,9 @@ class Config(EngineOptions):
     )
     nominal_speedup: float | None = option(
         "nominal speed-up, the paper's: all layers / mean layers run; the gain in time is lower", default=None, least=1
+    )
+    schedule: str | None = option(
+        "file of a schedule, whose figures are told; a skipdecode.fit beside it counts", default=None, path=Reads()
     )
     min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
     max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)
@@ -111,6 +117,7 @@ def run(config: Config) -> int:
 
     geometry, _ = find_geometry(config.ref, config.dtype, choose_device(config.device))
     _schedule(config, geometry.num_layers)  # refuses what does not fit before weights are loaded
+    fit = _fit(config, geometry)
     config.use_threads()
     source = find_cost(
         config.ref,
@@ -123,6 +130,8 @@ def run(config: Config) -> int:
         quantization=config.quantization,
         remeasure=config.remeasure,
     )
+    if fit is not None:
+        source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
     schedule = _schedule(config, source.cost.num_layers, source.cost)
     figures = assess(
         schedule,
@@ -132,7 +141,8 @@ def run(config: Config) -> int:
         prompt_len=config.prompt_len,
         new_tokens=config.new_tokens,
     )
-    plan = _Plan(config, source, schedule, figures, _reason(config, schedule, source.cost), _tuned(config, schedule))
+    reason, tuned = _reason(config, schedule, source.cost), _tuned(config, schedule)
+    plan = _Plan(config, source, schedule, figures, reason, tuned, fit)
     if config.out is not None:
         schedule.save(config.out)
     if config.png is not None:
@@ -158,13 +168,14 @@ def _check(config: Config) -> None:
     explicit = (config.min_exit_layer, config.max_exit_layer)
     if (explicit[0] is None) != (explicit[1] is None):
         raise UsageError("--min-exit-layer and --max-exit-layer go together: give both")
-    given = [config.target_speedup is not None, config.nominal_speedup is not None, explicit[0] is not None]
+    targets = (config.target_speedup, config.nominal_speedup, explicit[0], config.schedule)
+    given = [target is not None for target in targets]
     if config.phase == "decode" and config.target_speedup is None:
         raise UsageError("--phase says what --target-speedup is of: give both, or neither")
     if sum(given) != 1:
         raise UsageError(
             f"{'no' if not any(given) else 'more than one'} target was given: give one of --target-speedup, "
-            "--nominal-speedup, or --min-exit-layer with --max-exit-layer"
+            "--nominal-speedup, --min-exit-layer with --max-exit-layer, or --schedule"
         )
     if config.batch * config.prompt_len > _MOST_PROMPT_TOKENS:
         raise UsageError(
@@ -177,6 +188,18 @@ def _check(config: Config) -> None:
         check_matplotlib()
 
 
+def _fit(config: Config, geometry: ModelGeometry) -> Fit | None:
+    """The fit beside the schedule, else the checkpoint's; None where there is none. Its weights are not compared."""
+    from skipdecode.models.fit import Fit
+
+    file = None if Path(config.model).is_file() else config.ref.fit
+    if file is None:
+        return None
+    fit = Fit.load(file)
+    fit.check_sizes(geometry.num_layers, geometry.hidden_size)
+    return fit
+
+
 def _schedule(config: Config, layers: int, cost: CostModel | None = None) -> Schedule:
     """The schedule asked for; a wall-clock target is solved for with the cost, without it full depth is checked."""
     warmup = config.warmup_layers
@@ -184,6 +207,10 @@ def _schedule(config: Config, layers: int, cost: CostModel | None = None) -> Sch
     asked = None if config.prompt_layers is None else prompt_set(config.prompt_layers, layers)
     shared: dict[str, Any] = {"seq_len": config.seq_len, "warmup_layers": warmup, "drop_order": order}
     shared["prompt"] = asked or "full"
+    if config.schedule is not None:
+        schedule = Schedule.load(config.schedule)
+        schedule.check_fits(layers)
+        return schedule if asked is None else schedule.with_prompt(asked)
     if cost is not None and config.target_speedup is not None:
         schedule = _solved(config, cost, config.use, order, asked or "auto")
     elif config.nominal_speedup is not None:
@@ -248,6 +275,13 @@ class _Plan:
     figures: Assessment
     reason: str | None
     tuned: bool
+    fit: Fit | None = None
+
+    @property
+    def fit_bytes(self) -> float:
+        """Bytes of the fit in memory, in the weights' type."""
+        numbers = () if self.fit is None else self.fit.parameters()
+        return sum(p.numel() for p in numbers) * self.source.geometry.dtype_bytes
 
 
 def _report(plan: _Plan, width: int) -> str:
@@ -277,7 +311,8 @@ def _subject(plan: _Plan) -> dict[str, str]:
         "for": f"{config.batch} x ({config.prompt_len} prompt + {config.new_tokens} new tokens), {config.use}: the "
         f"first new token comes with the prompt, each other from a step, one at each of {config.seq_len} positions; "
         "for other work give --batch, --prompt-len, --seq-len, --use",
-        "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, left out {config.order}"
+        "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, "
+        + (f"left out {config.order}" if config.schedule is None else f"from {config.schedule}")
         + (f"; {plan.reason}" if plan.reason else ""),
         "prompts": _prompts(plan),
     }
@@ -316,13 +351,28 @@ def _details(plan: _Plan) -> dict[str, str]:
         f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",
         "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
         f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
+        **({} if plan.fit is None else {"fit": _fitted(plan)}),
         "times": plan.source.origin,
     }
+
+
+def _fitted(plan: _Plan) -> str:
+    """What the fit takes, in memory and of a layer's time."""
+    fit, cost = plan.fit, plan.source.cost
+    bridges = f"{len(fit.bridges)} bridges of rank {fit.rank:.0f}" if fit is not None else ""
+    text = f"{_size(plan.fit_bytes)} in memory; {bridges}, each {cost.bridge_share:.1%} of the layer that a token skips"
+    if plan.schedule.projected:
+        text += f"; keys and values of prompts take {1 + cost.taps} projection{'s' if cost.taps else ''} a layer"
+    return text + "; counted above"
 
 
 def _commands(plan: _Plan) -> dict[str, str]:
     """What to run next: keep the schedule; or tune under it, if the weights were not, and use what came of it."""
     config = plan.config
+    if config.schedule is not None:
+        model, file = shlex.quote(config.model), shlex.quote(config.schedule)
+        rest = f"--max-new-tokens {config.new_tokens} 'Your prompt'"
+        return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
     if config.out is None:
         return {"next": command_line("plan", config) + " --out schedule.json"}
     # A file is a config without weights: whose they are is for the user to say.
@@ -343,6 +393,7 @@ def _document(plan: _Plan) -> dict[str, Any]:
         "model": config.model,
         "dtype": source.dtype,
         "weight_bytes": source.geometry.weight_bytes(),
+        "fit_bytes": plan.fit_bytes,
         "batch": config.batch,
         "prompt_len": config.prompt_len,
         "new_tokens": config.new_tokens,

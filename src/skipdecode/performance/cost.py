@@ -30,6 +30,7 @@ __all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use"]
 
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
+_OF_THE_LARGEST = ("prompts", "window", "window_share", "source", "residual", "bridge_share", "taps")
 FORMAT = 3  # 2 knew no projections; 1 held one number of rows, its cache read for all of them together, and no prompts
 
 
@@ -82,6 +83,8 @@ class CostModel:
         for name, counts in (("rows", [s.rows for s in self.steps]), ("tokens", [p.tokens for p in self.prompts])):
             if counts != sorted(set(counts)) or 0 in counts:
                 raise UsageError(f"costs by {name} {counts} are not accepted: give each once, rising from 1 or more")
+        if not (0 <= self.bridge_share < math.inf and self.taps >= 0):
+            raise UsageError(f"bridge_share={self.bridge_share!r}, taps={self.taps!r} are not accepted: give 0 or more")
         if not self.steps or any(s.layer_seconds + s.kv_seconds == 0 for s in self.steps):
             raise UsageError("a layer that takes no time leaves nothing to skip: give steps with layer_seconds above 0")
         if self.batch > self.max_rows:
@@ -152,7 +155,7 @@ class CostModel:
             )
         steps = {step.rows: step for model in reversed(models) for step in model.steps}
         last = max(models, key=lambda m: m.max_rows)
-        rest = {name: getattr(last, name) for name in ("prompts", "window", "window_share", "source", "residual")}
+        rest = {name: getattr(last, name) for name in _OF_THE_LARGEST}
         return cls(last.num_layers, last.max_rows if batch is None else batch, tuple(sorted(steps.values())), **rest)
 
     # ------------------------------------------------------------------ one forward

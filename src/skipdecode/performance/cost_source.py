@@ -16,6 +16,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_fast
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
+from skipdecode.models.fit import keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.performance.cost import CostModel
@@ -112,6 +113,7 @@ def _measured_or_kept(
     if not remeasure and (kept := _kept(path, key, ref, device)) is not None:
         return kept
     model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
+    keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
     fast = open_fast(model, engine, note, quantization)
     cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
     found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
