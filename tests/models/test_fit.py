@@ -17,6 +17,7 @@ from oracle import active_tokens, oracle_logits, position_ids
 from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.fitting import fit_model
 from skipdecode.calibration.settings import FitOptions
+from skipdecode.cli import main
 from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
@@ -24,10 +25,12 @@ from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
 from skipdecode.models.families import FAMILIES
-from skipdecode.models.fit import Fit, PromptMap, keep_fit
+from skipdecode.models.fit import FIT_FILE, Fit, PromptMap, keep_fit
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.tuning.collate import collate
+from textgen_tools import save_tiny_model
 from tiny import LAYERS, ragged_prompts, tiny_model
 
 NEW = 12
@@ -256,3 +259,71 @@ def test_a_model_by_name_uses_the_fit_beside_its_schedules(tmp_path):
     random_fit(model, seed=3).save(tmp_path / "model" / "skipdecode.fit")
     assert ModelRef(name, (bare,)).fit == tmp_path / "model" / "skipdecode.fit"
     assert ModelRef(name, (two,)).fit == tmp_path / "two" / "skipdecode.fit"
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A tiny model's directory, and a schedule with a fit beside it."""
+    where = tmp_path_factory.mktemp("calibrated")
+    save_tiny_model(where / "model")
+    model = load_model(where / "model", dtype="float32").model
+    schedule = replace(Schedule.even(LAYERS, (5,), name="half"), prompt=LOWER)
+    schedule.save(where / "schedule.json")
+    fit = random_fit(model, [LOWER])
+    fit.about["base"] = base_sample(model)
+    fit.save(where / FIT_FILE)
+    return where, model
+
+
+def _other_weights(fit, model):
+    fit.about["base"] = [-value for value in fit.about["base"]]
+
+
+def _other_rank(fit, model):
+    fit.bridges["2"].up.data = torch.zeros(model.config.hidden_size, 3)
+
+
+def _not_finite(fit, model):
+    fit.maps[0]["5"].weight.data[0, 0] = float("nan")
+
+
+WRONG = {
+    "other weights": (_other_weights, "other weights"),
+    "another rank": (_other_rank, "is of shape"),
+    "not finite": (_not_finite, "not finite"),
+    "other layers": (lambda fit, model: random_fit(tiny_model("llama", num_hidden_layers=6)), "6 layers"),
+    "other prompts": (lambda fit, model: random_fit(model, [GAPS]), "run layers [0, 1, 3, 6]"),
+    "cut off": (None, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("verb", ["generate", "serve", "plan"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_fit_is_refused_in_one_line(calibrated, tmp_path, capsys, wrong, verb):
+    where, model = calibrated
+    change, said = WRONG[wrong]
+    path = tmp_path / FIT_FILE
+    (tmp_path / "schedule.json").write_bytes((where / "schedule.json").read_bytes())
+    fit = Fit.load(where / FIT_FILE)
+    if change is None:
+        path.write_bytes((where / FIT_FILE).read_bytes()[:200])
+    else:
+        (change(fit, model) or fit).save(path)
+    more = {"generate": ["x"], "serve": ["--port", "0"], "plan": ["--no-measure"]}[verb]
+    command = [verb, str(where / "model"), *more, "--schedule", str(tmp_path / "schedule.json")]
+    if verb == "plan" and wrong == "other weights":
+        return  # plan reads no weights
+    assert main(command) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if said in line]
+    assert len(lines) == 1
+    assert str(path) in lines[0]
+
+
+def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrated, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"p": f"red {n}", "r": "a"}) + "\n" for n in range(8)))
+    command = ["calibrate", str(calibrated[0] / "model"), "--data", str(data), "--out", str(tmp_path / "out")]
+    command += ["--prompt-template", "{p}", "--response-field", "r", "--nominal-speedup", "2"]
+    assert main([*command, "--records", "4", "--held-out", "2"]) == 2
+    assert "too few to fit" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "schedule.json").exists()

@@ -100,6 +100,7 @@ def run(config: Config) -> int:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     loaded, examples = _read(config, template)
     learn, check = _draw(config, examples)
+    _check_tokens(config, loaded, _fitted_records(config, examples, learn, check))
     # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin = "layers only"
@@ -215,9 +216,7 @@ def _fit(
     from skipdecode.models.fit import FIT_FILE, keep_fit
     from skipdecode.tuning.collate import collate, padding
 
-    kept = {example.prompt for example in check}
-    others = [e for e in examples if e.prompt not in kept and e not in learn]
-    chosen = sorted([*learn, *others][: config.fit_records], key=lambda e: (len(e.prompt), len(e.response)))
+    chosen = _fitted_records(config, examples, learn, check)
     size, pad = config.batch_size, padding(loaded.tokenizer)
     batches = [collate(chosen[first : first + size], pad) for first in range(0, len(chosen), size)]
     with progress_bar(loaded.num_layers, "layer", name="fitting") as bar:
@@ -234,6 +233,26 @@ def _fit(
         named = replace(found.schedule, name=f"{found.schedule.name}, fitted")
         last = verdict(named, config, goal, meters[learned], meters.get(held_out))
     return replace(found, verdicts=(*found.verdicts, last))
+
+
+def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> None:
+    """Refuse, before anything is measured, fewer tokens than a bridge needs."""
+    width = loaded.model.config.get_text_config(decoder=True).hidden_size
+    tokens = sum(len(record.response) for record in records)
+    if config.fit and tokens <= width:
+        raise UsageError(
+            f"{config.data}: {tokens} tokens of responses are too few to fit bridges of {width} columns: give "
+            "more or longer records, or --no-fit"
+        )
+
+
+def _fitted_records(
+    config: Config, examples: Sequence[Example], learn: list[Example], check: list[Example]
+) -> list[Example]:
+    """The records to fit on, shortest first; none has a prompt that is held out."""
+    kept = {example.prompt for example in check}
+    others = [e for e in examples if e.prompt not in kept and e not in learn]
+    return sorted([*learn, *others][: config.fit_records], key=lambda e: (len(e.prompt), len(e.response)))
 
 
 @contextmanager

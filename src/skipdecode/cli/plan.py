@@ -196,7 +196,9 @@ def _fit(config: Config, geometry: ModelGeometry) -> Fit | None:
     if file is None:
         return None
     fit = Fit.load(file)
-    fit.check_sizes(geometry.num_layers, geometry.hidden_size)
+    fit.check_sizes(geometry.num_layers, geometry.hidden_size, f"fit {file}")
+    if config.schedule is not None:
+        fit.check_prompts(Schedule.load(config.schedule), f"fit {file}")
     return fit
 
 

@@ -22,6 +22,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.errors import FitError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import decoder_layers, unwrap
+from skipdecode.schedule import Schedule
 
 __all__ = [
     "EPSILON",
@@ -165,17 +166,27 @@ class Fit(nn.Module):
                 return dict(maps.items()).get(str(layer))  # type: ignore[operator]
         return None
 
-    def check_fits(self, model: Any) -> None:
+    def check_fits(self, model: Any, name: object = "the fit") -> None:
         """Raise FitError unless the fit is for a model of these layers and this width."""
         plain = unwrap(model)
-        self.check_sizes(len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size)
+        self.check_sizes(len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size, name)
 
-    def check_sizes(self, layers: int, width: int) -> None:
+    def check_sizes(self, layers: int, width: int, name: object = "the fit") -> None:
         """Raise FitError unless the fit is for a model of so many layers and columns."""
         if (layers, width) != (self.num_layers, self.hidden_size):
             raise FitError(
-                f"the fit is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {layers} of "
+                f"{name} is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {layers} of "
                 f"{width}: fit this model with skipdecode calibrate"
+            )
+
+    def check_prompts(self, schedule: Schedule, name: object = "the fit") -> None:
+        """Raise FitError where only prompts of other schedules have maps, and those of this one would need some."""
+        asked = schedule.prompt_layers()
+        if schedule.projected and self.prompt_sets and asked not in self.prompt_sets:
+            made = " or ".join(str(list(layers)) for layers in self.prompt_sets)
+            raise FitError(
+                f"{name} has keys and values of prompts that run layers {made}, but under schedule "
+                f"{schedule.name!r} they run {list(asked)}: fit it with skipdecode calibrate"
             )
 
     def save(self, path: Path | str, state: Mapping[str, Tensor] | None = None) -> None:

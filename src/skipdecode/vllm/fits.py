@@ -28,7 +28,7 @@ def checkpoint_fit(model: Any, schedules: Sequence[Schedule]) -> Fit | None:
     if not file.is_file():
         return None
     fit, config = Fit.load(file), model.hf_text_config
-    fit.check_sizes(config.num_hidden_layers, config.hidden_size)
+    fit.check_sizes(config.num_hidden_layers, config.hidden_size, f"fit {file}")
     if fit.taps and any(s.projected and s.prompt_layers() in fit.prompt_sets for s in schedules):
         raise FitError(
             f"fit {file}: its keys and values of prompts see {fit.taps} tokens before their own, which vLLM does not "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from skipdecode.common.progress import note
 from skipdecode.errors import FitError, ModelLoadError
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.store import SOURCE_FILE
+from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from skipdecode.models.loading.hub import LoadedModel
@@ -73,18 +74,20 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
         )
 
 
-def put_fit(model: Any, file: Path) -> None:
-    """Have a loaded model use the fit of a file.
+def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = ()) -> None:
+    """Have a loaded model use the fit of a file; `schedules` are the files of schedules that it lies beside.
 
     Raises
     ------
     FitError
-        The fit is broken, or for another model or other weights.
+        The fit is broken, or for another model, other weights, or prompts of other schedules.
     """
     from skipdecode.models.fit import Fit, keep_fit
 
     fit = Fit.load(file)
-    fit.check_fits(model)
+    fit.check_fits(model, f"fit {file}")
+    for schedule in schedules:
+        fit.check_prompts(Schedule.load(schedule), f"fit {file}")
     if (base := fit.about.get("base")) is not None and is_other_model(base, base_sample(unwrap(model))):
         raise FitError(
             f"fit {file}: was made for other weights than this model has: make one with skipdecode calibrate"

@@ -135,7 +135,9 @@ def load_model(
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
     if fit is not None:
-        put_fit(model, fit)
+        put_fit(
+            model, fit, [file for file in ref.schedule_files if Path(file).expanduser().resolve().parent == fit.parent]
+        )
     if ref.adapter is not None:
         check_base(model, ref.base, ref.adapter, None if recipe is None else recipe.base)
         model = _with_adapter(model, ref.adapter, target)
