@@ -18,6 +18,7 @@ from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.fitting import fit_model
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.cli import main
+from skipdecode.cli.options.evaluation import Config
 from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
@@ -327,3 +328,10 @@ def test_too_few_tokens_to_fit_are_refused_before_anything_is_measured(calibrate
     assert main([*command, "--records", "4", "--held-out", "2"]) == 2
     assert "too few to fit" in capsys.readouterr().err
     assert not (tmp_path / "out" / "schedule.json").exists()
+
+
+def test_eval_takes_the_fit_beside_the_schedules_of_its_methods(calibrated):
+    where, _ = calibrated
+    for named in ({"schedule": str(where / "schedule.json")}, {"methods": ("full", str(where / "schedule.json"))}):
+        assert Config(model=str(where / "model"), **named).ref.fit == where / FIT_FILE
+    assert Config(model=str(where / "model"), methods=("full", "even:2")).ref.fit is None

@@ -70,7 +70,9 @@ class NamedModel(Options):
     def ref(self) -> ModelRef:
         """What the name stands for, with the schedule files that the options name."""
         named: Any = getattr(self, "schedule", None) or ()
-        return ModelRef(self.model, (named,) if isinstance(named, str) else tuple(named))
+        files = [named] if isinstance(named, str) else named
+        methods = [word for word in getattr(self, "methods", ()) if word.endswith(".json")]
+        return ModelRef(self.model, (*files, *methods))
 
 
 @dataclass(frozen=True, kw_only=True)
