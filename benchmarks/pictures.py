@@ -9,12 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from skipdecode.reporting.plots.lines import line_figure
-from skipdecode.reporting.plots.output import png
-from skipdecode.reporting.plots.standard import calibration_figure
+from skipdecode.reporting.charts import png
+from skipdecode.reporting.plots import calibration_figure
 from skipdecode.reporting.quality import quality_section
 from skipdecode.reporting.results import groups_of
-from skipdecode.reporting.schedules import calibration_section
 from skipdecode.reporting.sources import read_source
 
 ROOT = Path(__file__).parents[1]
@@ -31,8 +29,7 @@ def main() -> int:
     (group,) = groups_of([replace(table, data=table.data | {"runs": shown})])
     figures = {
         "calibration-e2e": calibration_figure(calibration.data),
-        "calibration-search-e2e": line_figure(calibration_section(calibration).pictures[1].drawing),
-        "quality-e2e": line_figure(quality_section(group).pictures[0].drawing),
+        "quality-e2e": quality_section(group).pictures[0].figure(),
     }
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():

@@ -8,9 +8,7 @@ the parallel form without a cache, which tests hold.
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,9 +25,8 @@ from skipdecode.models.cache import SkipCache
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 
-__all__ = ["LossMeter", "identity_of"]
+__all__ = ["LossMeter"]
 
-_SAMPLED = 64
 _KEPT_BYTES = 2**30
 """Keys and values of prompts of one set that are kept between calls; later batches' prompts run once a call."""
 
@@ -61,55 +58,43 @@ class LossMeter:
         self._part = part
         self._advance = advance
         self._prompts: dict[int, _SharedPrompt] = {}
-        columns = max((len(e.response) for e in examples), default=0)
-        self.counts = tuple(sum(len(e.response) > index for e in examples) for index in range(columns))
 
     @property
     def batches(self) -> int:
         """Forward passes that measure one schedule."""
         return len(self._batches)
 
-    def sums(self, schedules: Sequence[Schedule]) -> list[tuple[float, ...]]:
-        """Summed cross-entropy at each index of the responses, for each schedule; tokens are counted in `counts`.
+    def losses(self, schedules: Sequence[Schedule]) -> list[float]:
+        """Cross-entropy per response token of each schedule; raises as `by_record`."""
+        tokens = sum(len(example.response) for example in self._ordered)
+        sums = [losses for _, losses in self.by_record(schedules)]
+        return [sum(column) / tokens for column in zip(*sums, strict=True)]
+
+    def by_record(self, schedules: Sequence[Schedule]) -> list[tuple[Example, list[float]]]:
+        """Each record with its summed cross-entropy under each schedule, in no order.
 
         Raises
         ------
         DivergedError
             If a loss is no number.
         """
-        totals = [[0.0] * len(self.counts) for _ in schedules]
-        for number, batch in enumerate(self._batches):
-            for total, sums in zip(totals, self._batch(number, batch, schedules), strict=True):
-                for index, value in enumerate(sums):
-                    total[index] += value
-        return [tuple(total) for total in totals]
-
-    def losses(self, schedules: Sequence[Schedule]) -> list[float]:
-        """Cross-entropy per response token of each schedule."""
-        return [sum(sums) / sum(self.counts) for sums in self.sums(schedules)]
-
-    def by_record(self, schedules: Sequence[Schedule]) -> list[tuple[Example, list[float]]]:
-        """Each record with its summed cross-entropy under each schedule, in no order; raises as `sums`."""
         found: list[tuple[Example, list[float]]] = []
         for number, batch in enumerate(self._batches):
-            sums = self._batch(number, batch, schedules, of_records=True)
+            sums = self._batch(number, batch, schedules)
             rows = self._ordered[len(found) : len(found) + len(batch.ids)]
             found += zip(rows, map(list, zip(*sums, strict=True)), strict=True)
         return found
 
-    def _batch(
-        self, number: int, batch: Batch, schedules: Sequence[Schedule], of_records: bool = False
-    ) -> list[list[float]]:
-        """Summed losses under each schedule: at each index of the responses, or of each record."""
-        kind = "/records" if of_records else ""
-        keys = [f"{self._part}/{number}{kind}/{_behaviour(schedule)}" for schedule in schedules]
+    def _batch(self, number: int, batch: Batch, schedules: Sequence[Schedule]) -> list[list[float]]:
+        """Summed losses of each record under each schedule."""
+        keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
         forced: _SharedPrompt | None = None
         for key, schedule in zip(keys, schedules, strict=True):
             if self._store.get(key) is None:
                 with torch.inference_mode():
                     if forced is None or not forced.serves(schedule):
                         forced = self._shared_prompt(number, batch, schedule)
-                    self._store.put(key, forced.losses(schedule).sum(1 if of_records else 0).tolist())
+                    self._store.put(key, forced.losses(schedule).sum(1).tolist())
             self._advance()
         return [self._store.get(key) or [] for key in keys]
 
@@ -190,19 +175,3 @@ def _behaviour(schedule: Schedule) -> str:
     prompt = schedule.prompt_layers()
     listed = "" if len(prompt) == schedule.num_layers else f"/{','.join(map(str, prompt))}"
     return ",".join(f"{layer}:{end}" for layer, end in ends if end is not None) + listed
-
-
-def identity_of(model: Any, name: str, examples: Sequence[Sequence[Example]], batch_size: int) -> dict[str, Any]:
-    """What makes measurements those of one model on one set of records; weights are sampled."""
-    weights = hashlib.sha256()
-    for parameter_name, parameter in model.named_parameters():
-        sample = parameter.detach().flatten()[:_SAMPLED].float().cpu().tolist()
-        weights.update(json.dumps([parameter_name, list(parameter.shape), sample]).encode())
-    tokens = json.dumps([[[e.prompt, e.response] for e in part] for part in examples])
-    return {
-        "model": name,
-        "weights": weights.hexdigest(),
-        "dtype": str(model.dtype),
-        "records": hashlib.sha256(tokens.encode()).hexdigest(),
-        "batch_size": batch_size,
-    }

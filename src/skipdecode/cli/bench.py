@@ -56,7 +56,7 @@ class Config(Workload, ThreadOptions):
     )
     out: str | None = option("file for the results as JSON", default=None, path=Writes())
     png: str | None = option(
-        "file for a picture: speed-up and share of the limit against nominal, step time against batch and prompt",
+        "file for a picture: speed-up and share of the limit against nominal, for each batch and prompt",
         default=None,
         path=Writes(),
     )
@@ -75,9 +75,10 @@ def run(config: Config) -> int:
     if config.out is not None:
         write_whole(config.out, json.dumps(document, indent=1) + "\n")
     if config.png is not None:
-        from skipdecode.reporting.plots import speed_png
+        from skipdecode.reporting.charts import png
+        from skipdecode.reporting.plots import speed_figure
 
-        write_whole(config.png, speed_png(document["rows"]))
+        write_whole(config.png, png(speed_figure(document["rows"])))
     print("\n".join(_report(document)))
     return 0
 
@@ -87,7 +88,7 @@ def _checked(config: Config) -> ModelRef | None:
     if (config.model is None) == (config.geometry is None):
         raise UsageError("what to measure is not clear: give either a model or --geometry")
     if config.png is not None:
-        from skipdecode.reporting.plots import check_matplotlib
+        from skipdecode.reporting.charts import check_matplotlib
 
         check_matplotlib()
     if config.model is None:
@@ -162,7 +163,7 @@ _RUN = ("engine", "batch", "prompt", "nominal_speedup")
 
 
 def _report(document: dict[str, Any]) -> list[str]:
-    from skipdecode.reporting.speed import BENCH
+    from skipdecode.reporting.contents import BENCH
 
     rows = [row | {"mb_per_step": row["bytes_per_step"] / 1e6} for row in document["rows"]]
     rates = "".join(f", products in {kind}: {rate:.0f} GFLOP/s" for kind, rate in document["products_gflop_s"].items())

@@ -12,6 +12,7 @@ measured next to the paper's and evenly spaced layers, also on records held out.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shlex
@@ -113,7 +114,7 @@ def run(config: Config) -> int:
     document, out = _document(config, goal, found, origin, (len(learn), len(check))), Path(config.out)
     found.schedule.save(out / _SCHEDULE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
-    _draw_picture(document, found, goal, out)
+    _draw_picture(document, out)
     print(json.dumps(document) if config.json else _report(document, out / _SCHEDULE))
     return 0
 
@@ -260,13 +261,19 @@ def _measuring(
     config: Config, loaded: LoadedModel, parts: Mapping[str, list[Example]]
 ) -> Iterator[tuple[Attachment, dict[str, LossMeter], Any]]:
     """The model with a schedule on it, a meter for each part that has records, and their bar; --out keeps losses."""
-    from skipdecode.calibration.meter import LossMeter, identity_of
+    from skipdecode.calibration.meter import LossMeter
     from skipdecode.models.attach import Attachment
     from skipdecode.tuning.collate import padding
 
     out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
-    identity = identity_of(loaded.model, config.model, list(parts.values()), size)
-    identity["checkpoint"] = checkpoint_digest(loaded) | {"fit": None}  # names of parts tell fits apart
+    records = json.dumps([[[e.prompt, e.response] for e in rows] for rows in parts.values()])
+    identity = {
+        "model": config.model,
+        "dtype": str(loaded.model.dtype),
+        "records": hashlib.sha256(records.encode()).hexdigest(),
+        "batch_size": size,
+        "checkpoint": checkpoint_digest(loaded) | {"fit": None},  # names of parts tell fits apart
+    }
     kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
@@ -295,14 +302,12 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
     }
 
 
-def _draw_picture(document: dict[str, Any], found: Calibration, goal: Goal, out: Path) -> None:
-    from skipdecode.reporting.plots import calibration_figure, png
+def _draw_picture(document: dict[str, Any], out: Path) -> None:
+    from skipdecode.reporting.charts import png
+    from skipdecode.reporting.plots import calibration_figure
 
-    title = (
-        f"{found.schedule.name}, mean {goal.workload.mean_layers(found.schedule):.1f} of {len(found.influence)} layers"
-    )
     try:
-        figure = calibration_figure(document, title=title)
+        figure = calibration_figure(document)
     except MissingExtraError as e:
         note(f"no picture: {e}")
     else:

@@ -146,11 +146,12 @@ def run(config: Config) -> int:
     if config.out is not None:
         schedule.save(config.out)
     if config.png is not None:
-        from skipdecode.reporting.plots import depth_figure, png
+        from skipdecode.reporting.charts import png
+        from skipdecode.reporting.plots import depth_figure
 
         title = f"{config.model}: predicted {figures.predicted_request_speedup:.2f}x request, "
         title += f"{figures.predicted_decode_speedup:.2f}x decode; nominal {figures.nominal_speedup:.2f}x"
-        write_whole(config.png, png(depth_figure(schedule, config.seq_len, title=title)))
+        write_whole(config.png, png(depth_figure({title: schedule}, config.seq_len)))
     if config.json:
         print(json.dumps(_document(plan), indent=2))
     else:
@@ -183,7 +184,7 @@ def _check(config: Config) -> None:
             f"tokens a batch: give {_MOST_PROMPT_TOKENS} at most"
         )
     if config.png is not None:
-        from skipdecode.reporting.plots import check_matplotlib
+        from skipdecode.reporting.charts import check_matplotlib
 
         check_matplotlib()
 

@@ -58,16 +58,21 @@ def run(config: Config) -> int:
 
 
 def _sources(config: Config) -> list[Source]:
-    from skipdecode.reporting.sources import find_files, read_source
+    from skipdecode.reporting.sources import SHOWN, find_files, read_source
 
-    sources = []
+    sources: list[Source] = []
+    others: list[Source] = []
     for path in find_files(config.results):
         try:
-            sources.append(read_source(path))
+            source = read_source(path)
+            (sources if source.kind in SHOWN else others).append(source)
         except DataError as e:
             if config.bad == "refuse":
                 raise DataError(f"{e} (--bad skip leaves such files out)") from None
             note(f"left out: {e}")
+    if others:
+        named = ", ".join(f"{source.name} ({source.kind})" for source in others)
+        note(f"not shown, as a report has no section for their kind: {named}")
     if not sources:
-        raise DataError("none of the files is a result: there is nothing to report")
+        raise DataError(f"there is nothing to report: none of the files is of kind {', '.join(SHOWN)}")
     return sources

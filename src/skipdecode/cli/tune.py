@@ -228,10 +228,11 @@ def _tuner(
 
 
 def _draw_curve(out: Path) -> None:
-    from skipdecode.reporting.plots import loss_figure, png
+    from skipdecode.reporting.charts import chart_figure, png
+    from skipdecode.reporting.plots import loss_chart
 
     try:
-        write_whole(out / _PICTURE, png(loss_figure(read_log(out / LOG_FILE))))
+        write_whole(out / _PICTURE, png(chart_figure([loss_chart(read_log(out / LOG_FILE))], size=(6.4, 4.2))))
     except MissingExtraError as error:
         note(f"no picture: {error}")
 

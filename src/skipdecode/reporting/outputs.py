@@ -5,45 +5,46 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from skipdecode.evaluation.results import Run
+from skipdecode.reporting.charts import Chart, Point, Series, chart_figure
 from skipdecode.reporting.page import Picture, Pieces, Sample, Section
-from skipdecode.reporting.plots.lines import Chart, Point, Series
-from skipdecode.reporting.quality import METRIC_NAMES, headlines
+from skipdecode.reporting.quality import METRIC_NAMES
 from skipdecode.reporting.results import Group
 
-__all__ = ["length_sections", "sample_sections"]
+__all__ = ["length_section", "sample_section"]
 
 _SHOWN_TEXT = 1200
 _AXES = {"prompt_tokens": "By prompt length", "reference_tokens": "By reference length"}
 _MARKED = "Marked: words that the same model at full depth did not write there."
 
 
-def length_sections(group: Group) -> list[Section]:
-    """Scores in quarters of the records, by length."""
-    sections = []
-    metrics = [m for m in METRIC_NAMES if any(m in run.data["metrics"] for run in group.runs)]
-    for axis, heading in _AXES.items():
-        pictures = [picture for m in metrics if (picture := _lengths(group.runs, axis, m)) is not None]
-        sections.append(Section(f"{heading}: {group.title}", pictures=pictures, shown=headlines(metrics)))
-    return sections
+def length_section(group: Group) -> Section:
+    """The first metric in quarters of the records, by length; a panel for each kind of length."""
+    heading = f"Scores by length: {group.title}"
+    metric = next((m for m in METRIC_NAMES if any(m in run.data["metrics"] for run in group.runs)), "")
+    charts = [chart for axis in _AXES if (chart := _lengths(group.runs, axis, metric)).series]
+    if not charts:
+        return Section(heading)
+    label = f"{METRIC_NAMES[metric]} in quarters of the records, shortest to longest."
+    for chart in charts:
+        words = (f"{one.name}: {', '.join(f'{p.y:.1f}' for p in one.points)}" for one in chart.series)
+        label += f" {chart.title}: {'; '.join(words)}."
+    figure = partial(chart_figure, charts, columns=2, size=(5.2, 3.2))
+    return Section(heading, pictures=[Picture(figure, "Quarters of the records, shortest to longest", label)])
 
 
-def _lengths(runs: Sequence[Run], axis: str, metric: str) -> Picture | None:
-    lines = [(run.name, run.data["buckets"].get(axis, [])) for run in runs]
-    lines = [(name, buckets) for name, buckets in lines if any(metric in b["metrics"] for b in buckets)]
-    if not lines:
-        return None
-    longest = max((buckets for _, buckets in lines), key=len)
-    series = [
-        Series(name, [Point(i, b["metrics"][metric]) for i, b in enumerate(buckets) if metric in b["metrics"]])
-        for name, buckets in lines
-    ]
-    name, unit = METRIC_NAMES[metric], axis.replace("_", " ")
-    chart = Chart(series, unit, name, ticks=[_range(b) for b in longest], names=[run.name for run in runs])
-    words = "; ".join(f"{s.name}: {', '.join(f'{p.y:.1f}' for p in s.points)}" for s in series)
-    return Picture(chart, f"{name} by {unit}", f"{name} by {unit}, shortest to longest. {words}")
+def _lengths(runs: Sequence[Run], axis: str, metric: str) -> Chart:
+    by_run = {run.name: run.data["buckets"].get(axis, []) for run in runs}
+    series = []
+    for name, buckets in by_run.items():
+        points = [Point(i, b["metrics"][metric]) for i, b in enumerate(buckets) if metric in b["metrics"]]
+        series += [Series(name, points)] if points else []
+    longest: list[dict[str, Any]] = max(by_run.values(), key=len, default=[])
+    ticks = [_range(bucket) for bucket in longest]
+    return Chart(series, axis.replace("_", " "), METRIC_NAMES.get(metric, ""), _AXES[axis], ticks=ticks)
 
 
 def _range(bucket: dict[str, Any]) -> str:
@@ -51,10 +52,10 @@ def _range(bucket: dict[str, Any]) -> str:
     return f"{low if low == high else f'{low}-{high}'}\n(n={bucket['n']})"
 
 
-def sample_sections(group: Group) -> list[Section]:
+def sample_section(group: Group) -> Section:
     """Records that the runs have in common, every output beside the others."""
     samples = _samples(group.runs) if group.runs else []
-    return [Section(f"Outputs side by side: {group.title}", _MARKED, samples=samples)]
+    return Section(f"Outputs side by side: {group.title}", _MARKED, samples=samples)
 
 
 def _samples(runs: Sequence[Run]) -> list[Sample]:

@@ -6,16 +6,14 @@ Knows nothing about results.
 from __future__ import annotations
 
 import html
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.errors import MissingExtraError
-from skipdecode.reporting.plots.lines import OUTLINES, Chart, Style, line_figure
-from skipdecode.reporting.plots.output import svg
+from skipdecode.reporting.charts import svg
 
 __all__ = ["Card", "Picture", "Pieces", "Sample", "Section", "Table", "render", "table"]
 
@@ -46,56 +44,30 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of `skipdecode.reporting.plots`.
+    """A figure over the whole width of the page.
 
     Parameters
     ----------
-    drawing : Chart or callable
-        What is drawn: a chart, whose legend the page writes, or what makes a figure of another kind.
+    figure : callable
+        Makes a figure of matplotlib.
     caption : str
         Text under the figure.
     label : str
         What it shows, in words, for those who do not see it.
-    numbers : Table, optional
-        What was drawn.
-    wide : bool
-        Take the whole width of the page.
     """
 
-    drawing: Chart | Callable[[], Any]
+    figure: Callable[[], Any]
     caption: str
     label: str
-    numbers: Table | None = None
-    wide: bool = False
-
-    @property
-    def shared(self) -> bool:
-        """Whether its legend is that of all pictures beside it."""
-        return isinstance(self.drawing, Chart) and bool(self.drawing.names)
-
-    @property
-    def legend(self) -> dict[str, Style]:
-        """The styles of the names that are in it."""
-        if not isinstance(self.drawing, Chart):
-            return {}
-        styles, series = self.drawing.styles, self.drawing.series
-        if self.shared:
-            return styles
-        marks = {one.name: one.markers for one in series}
-        return {name: replace(s, mark=s.mark if marks[name] else -1) for name, s in styles.items() if name in marks}
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with its heading.
-
-    Pictures after the first `shown` are behind a line that opens them, and so is each of `details`, preformatted texts.
-    """
+    """A part of the page with its heading; `details` are preformatted texts behind a line that opens them."""
 
     heading: str
     intro: str = ""
     pictures: Sequence[Picture] = ()
-    shown: int | None = None
     tables: Sequence[Table] = ()
     samples: Sequence[Sample] = ()
     details: Sequence[tuple[str, str]] = ()
@@ -154,22 +126,15 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters["document"] = lambda text: Markup(html.escape(text, quote=False))
-    numbers = itertools.count(1)
     shown = [section for section in sections if section]
 
     with progress_bar(sum(len(section.pictures) for section in shown), "picture", shown=progress) as bar:
 
         def draw(picture: Picture) -> Markup:
-            chart = picture.drawing
-            width = 10.5 if picture.wide else 4.4
-            figure = line_figure(chart, legend=False, width=width) if isinstance(chart, Chart) else chart()
+            figure = picture.figure()
             bar.update()
-            # Under an id of its own; made by `plots`, which escapes its texts.
-            return Markup(svg(figure, f"p{next(numbers)}", picture.label))
+            return Markup(svg(figure))  # matplotlib has escaped its texts
 
         style = Markup((resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8"))
         page = environment.get_template("page.html")
-        marks = [" ".join(f"{17 + 4.4 * x:.1f},{6 - 4.4 * y:.1f}" for x, y in corners) for corners in OUTLINES]
-        return page.render(
-            title=title, sources=sources, cards=cards, sections=shown, style=style, draw=draw, marks=marks
-        )
+        return page.render(title=title, sources=sources, cards=cards, sections=shown, style=style, draw=draw)

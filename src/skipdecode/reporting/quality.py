@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from skipdecode.evaluation.compare import Pair, pairs_cells
-from skipdecode.evaluation.scores import IN_NATS
+from skipdecode.reporting.charts import Chart, Point, Series, chart_figure, grouped
 from skipdecode.reporting.page import Card, Picture, Section, Table, table
-from skipdecode.reporting.plots.lines import Chart, Point, Series, grouped
 from skipdecode.reporting.results import HEADLINE, Bounded, Group, Result, model_of, percent
 from skipdecode.reporting.sources import Source, of_kind
 
-__all__ = ["METRIC_NAMES", "best_first", "headlines", "pair_sections", "quality_card", "quality_section"]
+__all__ = ["METRIC_NAMES", "best_first", "pair_sections", "quality_card", "quality_section"]
 
 METRIC_NAMES = {
     "bleu": "BLEU",
@@ -29,11 +29,12 @@ METRIC_NAMES = {
     "full_depth_agreement": "outputs that agree with full depth's, %",
 }
 _LEVELS = (0.99, 0.95, 0.9)
-_FEW = 6  # curves that are all named where they end
 _FAR = 0.5  # share of full depth below which a result would squeeze all others together
-_TRADE_OFF = "Higher and further right is better; the dashed line is full depth. {what} Bars are 95% intervals."
-_REQUEST = "A whole request is prompt and decoding, full depth's time over the method's."
-_DECODING = "Measured speed-up is of decoding alone, full depth's time over the method's."
+_TRADE_OFF = (
+    "Higher and further right is better; the dashed line is full depth. {what}, full depth's time over the method's. "
+    "Bars are 95% intervals."
+)
+_NO_SPEED = "No speed was measured next to these scores."
 _PAIRED = "The same resampled records score both runs of a pair; 95% intervals."
 
 
@@ -95,68 +96,46 @@ def _keeps(result: Result) -> str:
 
 
 def quality_section(group: Group) -> Section:
-    """The trade-off curves of a group, what nominal speed-ups are worth, and its numbers."""
+    """The trade-off of a group, a panel for each headline metric, and its numbers."""
     metrics = [m for m in METRIC_NAMES if any(m in r.scores for r in group.results)]
-    names = list(dict.fromkeys(r.curve for r in group.results if not r.full and group.pace(r)))
-    pictures = [picture for metric in metrics if (picture := _trade_off(group, metric, names)) is not None]
-    shown = headlines(metrics)
-    if worth := _worth(group):
-        pictures.insert(shown, worth)
-    what = _REQUEST if group.by_request else _DECODING
-    intro = _TRADE_OFF.format(what=what) if names else "No speed was measured next to these scores."
-    return Section(group.title, intro, pictures=pictures, shown=shown, tables=[_numbers(group, metrics)])
+    compared = [r for r in group.results if not r.full and group.pace(r)]
+    charts = [_trade_off(group, metric, compared) for metric in [m for m in metrics if m in HEADLINE] or metrics[:1]]
+    charts = [chart for chart in charts if chart.series]
+    if not charts:
+        return Section(group.title, _NO_SPEED, tables=[_numbers(group, metrics)])
+    what = "A whole request is prompt and decoding" if group.by_request else "Measured speed-up is of decoding alone"
+    intro = _TRADE_OFF.format(what=what)
+    label = f"Quality against the measured speed-up of {_what(group)}."
+    for chart, metric in zip(charts, metrics, strict=False):
+        best = max((r for r in compared if metric in r.scores), key=lambda r: r.scores[metric].value)
+        label += f" {chart.ylabel}: the best is {best.name} with {best.scores[metric].value:.2f}"
+        label += f" at {group.pace(best):.2f}x"
+        label += f"; full depth {chart.level[0]:.2f}." if chart.level is not None else "."
+    caption = "A line joins a method's speed-ups. Results below half of full depth are in the table alone."
+    picture = Picture(partial(chart_figure, charts), caption, label)
+    return Section(group.title, intro, pictures=[picture], tables=[_numbers(group, metrics)])
 
 
-def headlines(metrics: Sequence[str]) -> int:
-    """How many of the metrics a reader sees at once: the headline ones, which come first, or else one."""
-    return sum(metric in HEADLINE for metric in metrics) or 1
+def _what(group: Group) -> str:
+    return "whole requests" if group.by_request else "decoding"
 
 
-def _trade_off(group: Group, metric: str, names: Sequence[str]) -> Picture | None:
+def _trade_off(group: Group, metric: str, compared: Sequence[Result]) -> Chart:
     full = group.full.scores.get(metric) if group.full is not None else None
-    results = [r for r in group.results if metric in r.scores and r.curve in names and not r.full and group.pace(r)]
-    far = [r for r in results if r.least is not None and r.least[1].value < _FAR]
-    shown = [r for r in results if r not in far] if len(results) - len(far) > 1 else results
-    if not shown:
-        return None
-    few = len(names) <= _FEW
-    named = list({r.curve: r for r in shown}.values()) if few else _front(group, shown, metric)
-    name, level = METRIC_NAMES[metric], None
-    what = "whole requests" if group.by_request else "decoding"
     series = [
-        Series(curve, [_point(group, r, metric, r.name if r in named else _speed(r) if few else "") for r in results])
-        for curve, results in grouped(shown, lambda r: r.curve).items()
+        Series(curve, [_point(group, r, metric) for r in results])
+        for curve, results in grouped((r for r in compared if metric in r.scores), lambda r: r.curve).items()
     ]
-    label = f"{name} against the measured speed-up of {what}."
+    level, least = None, None
     if full is not None:
         level = (full.value, *(full.bounds or (full.value, full.value)), "full depth")
-        label += f" Full depth: {full.value:.2f}."
-    best = (min if metric in IN_NATS else max)(shown, key=lambda r: r.scores[metric].value)
-    label += f" The best of the others is {best.name} with {best.scores[metric].value:.2f} at {group.pace(best):.2f}x."
-    if shown is not results and far:
-        words = ", ".join(f"{r.name} ({r.scores[metric].value:.1f} at {group.pace(r):.2f}x)" for r in far)
-        label += f" Left out, far below: {words}."
-    chart = Chart(series, f"measured speed-up of {what}", name, level=level, names=names)
-    wide = not few and metric == HEADLINE[0]
-    return Picture(chart, label, label, wide=wide)
+        least = _FAR * full.value
+    return Chart(series, f"speed-up of {_what(group)}", METRIC_NAMES[metric], level=level, least=least)
 
 
-def _front(group: Group, results: Sequence[Result], metric: str) -> list[Result]:
-    """Those than which none is both better and faster."""
-    sign = -1 if metric in IN_NATS else 1
-    found: list[Result] = []
-    for r in sorted(results, key=lambda r: (-group.pace(r), -sign * r.scores[metric].value)):
-        if not found or sign * r.scores[metric].value > sign * found[-1].scores[metric].value:
-            found.append(r)
-    return found
-
-
-def _point(group: Group, result: Result, metric: str, note: str) -> Point:
+def _point(group: Group, result: Result, metric: str) -> Point:
     score, speed = result.scores[metric], result.request if group.by_request else result.speed
-    tip = f"{group.pace(result):.2f}x with {_beside(group, result)}; {METRIC_NAMES[metric]} {score.text()}"
-    if metric in result.kept:
-        tip += f", keeps {percent(result.kept[metric])} of full depth"
-    return Point(group.pace(result), score.value, None if speed is None else speed.bounds, score.bounds, note, tip)
+    return Point(group.pace(result), score.value, None if speed is None else speed.bounds, score.bounds)
 
 
 def _numbers(group: Group, metrics: Sequence[str]) -> Table:
@@ -183,31 +162,6 @@ def _numbers(group: Group, metrics: Sequence[str]) -> Table:
 def _with_half(score: Bounded) -> str:
     low, high = score.bounds or (score.value, score.value)
     return f"{score.value:.2f} ± {(high - low) / 2:.2f}"
-
-
-def _worth(group: Group) -> Picture | None:
-    """What nominal speed-ups came to, each once: methods of the same depths take the same time."""
-    shown = [r for r in group.results if not r.full and r.nominal is not None and r.speed is not None]
-    found = [("decoding", r, r.speed) for r in shown] + [("whole request", r, r.request) for r in shown]
-    series = []
-    for name in ("decoding", "whole request"):
-        points = {
-            (r.nominal, s.value): Point(
-                r.nominal or 0.0, s.value, y_bounds=s.bounds, tip=f"{r.name}: {name} {s.text()}x"
-            )
-            for part, r, s in found
-            if part == name and s is not None
-        }
-        series += [Series(name, list(points.values()), "")] if points else []
-    if not shown:
-        return None
-    words = [f"{s.name}: " + ", ".join(f"{p.y:.2f}x at {p.x:.1f}x" for p in s.points) for s in series]
-    label = f"Speed-up against nominal, which counts layers of decoding. {'; '.join(words)}"
-    caption = (
-        "Speed-up against nominal. Embeddings, the output head and attention do not shrink with the layers, so less "
-        "than nominal is gained, and of a whole request less still where its prompt runs at full depth."
-    )
-    return Picture(Chart(series, "nominal speed-up", "measured speed-up", diagonal="nominal"), caption, label)
 
 
 def pair_sections(pairs: Sequence[Pair], sources: Sequence[Source]) -> list[Section]:

@@ -13,12 +13,12 @@ from skipdecode.errors import DataError, ScheduleError
 from skipdecode.evaluation.results import OUTPUTS_FILE, RUN_FILE, load_run
 from skipdecode.schedule import Schedule
 
-__all__ = ["NEEDED", "Source", "find_files", "of_kind", "read_source"]
+__all__ = ["SHOWN", "Source", "find_files", "of_kind", "read_source"]
 
 _WHOLE = (RUN_FILE, "calibration.json", "log.jsonl")
 _NUMBER = (int, float)
 _SPEED = dict.fromkeys(("nominal_speedup", "mean_layers", "decode_tokens_per_s", "decode_speedup"), _NUMBER)
-NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+_NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "bench": {
         "": {"bandwidth_gb_s": _NUMBER},
         "rows": _SPEED | {"engine": str, "batch": int, "roofline_share": _NUMBER},
@@ -31,6 +31,8 @@ NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "quality-table": {"runs": {"method": str, "retained": dict, "intervals": dict, "n": int}},
 }
 """By kind and list (the document itself: ""), the fields that sections read without asking, with their types."""
+SHOWN = (*_NEEDED, "evaluation", "schedule", "tuning")
+"""Kinds that a report has a section for."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def read_source(path: Path) -> Source:
     check_kind(path, data)
     if data["kind"] == "evaluation":
         return Source(name, data["kind"], load_run(path))
-    for key, needed in NEEDED.get(data["kind"], {}).items():
+    for key, needed in _NEEDED.get(data["kind"], {}).items():
         rows = data.get(key) if key else [data]
         _check_rows(path, list(rows.values()) if isinstance(rows, dict) else rows, needed)
     if data["kind"] == "calibration":

@@ -1,0 +1,187 @@
+"""Pictures of this package's own data: schedules and calibrations, decoding speed, the losses of a tuning run.
+
+All raise MissingExtraError where matplotlib is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from skipdecode.reporting.charts import (
+    COLORS,
+    INK,
+    LEFT_OUT,
+    Chart,
+    Point,
+    Series,
+    chart_figure,
+    draw_chart,
+    grouped,
+    new_figure,
+    styled,
+    styles_of,
+)
+from skipdecode.schedule import Schedule
+
+__all__ = ["calibration_figure", "depth_figure", "importance_of", "loss_chart", "schedule_losses", "speed_figure"]
+
+_RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
+_WINDOW, _DRAWN = 15, 80
+_Rows = Sequence[Mapping[str, Any]]
+
+
+# ---------------------------------------------------------------------- depth
+
+
+def depth_figure(schedules: Mapping[str, Schedule], positions: int | None = None) -> Any:
+    """Layers × generation positions, and left of them what layers do with prompt tokens; a panel for each schedule.
+
+    Parameters
+    ----------
+    schedules : mapping of str to Schedule
+        By the panel's title.
+    positions : int, optional
+        How many are shown. Default: the schedule's `seq_len`, and at least 8.
+    """
+    columns = min(5, len(schedules))
+    rows = -(-len(schedules) // columns)
+    figure = new_figure(8.0, 4.5) if len(schedules) == 1 else new_figure(10.5, 1.9 * rows + 0.4)
+    with styled():
+        places = figure.subplots(rows, columns, squeeze=False).flatten()
+        for axes, (title, schedule) in zip(places, schedules.items(), strict=False):
+            _draw_schedule(axes, schedule, positions)
+            axes.set_title(title, fontsize=10 if len(schedules) == 1 else 6.5)
+        for axes in places[len(schedules) :]:
+            axes.remove()
+        for place, axes in enumerate(places[: len(schedules)]):
+            if place % columns:
+                axes.set_yticks([])
+            else:
+                axes.set_ylabel("layer")
+        for axes in places[len(schedules) - columns : len(schedules)]:
+            axes.set_xlabel("generation position")
+        _legend(figure, schedules.values())
+    return figure
+
+
+def importance_of(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
+    """How much each layer that was tried matters, and what that is, from a document of `skipdecode calibrate`."""
+    if not calibration["rounds"]:
+        return "block influence", dict(enumerate(calibration["block_influence"]))
+    first = calibration["rounds"][0]
+    added = {int(layer): loss - first["base"] for layer, loss in first["losses"].items()}
+    return "loss added when it alone is left out", added
+
+
+def calibration_figure(calibration: Mapping[str, Any]) -> Any:
+    """A calibration in three panels, from a document of `skipdecode calibrate`.
+
+    How much each layer matters; layers × generation positions; the loss as layers are left out, one after the other.
+    """
+    schedule = Schedule.from_dict(calibration["schedule"])
+    label, importance = importance_of(calibration)
+    losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(calibration["rounds"])], markers=False)
+    search = Chart([losses], "layers left out", "loss per response token", "the search")
+    figure = new_figure(10.5, 3.9)
+    with styled():
+        bars, grid, curve = figure.subplots(1, 3)
+        bars.barh(list(importance), list(importance.values()), 0.8, color=_BARS)
+        for rank, layer in enumerate(schedule.drop_order, start=1):
+            # In axes' width, so that the numbers stand in one column whatever the bars' scale.
+            bars.text(0.99, layer, str(rank), transform=bars.get_yaxis_transform(), ha="right", va="center", fontsize=6)
+        bars.margins(x=0.12)
+        bars.axvline(0, color=INK, linewidth=0.6)
+        bars.set(ylabel="layer", xlabel=label, title="importance; at the right the drop order")
+        bars.set_ylim(-0.5, schedule.num_layers - 0.5)
+        _draw_schedule(grid, schedule, None)
+        grid.set(xlabel="generation position", title=schedule.name)
+        draw_chart(curve, search, styles_of([search]))
+        _legend(figure, [schedule])
+    return figure
+
+
+def _draw_schedule(axes: Any, schedule: Schedule, positions: int | None) -> None:
+    """Each set of layers is one outline, however many layers there are."""
+    shown = max(8, schedule.seq_len) if positions is None else max(1, positions)
+    left, right = -0.13 * shown, -0.02 * shown  # of the strip for the prompt
+    for span in ((left, right), (0, shown)):
+        axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
+    layers = range(schedule.num_layers)
+    edges = [layer - 0.5 for layer in range(schedule.num_layers + 1)]
+    ends = [schedule.drop_position(layer) for layer in layers]
+    widths: dict[str, tuple[float, list[float]]] = {
+        "run": (0, [shown if end is None else min(end, shown) for end in ends]),
+        "prompt": (left, [right if layer in schedule.prompt_layers() else left for layer in layers]),
+        "stored": (left, [right if layer in schedule.projected else left for layer in layers]),
+    }
+    for what, (baseline, values) in widths.items():
+        color = _STORED if what == "stored" else _RUNS
+        axes.stairs(values, edges, baseline=baseline, orientation="horizontal", fill=True, color=color, linewidth=0)
+    below = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    axes.annotate("prompt", ((left + right) / 2, 0), (0, -4), **below, ha="center", va="top", fontsize=6)
+    axes.set(xlim=(left, shown), ylim=(-0.5, schedule.num_layers - 0.5))
+    axes.locator_params(integer=True, nbins=4)
+
+
+def _legend(figure: Any, schedules: Iterable[Schedule]) -> None:
+    from matplotlib.patches import Patch
+
+    stored = any(schedule.projected for schedule in schedules)
+    shades = {"runs": _RUNS, "keys and values alone": _STORED if stored else None, "left out": LEFT_OUT}
+    handles = [Patch(color=color, label=label) for label, color in shades.items() if color]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def speed_figure(rows: _Rows) -> Any:
+    """The rows of a `skipdecode bench` document: speed-up and share of the limit against nominal speed-up.
+
+    Two panels for each batch and prompt length. Faint: the speed-up that the bytes of the layers left allow.
+    """
+    charts = []
+    for title, mine in grouped(rows, lambda r: f"batch {r['batch']}, prompt {r.get('prompt', '?')}").items():
+        speedups, shares = [], []
+        for engine, found in grouped(mine, lambda r: str(r["engine"])).items():
+            shares.append(Series(engine, [Point(r["nominal_speedup"], 100 * r["roofline_share"]) for r in found]))
+            if len(found) > 1:
+                speedups.append(Series(engine, [Point(r["nominal_speedup"], r["decode_speedup"]) for r in found]))
+                bounds = [Point(r["nominal_speedup"], r["amdahl_bound"]) for r in found if "amdahl_bound" in r]
+                speedups.append(Series(engine, bounds, ":", markers=False, like=engine))
+        charts.append(Chart(speedups, "nominal speed-up", "decode speed-up", title, diagonal="nominal"))
+        charts.append(Chart(shares, "nominal speed-up", "% of the limit", title, least=0))
+    return chart_figure(charts, columns=2, size=(5.2, 2.8))
+
+
+# ---------------------------------------------------------------------- tuning
+
+
+def loss_chart(rows: _Rows, title: str = "", *, by_schedule: bool = True) -> Chart:
+    """Cross-entropy against step from the rows of a tuning log: a running mean in training, and the dev set's losses.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; those of kind dev also by name of schedule.
+    by_schedule : bool
+        A line for the dev set under each schedule; else one of their mean.
+    """
+    train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
+    losses = [r["cross_entropy"] for r in train]
+    ends = range(len(train), 0, -max(1, math.ceil(len(train) / _DRAWN)))  # more points are not seen
+    means = [Point(train[end - 1]["step"], statistics.fmean(losses[max(0, end - _WINDOW) : end])) for end in ends]
+    series = [Series(f"train, mean of {_WINDOW} steps", means, "-", markers=False)] if train else []
+    schedules = list(dict.fromkeys(name for r in dev for name in schedule_losses(r))) if by_schedule else []
+    for name in schedules if len(schedules) > 1 else ["cross_entropy"] if dev else []:
+        found = [Point(r["step"], r[name]) for r in dev if name in r]
+        series.append(Series(f"dev, {name}" if len(schedules) > 1 else "dev", found))
+    return Chart(series, "optimizer step", "cross-entropy per token", title, log=True)
+
+
+def schedule_losses(row: Mapping[str, Any]) -> dict[str, float]:
+    """The losses of a tuning log's row of kind dev, by name of schedule."""
+    return {name: loss for name, loss in row.items() if name not in ("kind", "step", "cross_entropy")}
