@@ -3,24 +3,29 @@
 Full depth's states and those of the skipping model advance together, a layer at a time. A bridge takes the skipping
 model's state to full depth's next state, so later bridges correct what earlier ones missed; one bridge serves every
 depth at which its layer is out. A prompt map takes the state that passes by to full depth's keys and values. All sums
-are fp64 and of one pass, and solved with a ridge that held-out batches choose. docs/theory.md has the derivation.
+are of one pass, and solved in fp64 with a ridge that held-out batches choose. docs/theory.md has the derivation.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.errors import FitError
+from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
-from skipdecode.models.gate import calling, projection
+from skipdecode.models.gate import GateState, calling, gate_layer, projection, ungate_layer
+from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
 
@@ -32,6 +37,9 @@ _DEPTHS = 4
 """Most depths of a falling schedule at which its bridges are fitted."""
 _HELD_OUT = 5
 """Every so many batches one is held out, to choose the ridge."""
+_LEAST_TOKENS = 4
+"""A map of keys and values needs its inputs over this number of tokens; the ridge makes up for the rest."""
+_NOTHING: frozenset[int] = frozenset()
 
 
 def fit_model(
@@ -43,7 +51,7 @@ def fit_model(
 ) -> Fit:
     """The fit of a model for one or more schedules of one drop order.
 
-    Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states of one layer.
+    Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
     Parameters
     ----------
@@ -61,95 +69,141 @@ def fit_model(
     FitError
         Fewer tokens than a map has inputs, or a family that makes keys and values together with queries.
     """
+    projected: dict[tuple[int, ...], set[int]] = {}
+    for schedule in schedules:
+        if schedule.projected:
+            projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
+    # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
+    sets = _Sets(projected, all(schedule.prompt == "max_exit" for schedule in schedules))
     with torch.inference_mode():
-        return _Sweep(model, schedules, batches, options).run(advance)
+        return _Sweep(model, _depths(schedules), sets, batches, options).run(advance)
 
 
-class _Sums:
-    """Sums of products of inputs (tokens, features), with a 1 behind each, and targets (tokens, outputs)."""
+@dataclass(frozen=True)
+class _Sets:
+    """The sets of layers that prompts run, with those that want maps; `whole`: prompts take bridges like answers."""
 
-    def __init__(self, features: int, outputs: int) -> None:
+    projected: Mapping[tuple[int, ...], set[int]]
+    whole: bool = False
+
+
+class _Inputs:
+    """Sums of products of a map's inputs (tokens, features), with a 1 behind each; of tokens to learn from and others.
+
+    A batch's products are fp32 and their sums fp64. All maps of one set of inputs share them.
+    """
+
+    def __init__(self, features: int) -> None:
         self.tokens = 0
         self.gram = torch.zeros(2, features + 1, features + 1, dtype=torch.float64)
-        self.cross = torch.zeros(2, features + 1, outputs, dtype=torch.float64)
 
-    def add(self, inputs: Tensor, targets: Tensor, scale: Tensor, held_out: bool) -> None:
-        """Take in tokens, weighted by 1 / the mean square of `scale` (tokens, any)."""
-        weight = torch.rsqrt(scale.double().square().mean(-1, keepdim=True) + 1e-12)
-        x = torch.cat((inputs.double(), torch.ones_like(weight)), 1) * weight
-        self.gram[int(held_out)] += x.T @ x
-        self.cross[int(held_out)] += x.T @ (targets.double() * weight)
-        self.tokens += len(inputs)
+    def add(self, inputs: Tensor, held_out: bool, times: int = 1) -> None:
+        """Take in the inputs of a batch (tokens, features + 1), each as if it came so many times."""
+        self.gram[int(held_out)] += (inputs.T @ inputs).double().mul_(times)
+        self.tokens += times * len(inputs)
 
-    def solve(self) -> tuple[Tensor, Tensor]:
-        """Weights (outputs, features) and bias (outputs,) with the ridge that held-out tokens favour."""
-        if self.tokens < self.gram.shape[1]:
-            raise FitError(
-                f"{self.tokens} tokens are too few to fit a map of {self.gram.shape[1] - 1} inputs: give more records, "
-                "or fewer taps"
-            )
-        ridge = _RIDGES[2] if not self.gram[1].any() else min(_RIDGES, key=self._held_out_loss)
-        solution = self._solution(self.gram.sum(0), self.cross.sum(0), ridge)
-        return solution[:-1].T, solution[-1]
+    def solve(self, cross: Tensor, least: int) -> tuple[Tensor, Tensor]:
+        """Weights (outputs, features) and bias (outputs,) with the ridge that held-out tokens favour.
 
-    def second_moments(self) -> Tensor:
-        """Products of the inputs, (features, features)."""
+        `cross` (2, features + 1, outputs) are the products of inputs and targets; `least` is the fewest tokens.
+        """
+        if self.tokens < least:
+            raise FitError(f"{self.tokens} tokens are too few to fit a map: {least} are needed; give more records")
+        moments, means = _about(self.gram.sum(0), cross.sum(0), self._center(self.gram.sum(0), cross.sum(0)))
+        weight = torch.cholesky_solve(means, torch.linalg.cholesky(_ridged(moments, self._ridge(cross))))
+        inputs, outputs = self._center(self.gram.sum(0), cross.sum(0))
+        return weight.T, outputs - inputs @ weight
+
+    def moments(self) -> Tensor:
+        """Products of the inputs about 0, (features, features)."""
         return self.gram.sum(0)[:-1, :-1]
 
-    def _held_out_loss(self, ridge: float) -> float:
-        made = self._solution(self.gram[0], self.cross[0], ridge)
-        return float((made * (self.gram[1] @ made - 2 * self.cross[1])).sum())
+    def _ridge(self, cross: Tensor) -> float:
+        """The ridge whose solution on the tokens to learn from does best on the others."""
+        if not self.gram[1].any():
+            return _RIDGES[2]
+        center = self._center(self.gram[0], cross[0])
+        values, vectors = self._basis
+        learned = vectors.T @ _about(self.gram[0], cross[0], center)[1]
+        moments, products = _about(self.gram[1], cross[1], center)
+        # With D = 1 / (values + ridge) the solution is vectors @ D * learned, and its loss a quadratic form of D.
+        square = (learned @ learned.T) * (vectors.T @ moments @ vectors)
+        linear = (learned * (vectors.T @ products)).sum(1)
+
+        def loss(ridge: float) -> float:
+            d = 1 / (values.clamp(min=0) + ridge * values.mean())
+            return float(d @ square @ d - 2 * linear @ d)
+
+        return min(_RIDGES, key=loss)
+
+    @cached_property
+    def _basis(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of the inputs to learn from about their mean."""
+        gram = self.gram[0]
+        moments, _ = _about(gram, gram[:, :-1], self._center(gram, gram[:, :-1]))
+        found = torch.linalg.eigh(moments)
+        return found[0], found[1]
 
     @staticmethod
-    def _solution(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-        penalty = torch.full((len(gram),), ridge * float(gram.diagonal()[:-1].mean()), dtype=gram.dtype)
-        penalty[-1] = 0
-        return torch.linalg.solve(gram + penalty.diag(), cross)  # type: ignore[no-any-return]
+    def _center(gram: Tensor, cross: Tensor) -> tuple[Tensor, Tensor]:
+        """Means of inputs and targets."""
+        return gram[-1, :-1] / gram[-1, -1], cross[-1] / gram[-1, -1]
+
+
+def _about(gram: Tensor, cross: Tensor, center: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Products of inputs, and of inputs and targets, about a center of both."""
+    inputs, outputs = center
+    count, first, second = gram[-1, -1], gram[-1, :-1], cross[-1]
+    moments = gram[:-1, :-1] - first.outer(inputs) - inputs.outer(first) + count * inputs.outer(inputs)
+    products = cross[:-1] - first.outer(outputs) - inputs.outer(second) + count * inputs.outer(outputs)
+    return moments, products
+
+
+def _ridged(moments: Tensor, ridge: float) -> Tensor:
+    return moments + ridge * float(moments.diagonal().mean()) * torch.eye(len(moments), dtype=moments.dtype)
 
 
 class _Sweep:
-    """Every batch's states before the layer at work: of full depth, of prompts and of each depth."""
+    """Every batch's states before the layer at work: of full depth, of prompts and of the depths.
+
+    Depths that have left out the same layers so far share their states, which are those of full depth at first.
+    """
 
     def __init__(
-        self, model: Any, schedules: Sequence[Schedule], batches: Sequence[Batch], options: FitOptions
+        self, model: Any, depths: Sequence[frozenset[int]], sets: _Sets, batches: Sequence[Batch], options: FitOptions
     ) -> None:
-        plain = unwrap(model)
-        self._layers: list[Any] = list(decoder_layers(plain))
-        self._tuples = find_family(plain).returns_tuple
-        self._width = int(plain.config.get_text_config(decoder=True).hidden_size)
-        self._options, self._batches = options, [batch.to(plain.device) for batch in batches]
-        self._calls = [_layer_calls(plain, self._layers, self._tuples, batch) for batch in self._batches]
-        self._full = [calls.embedded for calls in self._calls]
-        self._depths = _depths(schedules)
-        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
-        self._whole = all(schedule.prompt == "max_exit" for schedule in schedules)
-        self._answers = {depth: list(self._full) for depth in self._depths}
-        self._sets = {s.prompt_layers(): set[int]() for s in schedules if s.projected}
-        for schedule in schedules:
-            if schedule.projected:
-                self._sets[schedule.prompt_layers()] |= set(schedule.projected)
-        self._prompts = {layers: list(self._full) for layers in self._sets}
+        self._plain = unwrap(model)
+        self._layers: list[Any] = list(decoder_layers(self._plain))
+        self._tuples = find_family(self._plain).returns_tuple
+        self._width = int(self._plain.config.get_text_config(decoder=True).hidden_size)
+        self._options, self._batches = options, [batch.to(self._plain.device) for batch in batches]
+        self._calls = [_layer_calls(self._plain, self._layers, self._tuples, batch) for batch in self._batches]
+        self._depths, self._sets = depths, sets
+        embedded = [calls.embedded for calls in self._calls]
+        self._states = {_NOTHING: embedded}
+        self._prompts = {layers: list(embedded) for layers in sets.projected}
+        self._inputs: dict[tuple[int, ...], _Inputs] = {}
         self._bridges: dict[int, Bridge] = {}
-        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in self._sets}
+        self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in sets.projected}
 
     def run(self, advance: Callable[[], object]) -> Fit:
-        for index in range(len(self._layers)):
-            wanted = [layers for layers, projected in self._sets.items() if index in projected]
+        last = max({layer for depth in self._depths for layer in depth}.union(*self._sets.projected.values()))
+        for index in range(last + 1):
+            wanted = [layers for layers, projected in self._sets.projected.items() if index in projected]
             after, keys = self._full_depth(index, bool(wanted))
             for layers in wanted:
                 self._maps[layers][index] = self._prompt_map(layers, keys)
             self._advance_prompts(index, after)
             self._advance_answers(index, after)
-            self._full = after
             advance()
         about = {"rank": self._options.fit_rank, "tokens": sum(batch.tokens for batch in self._batches)}
-        taps = self._options.fit_taps if self._sets else 0
+        taps = self._options.fit_taps if self._maps else 0
         return Fit(len(self._layers), self._width, self._bridges, self._maps, taps, about)
 
     def _full_depth(self, index: int, keys_too: bool) -> tuple[list[Tensor], list[Tensor]]:
         """States of full depth behind a layer, and where wanted its keys and values (rows, columns, both)."""
         after, keys = [], []
-        for number, states in enumerate(self._full):
+        for number, states in enumerate(self._states[_NOTHING]):
             with contextlib.ExitStack() as stack:
                 seen = stack.enter_context(_keys_and_values(self._layers[index])) if keys_too else {}
                 after.append(self._layer(index, number, states))
@@ -159,64 +213,99 @@ class _Sweep:
 
     def _prompt_map(self, layers: tuple[int, ...], keys: list[Tensor]) -> PromptMap:
         taps, width = self._options.fit_taps, keys[0].shape[-1]
-        sums, first = _Sums(self._width * (taps + 1), width), []
+        features = self._width * (taps + 1)
+        known = self._inputs.get(layers)  # until the prompt goes on, its maps share their inputs
+        inputs = self._inputs[layers] = known or _Inputs(features)
+        cross, first = torch.zeros(2, features + 1, width, dtype=torch.float64), []
         for number, (batch, states) in enumerate(zip(self._batches, self._prompts[layers], strict=True)):
             text = batch.attention_mask.bool()
             begins = text & (batch.attention_mask.cumsum(1) == 1)
             # Answers' tokens serve as well: full depth has run the prompt's layers on all tokens alike.
-            chosen = text & ~begins
-            inputs, _ = with_taps(normed(states) * text.unsqueeze(-1), None, taps)
-            targets = keys[number][chosen]
-            sums.add(inputs[chosen], targets, targets, _is_held_out(number))
+            chosen, held_out = text & ~begins, _is_held_out(number)
+            seen, _ = with_taps(normed(states) * text.unsqueeze(-1), None, taps)
+            x = functional.pad(seen[chosen], (0, 1), value=1.0)
+            if known is None:
+                inputs.add(x, held_out)
+            cross[int(held_out)] += (x.T @ keys[number][chosen].float()).double()
             first.append(keys[number][begins])
-        weight, bias = sums.solve()
+        weight, bias = inputs.solve(cross, least=features // _LEAST_TOKENS)
         return PromptMap(weight.float(), bias.float(), torch.cat(first).float().mean(0))
 
     def _advance_prompts(self, index: int, after: list[Tensor]) -> None:
         for layers, every in self._prompts.items():
             if index not in layers:
                 continue
+            self._inputs.pop(layers, None)
             for number, states in enumerate(every):
-                same = states is self._full[number]  # no layer was left out so far
+                same = states is self._states[_NOTHING][number]  # no layer was left out so far
                 every[number] = after[number] if same else self._layer(index, number, states)
 
     def _advance_answers(self, index: int, after: list[Tensor]) -> None:
-        out = [depth for depth in self._depths if index in depth]
+        out = Counter(_below(depth, index) for depth in self._depths if index in depth)
         if out:
             self._bridges[index] = self._bridge(out, after)
-        for depth, every in self._answers.items():
-            for number, states in enumerate(every):
-                if states is self._full[number] and depth not in out:
-                    every[number] = after[number]
-                    continue
-                moved = self._bridges[index](states) if depth in out else self._layer(index, number, states)
-                crosses = self._crossing(self._batches[number]).unsqueeze(-1)
-                every[number] = torch.where(crosses, moved, after[number])
+        moved = {_NOTHING: after}
+        for depth in self._depths:
+            # Above its last bridge nobody asks for a depth's states.
+            if (gone := _below(depth, index + 1)) not in moved and max(depth) > index:
+                moved[gone] = self._answers(index, self._states[_below(depth, index)], after, index in depth)
+        self._states = moved
 
-    def _bridge(self, out: list[frozenset[int]], after: list[Tensor]) -> Bridge:
-        sums, rank = _Sums(self._width, self._width), self._options.fit_rank
+    def _answers(self, index: int, every: list[Tensor], after: list[Tensor], out: bool) -> list[Tensor]:
+        """Full depth's states of prompts, and those of answers behind a layer or its bridge."""
+        moved = []
+        for number, states in enumerate(every):
+            start = self._crossing(self._batches[number])
+            if out:
+                answers = self._bridges[index](states[:, start:])
+            else:
+                answers = self._layer(index, number, states, start)[:, start:]
+            moved.append(torch.cat((after[number][:, :start], answers), 1))
+        return moved
+
+    def _bridge(self, out: Mapping[frozenset[int], int], after: list[Tensor]) -> Bridge:
+        """The bridge of a layer, from states without some layers (and of how many depths they are) to full depth's."""
+        inputs, rank = _Inputs(self._width), self._options.fit_rank
+        cross = torch.zeros(2, self._width + 1, self._width, dtype=torch.float64)
         for number, batch in enumerate(self._batches):
-            chosen = batch.attention_mask.bool() & self._crossing(batch)
-            goal = after[number][chosen]
-            for depth in out:
-                states = self._answers[depth][number][chosen]
-                sums.add(normed(states), goal.double() - states.double(), goal, _is_held_out(number))
-        weight, bias = sums.solve()
+            start, held_out = self._crossing(batch), _is_held_out(number)
+            chosen = batch.attention_mask[:, start:].bool()
+            goal = after[number][:, start:][chosen].float()
+            weight = torch.rsqrt(goal.square().mean(-1, keepdim=True) + 1e-12)
+            for gone, times in out.items():
+                states = self._states[gone][number][:, start:][chosen].float()
+                x = torch.cat((normed(states) * weight, weight), 1)
+                inputs.add(x, held_out, times)
+                cross[int(held_out)] += (x.T @ ((goal - states) * weight)).double().mul_(times)
         if rank == 0:
-            mean = (sums.cross.sum(0)[-1] / sums.gram.sum(0)[-1, -1]).float()
+            mean = (cross.sum(0)[-1] / inputs.gram.sum(0)[-1, -1]).float()
             return Bridge(mean.new_zeros(0, self._width), mean.new_zeros(self._width, 0), mean)
+        made, bias = inputs.solve(cross, least=rank + 1)
         # The directions of the output that carry most of what the map adds.
-        _, vectors = torch.linalg.eigh(weight @ sums.second_moments() @ weight.T)
+        _, vectors = torch.linalg.eigh(made @ inputs.moments() @ made.T)
         up = vectors[:, -min(rank, self._width) :]
-        return Bridge((up.T @ weight).float(), up.float(), bias.float())
+        return Bridge((up.T @ made).float(), up.float(), bias.float())
 
-    def _crossing(self, batch: Batch) -> Tensor:
-        """The columns whose tokens take bridges, (rows, columns) of bool."""
-        return _columns(batch) >= (0 if self._whole else batch.prompt_length)
+    def _crossing(self, batch: Batch) -> int:
+        """The first column whose tokens take bridges."""
+        return 0 if self._sets.whole else batch.prompt_length
 
-    def _layer(self, index: int, number: int, states: Tensor) -> Tensor:
-        out = self._layers[index](states, **self._calls[number].arguments[index])
+    def _layer(self, index: int, number: int, states: Tensor, start: int = 0) -> Tensor:
+        """A layer's output; columns before `start` only leave their keys and values there, and pass by."""
+        named = self._calls[number].arguments[index]
+        with self._gated(index, LayerPlan(states.shape[1], start)) if start else contextlib.nullcontext():
+            out = self._layers[index](states, **named)
         return out[0] if self._tuples else out  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _gated(self, index: int, plan: LayerPlan) -> Iterator[None]:
+        state = GateState(self._tuples, lambda: SkipCache(self._plain.config))
+        state.plan = StepPlan(plan.count, (plan,) * len(self._layers))
+        gate_layer(self._layers[index], index, state)
+        try:
+            yield
+        finally:
+            ungate_layer(self._layers[index])
 
 
 @dataclass(frozen=True)
@@ -274,8 +363,8 @@ def _depths(schedules: Sequence[Schedule]) -> list[frozenset[int]]:
     return [every[round(i * (len(every) - 1) / (_DEPTHS - 1))] for i in range(_DEPTHS)]
 
 
-def _columns(batch: Batch) -> Tensor:
-    return torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device).expand(batch.input_ids.shape)
+def _below(depth: frozenset[int], index: int) -> frozenset[int]:
+    return frozenset(layer for layer in depth if layer < index)
 
 
 def _is_held_out(number: int) -> bool:
