@@ -7,6 +7,7 @@ the rows that need it, and mixed ages cost no gather.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -126,7 +127,9 @@ class FastModel:
         if self.fit is None or prompt not in self.fit.prompt_sets:
             return self._stack
         if prompt not in self._mapped:
-            self._mapped[prompt] = self._kernels.stack(self._spec.layers, fit_spec(self.fit, self.dtype, prompt))
+            bridges = self._fit_spec.bridges if self._fit_spec else None
+            spec = fit_spec(self.fit, self.dtype, prompt, bridges)
+            self._mapped[prompt] = self._kernels.stack(self._spec.layers, spec)
         return self._mapped[prompt]
 
     def _wanted_alone_at_the_top(self, given: StackInput, wanted: list[int]) -> Tensor:
@@ -156,23 +159,38 @@ class FastModel:
     def _bind(self) -> None:
         """Take the weights' addresses."""
         self._mapped: dict[tuple[int, ...], NativeStack] = {}
-        self._stack = self._kernels.stack(
-            self._spec.layers, None if self.fit is None else fit_spec(self.fit, self.dtype)
-        )
+        self._fit_spec = None if self.fit is None else fit_spec(self.fit, self.dtype)
+        self._stack = self._kernels.stack(self._spec.layers, self._fit_spec)
         self.head = self._head = NativeHead(self._kernels, self._spec.head, getattr(self, "head", None))
 
 
-def fit_spec(fit: Fit, dtype: torch.dtype, prompt: tuple[int, ...] | None = None) -> FitSpec:
-    """A fit for the kernels, its weights in the model's type; the maps are those for prompts that run `prompt`."""
-    ones, bridges, maps, first = torch.ones(fit.hidden_size), {}, {}, {}
+def fit_spec(
+    fit: Fit,
+    dtype: torch.dtype,
+    prompt: tuple[int, ...] | None = None,
+    bridges: Mapping[int, tuple[LinearSpec, LinearSpec]] | None = None,
+) -> FitSpec:
+    """A fit for the kernels, its weights in the model's type; the maps are those for prompts that run `prompt`.
+
+    `bridges` are those of an earlier call, to be shared.
+    """
+    ones, maps, first = torch.ones(fit.hidden_size), {}, {}
+    for layer in range(fit.num_layers):
+        if prompt is not None and (made := fit.prompt_map(prompt, layer)) is not None:
+            # Without taps the map reads the states themselves.
+            norm: dict[str, Any] = {} if fit.taps else {"prologue": "rms_norm", "gamma": ones}
+            maps[layer] = LinearSpec(made.weight.detach().to(dtype).contiguous(), made.bias, eps=EPSILON, **norm)
+            first[layer] = made.first
+    return FitSpec(_bridges(fit, dtype, ones) if bridges is None else bridges, maps, first, fit.taps)
+
+
+def _bridges(fit: Fit, dtype: torch.dtype, ones: Tensor) -> dict[int, tuple[LinearSpec, LinearSpec]]:
+    found = {}
     for layer in range(fit.num_layers):
         if (bridge := fit.bridge(layer)) is not None:
             down = LinearSpec(bridge.down.detach().to(dtype).contiguous(), None, "rms_norm", ones, eps=EPSILON)
-            bridges[layer] = down, LinearSpec(bridge.up.detach().to(dtype).contiguous(), bridge.bias)
-        if prompt is not None and (made := fit.prompt_map(prompt, layer)) is not None:
-            maps[layer] = LinearSpec(made.weight.detach().to(dtype).contiguous(), made.bias, eps=EPSILON)
-            first[layer] = made.first
-    return FitSpec(bridges, maps, first, fit.taps)
+            found[layer] = down, LinearSpec(bridge.up.detach().to(dtype).contiguous(), bridge.bias)
+    return found
 
 
 def open_model(model: Any, quantization: Quantization | None = None) -> FastModel:

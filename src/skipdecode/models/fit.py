@@ -8,6 +8,7 @@ mean square. `skipdecode.calibration.fitting` finds the maps by least squares; d
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -156,14 +157,14 @@ class Fit(nn.Module):
 
     def bridge(self, layer: int) -> Bridge | None:
         """The bridge over a layer; None where the state passes as it is."""
-        return dict(self.bridges.items()).get(str(layer))  # type: ignore[return-value]
+        return getattr(self.bridges, str(layer), None)
 
     def prompt_map(self, prompt: Iterable[int], layer: int) -> PromptMap | None:
         """The map of a layer for prompts that run the layers `prompt`; None where its own projection serves."""
         wanted = tuple(prompt)
         for layers, maps in zip(self.prompt_sets, self.maps, strict=True):
             if layers == wanted:
-                return dict(maps.items()).get(str(layer))  # type: ignore[operator]
+                return getattr(maps, str(layer), None)
         return None
 
     def check_fits(self, model: Any, name: object = "the fit") -> None:
@@ -188,6 +189,14 @@ class Fit(nn.Module):
                 f"{name} has keys and values of prompts that run layers {made}, but under schedule "
                 f"{schedule.name!r} they run {list(asked)}: fit it with skipdecode calibrate"
             )
+
+    def digest(self) -> str:
+        """A short hash of the numbers and of what they are for: equal for equal fits alone."""
+        found = hashlib.sha256(repr((self.num_layers, self.prompt_sets, self.taps)).encode())
+        for name, tensor in self.state_dict().items():
+            found.update(f"{name} {tuple(tensor.shape)}".encode())
+            found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def save(self, path: Path | str, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the fit as a safetensors file of 16-bit numbers; raises OutputError where that cannot be written.

@@ -212,7 +212,8 @@ class NativeStack:
         first = self._layers[0]
         # Where they are normed, what sublayers add lies where queries, keys and values were.
         wide = max(first.mlp_in.n, *(layer.down.n for layer in self._layers))
-        widths = max(first.qkv.n, first.out.n), first.out.k, wide, max(layer.map.k for layer in self._layers)
+        features = max(layer.map.k for layer in self._layers) if self._args.taps else 0
+        widths = max(first.qkv.n, first.out.n), first.out.k, wide, features
         self._buffers = tuple(torch.empty(rows, n) for n in widths)
         addresses = (t.data_ptr() for t in self._buffers)
         self._args.qkv, self._args.attended, self._args.wide, self._args.features = addresses

@@ -112,7 +112,8 @@ class FitSpec:
     bridges : mapping of int to pair of LinearSpec
         By layer, the operations `down`, of normed states, and `up`, whose result is added.
     maps : mapping of int to LinearSpec
-        By layer, keys and values (key columns first) of features: normed states, the token's own first.
+        By layer, keys and values (key columns first) of features: normed states, the token's own first. Without taps
+        the operation norms them itself.
     first : mapping of int to torch.Tensor
         By layer of `maps`, what stands for the map at position 0.
     taps : int

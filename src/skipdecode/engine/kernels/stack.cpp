@@ -3,11 +3,10 @@
 // A step of a small model is some 200 phases of a few microseconds. They run in one parallel region, with a barrier between
 // phases that spins.
 #include <algorithm>
-#include <cmath>
 
 #include <omp.h>
 
-#include "kernels.h"
+#include "prologue.h"
 
 namespace {
 
@@ -53,25 +52,34 @@ void bridge(const StackArgs& s, int64_t index, const Team& team) {
 
 // A row over its root mean square.
 void unit_row(const LinearArgs& map, const float* x, float* y, int64_t width) {
-  float sum = 0;
-  for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
-  const float scale = 1 / std::sqrt(sum / width + map.eps);
-  for (int64_t i = 0; i < width; i++) y[i] = x[i] * scale;
+  LinearArgs norm = map;
+  norm.k = width, norm.prologue = kRmsNorm;
+  const float scale = row_stats(norm, x).scale;
+  const int64_t whole = width - width % LANES;
+  for (int64_t i = 0; i < whole; i += LANES) store(y + i, load(x + i) * scale);
+  for (int64_t i = whole; i < width; i++) y[i] = x[i] * scale;
 }
 
-// Keys and values of rows `n` to `stored`, which lie behind the queries in qkv, from the states that pass by.
-void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t n, int64_t stored, const Team& team) {
-  const int64_t width = layer.qkv.k, all = (s.taps + 1) * width;
+// Normed states of rows `n` to `stored` and of the tokens before each.
+void features(const StackArgs& s, const LayerArgs& layer, int64_t n, int64_t stored, const Team& team) {
+  const int64_t width = layer.qkv.k;
   for (int64_t row = n + team.id; row < stored; row += team.size)
     for (int64_t tap = 0; tap <= s.taps; tap++) {
-      float* to = s.features + row * all + tap * width;
+      float* to = s.features + row * layer.map.k + tap * width;
       const int64_t from = tap ? s.before[row * s.taps + tap - 1] : row;
       if (from < 0) std::fill(to, to + width, 0.0f);
       else unit_row(layer.map, s.hidden + from * width, to, width);
     }
   team.wait();
+}
+
+// Keys and values of rows `n` to `stored`, which lie behind the queries in qkv, from the states that pass by.
+void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t n, int64_t stored, const Team& team) {
+  if (s.taps) features(s, layer, n, stored, team);
+  const float* x = (s.taps ? s.features : s.hidden) + n * layer.map.k;
   float* y = s.qkv + n * layer.map.ldy + layer.qkv.n - layer.map.n;
-  linear_share(with(layer.map, stored - n, s.features + n * all, y, 0), team);
+  linear_share(with(layer.map, stored - n, x, y, 0), team);
+  if (std::find(s.positions + n, s.positions + stored, 0) == s.positions + stored) return;
   team.wait();
   for (int64_t row = n + team.id; row < stored; row += team.size)
     if (s.positions[row] == 0) std::copy(layer.first, layer.first + layer.map.n, y + (row - n) * layer.map.ldy);

@@ -109,7 +109,7 @@ def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
     cleaned = getattr(tokenizer, "clean_up_tokenization_spaces", None)
     return {
         "model_weights": base_sample(loaded.model),
-        "fit": None if (fit := fit_of(model)) is None else _digest([p.sum().item() for p in fit.parameters()]),
+        "fit": None if (fit := fit_of(model)) is None else fit.digest(),
         "adapter": _digest(adapter),
         "config": _digest(config),
         "end_tokens": [model.generation_config.eos_token_id, getattr(tokenizer, "eos_token_id", None)],
