@@ -4,9 +4,9 @@
     python benchmarks/fitted.py --runs runs --data DATA --only speed cost
 
 DATA has e2e/ and cnn_dm/ (train.jsonl, test.jsonl). In --runs: chat-words/ with self.jsonl and self-dev.jsonl, which
-`skipdecode tune smollm2-135m --self --self-temperature 0 --steps 1 --out runs/chat-words` writes; e2e-full/, tuned for
-full depth alone; gemma3-270m/ (`benchmarks/gemma3_checkpoint.py`). What is finished stays in --runs, so a killed call
-goes on; each call writes all that is there to --out.
+`skipdecode tune smollm2-135m --self --self-records 260 --self-tokens 96 --self-temperature 0 --steps 1` writes;
+e2e-full/, tuned for full depth alone; gemma3-270m/ (`benchmarks/gemma3_checkpoint.py`). What is finished stays in
+--runs, so a killed call goes on; each call writes all that is there to --out.
 
 Methods: `today` is the identity over skipped layers and the layer's own projection for prompts; `bias` a constant a
 gap of skipped layers; `patch` one full-rank map a gap, both fitted on full depth's states (as LinearPatch and
@@ -46,6 +46,7 @@ from skipdecode.common.progress import note
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
+from skipdecode.evaluation.methods.base import Generation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
@@ -511,6 +512,10 @@ def measure_speed(options: argparse.Namespace) -> None:
     turns = time_equal_lengths(model, methods, prompts, lengths, batch_size=16, kept=kept)
     asked = EvaluationSettings()
     rows = {m.name: speed_entries(turns, m, methods[0], asked, about) for m in methods[1:]}
+    full = turns.laps(methods[0])
+    for method in methods[1:]:
+        laps = zip(full, turns.laps(method), strict=True)
+        rows[method.name]["request_speedup_of_rounds"] = [round(seconds(a) / seconds(b), 3) for a, b in laps]
     pairs = {}
     for name in schedules:
         for method in ("fitted", "fitted, one tap"):
@@ -523,6 +528,11 @@ def measure_speed(options: argparse.Namespace) -> None:
     write_whole(
         runs / "fitted-speed.json", json.dumps({**about, "rows": rows, "against_today": pairs}, indent=1) + "\n"
     )
+
+
+def seconds(lap: Generation) -> float:
+    """Of whole requests."""
+    return lap.prompt_seconds + lap.decode_seconds
 
 
 def measure_cost(options: argparse.Namespace) -> None:
