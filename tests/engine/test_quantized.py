@@ -10,6 +10,7 @@ import torch
 
 from kernel_reference import kernels_or_skip, reference_linear, run_linear
 from skipdecode import Schedule, attach
+from skipdecode.common.environment import multiplies_bf16
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
@@ -150,12 +151,15 @@ def test_decoding_is_that_of_the_dequantized_model_under_a_schedule(family, kind
             assert [token for token, _ in row] == text[0, len(prompt) :].tolist()
 
 
-def test_in_bf16_int4_is_bit_for_bit_its_dequantized_weights():
+def test_in_bf16_int4_multiplies_its_dequantized_weights():
     torch.manual_seed(0)
     weight, x = quantize(torch.randn(70, 130), "int4"), torch.randn(6, 130)
     kernels = kernels_or_skip()
     plain = LinearSpec(weight.dequantize(torch.bfloat16))
-    assert torch.equal(run_linear(kernels, LinearSpec(weight), x), run_linear(kernels, plain, x))
+    found, expected = run_linear(kernels, LinearSpec(weight), x), run_linear(kernels, plain, x)
+    # Pairs of bf16 are multiplied in one order for both; without such pairs the order of the fp32 sums differs.
+    close = 0.0 if multiplies_bf16("cpu") else 1e-4
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 0.5), ("w8a8", 0.05)])
