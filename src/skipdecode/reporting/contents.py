@@ -56,6 +56,17 @@ _VERDICTS = {
     "loss": "{measured:.4f}",
     "held out": "{held_out:.4f}",
 }
+_SELF = {
+    "schedule": "{name}",
+    "nominal": "{nominal_speedup:g}x",
+    "request": "{measured_speedup_with_prompt:.2f}x",
+    "decode": "{measured_speedup:.2f}x",
+    "perplexity": "{perplexity:.2f}",
+    "of the base model's": "{of_base[estimate]:.2f}x",
+    "KL, nats": "{kl[estimate]:.3f}",
+    "equal tokens": "{top1_agreement[estimate]:.1f}%",
+    "instructions": "{instructions[followed]:.0%}",
+}
 _DEV = {"log": "{log}", "steps": "{steps}", "best": "{best:.4f}", "at step": "{step}", "by schedule": "{each}"}
 _ENVIRONMENT = {
     "result": "{result}",
@@ -90,12 +101,19 @@ def html_report(
     groups = best_first(groups_of(sources))
     sections = [*map(quality_section, groups), *pair_sections(pairs, sources)]
     sections += [section for group in groups for section in (sample_section(group), length_section(group))]
+    sections += [_self_generated(source) for source in of_kind(sources, "self-generated")]
     sections += [_bench(source) for source in of_kind(sources, "bench")]
     sections.append(_schedules(sources))
     sections += [_calibration(source) for source in of_kind(sources, "calibration")]
     sections += [_tuning(of_kind(sources, "tuning")), _environments(sources), _settings(sources)]
     cards = [*map(quality_card, groups), *_speed_cards(sources)]
     return render(title, [source.name for source in sources], cards, sections, progress=progress)
+
+
+def _self_generated(source: Source) -> Section:
+    """A result of `skipdecode eval --self`."""
+    texts = f"{source.data['n']} texts of each schedule; perplexity is that of the base model at full depth on them"
+    return Section(f"Self-generated text: {source.name}", tables=[table(texts, source.data["rows"], _SELF)])
 
 
 # ---------------------------------------------------------------------- speed

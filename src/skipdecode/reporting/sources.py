@@ -28,6 +28,7 @@ _NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "verdicts": {"name": str} | dict.fromkeys(("speedup", "mean_layers", "measured"), _NUMBER),
         "rounds": {"base": _NUMBER, "losses": dict},
     },
+    "self-generated": {"": {"n": int}, "rows": {"name": str, "perplexity": _NUMBER}},
     "quality-table": {"runs": {"method": str, "retained": dict, "intervals": dict, "n": int}},
 }
 """By kind and list (the document itself: ""), the fields that sections read without asking, with their types."""
