@@ -58,7 +58,7 @@ _VERDICTS = {
 }
 _SELF = {
     "schedule": "{name}",
-    "nominal": "{nominal_speedup:g}x",
+    "nominal": "{nominal_speedup:.2f}x",
     "request": "{measured_speedup_with_prompt:.2f}x",
     "decode": "{measured_speedup:.2f}x",
     "perplexity": "{perplexity:.2f}",
