@@ -184,13 +184,13 @@ def test_a_chat_row_with_half_a_surrogate_pair_is_a_bad_row(capsysbinary: Any, t
     assert all("half of a surrogate pair" in row["error"] for row in found[:4])
 
 
-def test_a_task_with_half_a_surrogate_pair_makes_bad_rows(capsysbinary: Any, tmp_path: Path, model_dir: str):
+def test_a_task_with_half_a_surrogate_pair_is_refused_with_its_line(capsys: Any, tmp_path: Path, model_dir: str):
     task = tmp_path / "t.yaml"
     fields = ["name: t", 'prompt: "{mr}\\uD800"', "references: [ref]", "metrics: [chrf]", "max_new_tokens: 4"]
     task.write_text("\n".join(fields) + "\n")
     data = write_rows(tmp_path / "in.jsonl", [{"mr": "a"}])
-    assert generate(model_dir, "--input", data, "--task", str(task)) == 1
-    assert b"half of a surrogate pair" in capsysbinary.readouterr().out
+    assert generate(model_dir, "--input", data, "--task", str(task)) == 2
+    assert "line 2: prompt" in capsys.readouterr().err
 
 
 def test_a_terminal_gets_text_and_a_pipe_jsonl_unless_asked(
