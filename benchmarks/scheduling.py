@@ -41,9 +41,8 @@ from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.performance.measure import CostMeter
-from skipdecode.performance.simulate.simulator import POLICIES, simulate
-from skipdecode.performance.simulate.traces import Arrival, bursts
-from skipdecode.performance.simulate.worker import Simulation, spread
+from skipdecode.performance.simulation import POLICIES, Simulation, simulate, spread
+from skipdecode.performance.traces import Arrival, bursts
 
 ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from skipdecode.cli import main
 from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost
-from skipdecode.performance.simulate.simulator import POLICIES, capacity, simulate
-from skipdecode.performance.simulate.traces import (
+from skipdecode.performance.simulation import POLICIES, capacity, simulate, spread
+from skipdecode.performance.traces import (
     Arrival,
     all_at_once,
     bursts,
@@ -29,7 +29,6 @@ from skipdecode.performance.simulate.traces import (
     parse_lengths,
     uniform,
 )
-from skipdecode.performance.simulate.worker import spread
 from skipdecode.schedule import Schedule
 
 LAYERS = 8
@@ -57,13 +56,13 @@ def test_two_requests_by_hand():
     # layers and 0 through one -> 27, where 0 (3 tokens) ends. 1 goes on: 1 + 2·2 -> 32, and with one layer 1 + 2 -> 35.
     result = simulate(requests((0, 4, 3), (12, 4, 3)), cost, schedule, max_rows=2)
     assert result.seconds == pytest.approx(35)
-    assert (result.steps, result.layer_reads, result.token_layers) == (4, 6, 6)
+    assert (result.stats.steps, result.stats.layer_reads, result.stats.token_layers) == (4, 6, 6)
     assert list(result.first_token) == pytest.approx([11, 15])
     assert list(result.whole) == pytest.approx([27, 23])
     assert sorted(result.between_tokens) == pytest.approx(sorted([16 - 11, 27 - 16, 32 - 27, 35 - 32]))
     assert result.busy == pytest.approx(1)
     # Of the shared forward's 11 s, 4·2 tokens x layers were the prompt's and one the row's.
-    assert result.prompt_seconds == pytest.approx(11 + 11 * 8 / 9)
+    assert result.stats.prompt_seconds == pytest.approx(11 + 11 * 8 / 9)
     assert result.tokens_per_second == pytest.approx(6 / 35)
 
 
@@ -73,7 +72,7 @@ def test_a_prompt_in_chunks_shares_its_forwards_with_a_running_row_by_hand():
     # the last one and row 0's last -> 11; the second token of row 1 -> 12.
     result = simulate(requests((0, 2, 5), (2.5, 5, 2)), cost, Schedule.full(1), max_rows=2, prompt_chunk=2)
     assert result.seconds == pytest.approx(12)
-    assert (result.steps, result.prompt_seconds, result.decode_seconds) == (5, 7, 5)
+    assert (result.stats.steps, result.stats.prompt_seconds, result.stats.after_prompts) == (5, 7, 5)
     assert list(result.first_token) == pytest.approx([2, 8.5])
     assert sorted(result.between_tokens) == pytest.approx([1, 1, 2, 3, 3])
 
@@ -86,7 +85,7 @@ def test_prompts_with_layers_of_their_own_share_no_forward_by_hand():
     result = simulate(requests((0, 4, 3), (17, 4, 2)), cost, schedule, max_rows=2)
     assert list(result.whole) == pytest.approx([49, 32])
     assert list(result.first_token) == pytest.approx([16, 22])
-    assert (result.prompt_seconds, result.decode_seconds) == pytest.approx((32, 17))
+    assert (result.stats.prompt_seconds, result.stats.after_prompts) == pytest.approx((32, 17))
     # In forwards of 3 tokens the first part of 1's prompt gives no token, so row 0 steps after it: -> 23, then 1's
     # part 1 + 2·5 + 2·0.5 -> 35, and row 0's last step -> 42; 1's second part -> 58, its step -> 65.
     parts = simulate(requests((0, 3, 3), (17, 4, 2)), cost, schedule, max_rows=2, prompt_chunk=3)
@@ -127,11 +126,11 @@ def test_every_request_is_served_in_full(sizes, max_rows, policy, schedule, chun
         trace.append(Arrival(clock, prompt, new, new))
     result = simulate(trace, COST, schedule, max_rows=max_rows, policy=policy, prompt_chunk=chunk, workers=workers)
     assert result.finished == len(result.first_token) == len(result.whole) == len(trace)
-    assert result.prompt_tokens == sum(a.prompt_tokens for a in trace)
-    assert result.new_tokens == sum(a.new_tokens for a in trace)
-    assert len(result.between_tokens) == result.row_steps == result.new_tokens - len(trace)
+    assert result.stats.prompt_tokens == sum(a.prompt_tokens for a in trace)
+    assert result.stats.new_tokens == sum(a.new_tokens for a in trace)
+    assert len(result.between_tokens) == result.stats.fed_tokens == result.stats.new_tokens - len(trace)
     assert sum(result.whole) == pytest.approx(sum(result.first_token) + sum(result.between_tokens))
-    assert result.token_layers == sum(schedule.budget(i) for a in trace for i in range(a.new_tokens - 1))
+    assert result.stats.token_layers == sum(schedule.budget(i) for a in trace for i in range(a.new_tokens - 1))
     assert result.busy <= 1 + 1e-9
     assert result.occupancy <= 1 + 1e-9
 
@@ -141,7 +140,7 @@ def test_every_request_is_served_in_full(sizes, max_rows, policy, schedule, chun
 def test_lockstep_equals_the_cost_model(schedule, policy):
     model = replace(MODELS[1], window=30, window_share=0.25)
     result = simulate(requests(*[(0, 16, 40)] * 4), model, schedule, max_rows=4, policy=policy)
-    assert result.decode_seconds == pytest.approx(model.sequence_seconds(schedule, 16, 40))
+    assert result.stats.after_prompts == pytest.approx(model.sequence_seconds(schedule, 16, 40))
     assert result.layers_per_step == pytest.approx(model.layers_per_step(schedule, 40))
 
 
@@ -157,7 +156,7 @@ def test_continuous_with_one_row_equals_waves_of_one():
     trace = list(make_trace(50, bursts(3, 1, 1), uniform(1, 40), constant(9), seed=1))
     continuous, waves = (simulate(trace, COST, PAPER, max_rows=1, policy=p) for p in ("continuous", "waves"))
     assert continuous.seconds == pytest.approx(waves.seconds)
-    assert continuous.steps == waves.steps == 50 * 8
+    assert continuous.stats.steps == waves.stats.steps == 50 * 8
     assert continuous.layers_per_step == continuous.layers_per_token
 
 
@@ -225,7 +224,7 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
             pass
         got = simulate(trace, cost, schedule, max_rows=3, policy=policy, prompt_chunk=chunk)
         for name in ("steps", "prompt_tokens", "new_tokens", "token_layers", "layer_reads"):
-            assert getattr(got, name) == getattr(engine.stats, name), (policy, name)
+            assert getattr(got.stats, name) == getattr(engine.stats, name), (policy, name)
     assert simulate.__kwdefaults__["prompt_chunk"] == engine_module.FastEngine.__init__.__kwdefaults__["prompt_tokens"]
 
 

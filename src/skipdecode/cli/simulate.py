@@ -20,15 +20,15 @@ from skipdecode.common.options import Reads, option
 from skipdecode.errors import UsageError
 from skipdecode.models.loading.hub import choose_device
 from skipdecode.models.loading.ref import ModelRef, model_files
+from skipdecode.performance import traces
 from skipdecode.performance.cost import CostModel
-from skipdecode.performance.simulate import traces
-from skipdecode.performance.simulate.simulator import Admission, best_join_below, capacity, simulate
+from skipdecode.performance.simulation import Admission, best_join_below, capacity, simulate
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from skipdecode.performance.simulate.worker import Simulation
+    from skipdecode.performance.simulation import Simulation
 
 __all__ = ["Config", "run"]
 
@@ -253,7 +253,7 @@ def _gain(full: _Run, other: _Run) -> str:
     name, nominal = other.schedule.name, f"(nominal {other.schedule.nominal_speedup:.2f}x)"
     if full.capacity is None or other.capacity is None:
         gain = other.result.requests_per_second / full.result.requests_per_second
-        before, after = full.result.decode_seconds, other.result.decode_seconds
+        before, after = full.result.stats.after_prompts, other.result.stats.after_prompts
         decode = f"; decode {before / after:.2f}x" if after else ""
         return f"{name}: {gain:.2f}x the requests/s of full depth{decode} {nominal}"
     return f"{name}: {other.capacity / full.capacity:.2f}x the requests/s that full depth can serve {nominal}"

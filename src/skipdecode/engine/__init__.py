@@ -4,7 +4,8 @@ A user's `Request` (requests.py) becomes a `Sequence` (sequence.py) in `Engine.s
 to its last token. It waits in the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its prompt and then its
 tokens run in batches (batch.py) through the `FastModel` (fast_model.py), which is read from a transformers model
 (model_spec.py), on the layers that its `Schedule` says (depth.py). Its `Sampler` (sampling.py) chooses each token, a
-`StepOutput`. `FastEngine` (fast.py) is the loop; `GatedEngine` (gated.py) does the same through transformers.
+`StepOutput`. `DecodeLoop` (loop.py) says what each forward runs; `FastEngine` (fast.py) runs it on the C++ kernels, and
+`skipdecode.performance.simulation` on a cost model. `GatedEngine` (gated.py) decodes through transformers.
 `open_engines` (opening.py) takes the fast one where it covers the model.
 """
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,7 +17,7 @@ from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 
-__all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "StopCheck"]
+__all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "NextToken", "StopCheck"]
 
 ENGINES = ("auto", "fast", "transformers")
 """What a user may ask for; see `skipdecode.engine.opening.open_fast`."""
@@ -91,6 +92,14 @@ class Decoded(NamedTuple):
     finish_reason: FinishReason
 
 
+class NextToken(NamedTuple):
+    """A chosen token, its log-probability and the likeliest tokens with theirs, as in `StepOutput`."""
+
+    token: int
+    logprob: float = math.nan
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Engine(ABC):
     """Decodes requests on one model.
 
@@ -104,7 +113,7 @@ class Engine(ABC):
         Under which requests run that bring none of their own.
     stats : EngineStats
     began : float
-        Reading of `time.perf_counter` from which `StepOutput.seconds` counts.
+        Reading of `clock` from which `StepOutput.seconds` counts.
     """
 
     name: str
@@ -112,8 +121,12 @@ class Engine(ABC):
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule
         self.stats = EngineStats()
-        self.began = time.perf_counter()
+        self.began = self.clock()
         self._submitted = 0
+
+    def clock(self) -> float:
+        """Seconds since a moment in the past, by which all times of this engine are taken."""
+        return time.perf_counter()
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
         """Queue requests; returns their numbers, which go on from earlier ones.
@@ -180,6 +193,19 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Drop all requests and what they hold; the model is as it was."""
+
+    def _emit(self, sequences: list[Sequence], tokens: list[NextToken], start: float) -> list[StepOutput]:
+        """Append a token to each sequence, and tell of it; the step began at `start`."""
+        now = self.clock()
+        times = now - self.began, now - start
+        self.stats.new_tokens += len(sequences)
+        outputs = []
+        for sequence, (token, logprob, top) in zip(sequences, tokens, strict=True):
+            sequence.append(token)
+            position, layers = len(sequence.output) - 1, len(sequence.layers)
+            told = sequence.number, position, token, logprob, layers, sequence.finish_reason
+            outputs.append(StepOutput(*told, *times, top, sequence.cached))
+        return outputs
 
     def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
         """Decode requests; yields every new token when its step ends. The engine is closed if this is left early."""

@@ -6,19 +6,18 @@ A row's choice depends on its logits and its own generator only, never on the ot
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 
 import torch
 from torch import Tensor
 
-from skipdecode.engine.base import Engine
+from skipdecode.engine.base import NextToken
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
-from skipdecode.engine.requests import Sampling, StepOutput
+from skipdecode.engine.requests import Sampling
 from skipdecode.engine.sequence import Sequence
 
-__all__ = ["Sampler", "choose", "emit", "likeliest"]
+__all__ = ["Sampler", "choose", "likeliest", "next_tokens"]
 
 _MOST_TOP = 128  # of top-k, for which candidates are looked for
 
@@ -141,18 +140,7 @@ def likeliest(logits: Tensor | Candidates, rows: list[Sampler]) -> list[tuple[tu
     return found
 
 
-def emit(engine: Engine, sequences: list[Sequence], logits: Tensor | Candidates, start: float) -> list[StepOutput]:
-    """Choose the next token of each sequence from its logits, in a step that began at `start`."""
+def next_tokens(logits: Tensor | Candidates, sequences: list[Sequence]) -> list[NextToken]:
+    """The next token of each sequence, from its logits; arguments otherwise as of `choose`."""
     samplers = [sequence.sampler for sequence in sequences]
-    tokens, logprobs = choose(logits, samplers)
-    tops = likeliest(logits, samplers)
-    now = time.perf_counter()
-    engine.stats.new_tokens += len(sequences)
-    times = now - engine.began, now - start
-    outputs = []
-    for sequence, token, logprob, top in zip(sequences, tokens, logprobs, tops, strict=True):
-        sequence.append(token)
-        position, layers = len(sequence.output) - 1, len(sequence.layers)
-        told = sequence.number, position, token, logprob, layers, sequence.finish_reason
-        outputs.append(StepOutput(*told, *times, top, sequence.cached))
-    return outputs
+    return list(map(NextToken, *choose(logits, samplers), likeliest(logits, samplers)))

@@ -85,7 +85,8 @@ class Sequence:
     @property
     def next_budget(self) -> int:
         """Layers that the last token of the output runs when it is fed back."""
-        return self.schedule.budget(len(self.output) - 1)
+        budgets = self.schedule.budgets
+        return budgets[min(len(self.output), len(budgets)) - 1]
 
     def append(self, token: int) -> None:
         """Take a new token, and end the sequence where it is the last."""

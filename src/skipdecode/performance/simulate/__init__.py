@@ -1,1 +1,0 @@
-"""A simulation of the engine's scheduling: no model, no torch, no tensors."""

@@ -1,0 +1,355 @@
+"""A simulation of the decode engine: its own scheduler and loop, with a cost model as the forward and a virtual clock.
+
+A cost for every number of rows, a schedule and a request trace go in; throughput, latency percentiles and layers per
+step come out. `DecodeLoop` decides what each forward runs, here as in `FastEngine`. No torch.
+
+Not modelled: time in Python and in sampling beyond the cost's fixed part, the limit on KV memory, a prefix cache, the
+waves of the engine on transformers, attention inside a prompt, noise. A result is only as good as its cost model:
+compare it with a real run before relying on it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from skipdecode.engine.base import EngineStats, NextToken
+from skipdecode.engine.batch import Chunk
+from skipdecode.engine.loop import DecodeLoop
+from skipdecode.engine.requests import Request
+from skipdecode.engine.scheduler import PROMPT_TOKENS
+from skipdecode.engine.sequence import Sequence as EngineSequence
+from skipdecode.errors import UsageError
+from skipdecode.performance.cost import CostModel
+from skipdecode.performance.parts import tokens_read
+from skipdecode.performance.traces import Arrival
+from skipdecode.schedule import Schedule
+
+__all__ = ["POLICIES", "Admission", "Simulation", "best_join_below", "capacity", "simulate", "spread"]
+
+Admission = Literal["waves", "continuous", "cohort"]
+POLICIES: dict[Admission, tuple[float, bool]] = {
+    "waves": (0.0, False),
+    "continuous": (1.0, True),
+    "cohort": (0.25, True),
+}
+"""By name: `join_below` and `in_order` of `Scheduler`. A cohort joins when a quarter of the rows is left."""
+
+_SATURATING = 64  # requests a row with which `capacity` is found
+_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)  # of the rows, tried by `best_join_below`; the last is continuous batching
+
+
+_TOKEN, _END = NextToken(0), NextToken(1)  # an output's last token is _END
+
+
+@dataclass
+class Simulation:
+    """What came out, over all workers.
+
+    Parameters
+    ----------
+    workers, max_rows : int
+        Modelled engines, and most sequences of each.
+    stats : EngineStats
+        Of all engines together; times are on the virtual clock.
+    seconds : float
+        From the first arrival to the end of the last request.
+    finished : int
+        Requests finished.
+    row_seconds : float
+        Sum over requests of the time that they were in the batch.
+    first_token, between_tokens, whole : array of float
+        Seconds from arrival to the first token, between tokens of a request, from arrival to the last token.
+    """
+
+    workers: int
+    max_rows: int
+    stats: EngineStats = field(default_factory=EngineStats)
+    seconds: float = 0.0
+    finished: int = 0
+    row_seconds: float = 0.0
+    first_token: array[float] = field(default_factory=lambda: array("d"))
+    between_tokens: array[float] = field(default_factory=lambda: array("d"))
+    whole: array[float] = field(default_factory=lambda: array("d"))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, of all workers together."""
+        return self.stats.new_tokens / self.seconds if self.seconds else math.inf
+
+    @property
+    def requests_per_second(self) -> float:
+        """Requests finished a second."""
+        return self.finished / self.seconds if self.seconds else math.inf
+
+    @property
+    def layers_per_step(self) -> float:
+        """Layers that a decode step runs for any of its sequences, on average."""
+        return self.stats.layer_reads / max(1, self.stats.steps)
+
+    @property
+    def layers_per_token(self) -> float:
+        """Layers that a fed back token runs, on average."""
+        return self.stats.mean_layers or 0.0
+
+    @property
+    def rows_per_step(self) -> float:
+        """Sequences of a decode step, on average."""
+        return self.stats.fed_tokens / max(1, self.stats.steps)
+
+    @property
+    def busy(self) -> float:
+        """Share of the time that a worker runs anything. Not a load: one sequence keeps a worker as busy as many do."""
+        return self.stats.seconds / (self.workers * self.seconds) if self.seconds else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the workers' places in the batch that hold a request, over the whole time."""
+        return self.row_seconds / (self.workers * self.max_rows * self.seconds) if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary; latencies in seconds, as `spread` gives them."""
+        return {
+            "workers": self.workers,
+            "max_rows": self.max_rows,
+            "requests": self.finished,
+            "prompt_tokens": self.stats.prompt_tokens,
+            "new_tokens": self.stats.new_tokens,
+            "steps": self.stats.steps,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_second,
+            "requests_per_s": self.requests_per_second,
+            "layers_per_step": self.layers_per_step,
+            "layers_per_token": self.layers_per_token,
+            "rows_per_step": self.rows_per_step,
+            "busy": self.busy,
+            "occupancy": self.occupancy,
+            "prompt_seconds": self.stats.prompt_seconds,
+            "decode_seconds": self.stats.after_prompts,
+            "first_token_s": spread(self.first_token),
+            "inter_token_s": spread(self.between_tokens),
+            "request_s": spread(self.whole),
+        }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 90th and 99th percentile, largest value; 0 without values.
+
+    A percentile is the least value that at least this share of the values does not exceed.
+    """
+    found = np.asarray(values if len(values) else [0.0])
+    percentiles = {f"p{p}": float(np.percentile(found, p, method="inverted_cdf")) for p in (50, 90, 99)}
+    return {"mean": float(found.mean())} | percentiles | {"max": float(found.max())}
+
+
+class _SimulatedEngine(DecodeLoop):
+    """The engine's loop with forwards that only take time, on a clock of its own.
+
+    Attributes
+    ----------
+    now : float
+        What the clock reads, in seconds.
+    new : list of Arrival
+        Requests that have come since the latest step.
+    unfinished : int
+        Requests that have come and had not ended when the latest step began.
+    """
+
+    name = "simulated"
+    kv_bytes = 0
+    now = 0.0
+
+    def __init__(self, cost: CostModel, schedule: Schedule, result: Simulation, **options: Any) -> None:
+        super().__init__(schedule, max_rows=result.max_rows, **options)
+        self.stats = result.stats
+        self.new: list[Arrival] = []
+        self.unfinished = self._ended = 0
+        self._cost, self._result = cost, result
+        self._steps = [cost.at(rows) for rows in range(1, result.max_rows + 1)]
+        self._asked: dict[int, tuple[Arrival, float]] = {}  # by number; the time of the latest token
+
+    def clock(self) -> float:
+        return self.now
+
+    def advance(self, now: float) -> bool:
+        """One step from `now` on, unless there is nothing to do."""
+        self.now, result = now, self._result
+        self.unfinished -= self._ended
+        self._ended = 0
+        if self.new:
+            requests = [Request((0,) * a.prompt_tokens, a.limit, stop_ids=frozenset((_END.token,))) for a in self.new]
+            self._asked |= {n: (a, a.seconds) for n, a in zip(self.submit(requests), self.new, strict=True)}
+            self.new.clear()
+        if not self.has_work:
+            return False
+        outputs = self.step()
+        ended = 0
+        for out in outputs:
+            arrival, before = self._asked[out.request]
+            (result.between_tokens if out.position else result.first_token).append(self.now - before)
+            self._asked[out.request] = arrival, self.now
+            if out.finish_reason is not None:
+                del self._asked[out.request]
+                result.whole.append(self.now - arrival.seconds)
+                ended += 1
+        result.finished += ended
+        result.row_seconds += (self.rows + ended) * (self.now - now)
+        self._ended = ended
+        return True
+
+    def _run(self, chunks: list[Chunk]) -> tuple[list[EngineSequence], Any]:
+        due = [sequence for sequence, tokens in chunks if sequence.ran + len(tokens) >= len(sequence.request.prompt)]
+        tokens = sum(len(fed) for sequence, fed in chunks if not sequence.output)
+        if tokens and chunks[0][0].prompt.own:
+            self.now += self._cost.prompt_seconds(self.schedule, tokens, min(len(due), len(self._steps)))
+        else:
+            self.now += self._seconds([sequence for sequence, _ in chunks if sequence.output], tokens, len(due))
+        return due, None
+
+    def _choose(self, due: list[EngineSequence], predicted: Any) -> list[NextToken]:
+        return [_END if len(s.output) + 1 == self._asked[s.number][0].new_tokens else _TOKEN for s in due]
+
+    def _seconds(self, rows: list[EngineSequence], tokens: int, due: int) -> float:
+        """Of a forward over a token of each sequence that decodes and over tokens of prompts; `due` get a new token."""
+        cost = self._cost
+        rows.sort(key=lambda sequence: len(sequence.layers), reverse=True)
+        depths = [len(sequence.layers) for sequence in rows]
+        prompt_depth = len(self.schedule.prompt_layers()) if tokens else 0
+        seconds, read = self._steps[max(due, 1) - 1].fixed_seconds, 0.0
+        # The layers between two depths run on exactly the sequences that are at least that deep, and on the prompts.
+        for count, (depth, below) in enumerate(pairwise([max([prompt_depth, *depths[:1]]), *depths, 0])):
+            if count:
+                read += tokens_read(rows[count - 1].ran + 1, cost.window, cost.window_share)
+            if layers := depth - below:
+                step = self._steps[max(count, 1) - 1]
+                layer = cost.prompt_layer_seconds(tokens + count)[0] if tokens else step.layer_seconds
+                seconds += layers * (layer + step.kv_seconds * read)
+        return seconds
+
+
+def simulate(
+    trace: Iterable[Arrival],
+    cost: CostModel,
+    schedule: Schedule,
+    *,
+    max_rows: int = 8,
+    policy: Admission = "continuous",
+    join_below: float | None = None,
+    workers: int = 1,
+    prompt_chunk: int = PROMPT_TOKENS,
+) -> Simulation:
+    """Run a trace to its end on identical workers; each request goes to the one with the fewest unfinished requests.
+
+    Parameters
+    ----------
+    trace : iterable of Arrival
+        In order of arrival. Read as it goes.
+    schedule : Schedule
+        Layers of each row and position.
+    max_rows : int
+        Most rows of a worker.
+    policy : {"waves", "continuous", "cohort"}
+        Who joins when.
+    join_below : float, optional
+        In place of the policy's own.
+    prompt_chunk : int
+        Most prompt tokens of one forward; the engine's is the default.
+
+    Raises
+    ------
+    UsageError
+        If a value is out of range, or the trace is not in order.
+    ScheduleError
+        If schedule and cost are for different numbers of layers.
+    """
+    schedule.check_fits(cost.num_layers)
+    for name, value in (("workers", workers), ("prompt_chunk", prompt_chunk)):
+        if value < 1:
+            raise UsageError(f"{name}={value} is not accepted: give 1 or more")
+    if max_rows > cost.max_rows:
+        raise UsageError(f"max_rows={max_rows} is not accepted: the cost is known for up to {cost.max_rows} rows")
+    if policy not in POLICIES:
+        raise UsageError(f"policy={policy!r} is not accepted: give one of {', '.join(POLICIES)}")
+    own, in_order = POLICIES[policy]
+    result = Simulation(workers, max_rows)
+    join_below = own if join_below is None else join_below
+    options = {"join_below": join_below, "in_order": in_order, "prompt_tokens": prompt_chunk}
+    began, ended = _run(trace, [_SimulatedEngine(cost, schedule, result, **options) for _ in range(workers)])
+    result.seconds = ended - began
+    return result
+
+
+def capacity(
+    arrivals: Iterable[Arrival],
+    cost: CostModel,
+    schedule: Schedule,
+    *,
+    max_rows: int = 8,
+    policy: Admission = "continuous",
+    join_below: float | None = None,
+) -> float:
+    """Requests a second that one worker finishes when it never waits for any.
+
+    `arrivals` gives the lengths (its times do not count); some tens of requests for every row are read.
+    """
+    needed = _SATURATING * max_rows
+    trace = (arrival._replace(seconds=0.0) for arrival, _ in zip(arrivals, range(needed), strict=False))
+    run = simulate(trace, cost, schedule, max_rows=max_rows, policy=policy, join_below=join_below)
+    return run.requests_per_second
+
+
+def best_join_below(
+    arrivals: Sequence[Arrival], cost: CostModel, schedule: Schedule, *, max_rows: int, policy: Admission
+) -> float:
+    """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest."""
+
+    def finished(share: float) -> tuple[float, float]:
+        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, join_below=share), share
+
+    return max(_SHARES, key=finished)
+
+
+def _run(trace: Iterable[Arrival], fleet: Sequence[_SimulatedEngine]) -> tuple[float, float]:
+    """Let everything happen in order; returns the times of the first arrival and of the last step's end."""
+    began: float | None = None
+    previous = -math.inf
+    under_way: list[tuple[float, int]] = []  # when the step of a worker ends, and which
+    ended = 0.0
+
+    def advance() -> None:
+        """The worker whose step ends first goes on to its next."""
+        nonlocal ended
+        ended, index = heapq.heappop(under_way)
+        if fleet[index].advance(ended):
+            heapq.heappush(under_way, (fleet[index].now, index))
+
+    for number, arrival in enumerate(trace):
+        now = arrival.seconds
+        if (
+            not (previous <= now < math.inf)
+            or arrival.prompt_tokens < 1
+            or not 1 <= arrival.new_tokens <= arrival.limit
+        ):
+            raise UsageError(
+                f"request {number} of the trace is not accepted: arrivals may not go back in time, prompts have 1 "
+                f"token or more, outputs 1 to their limit; this is {tuple(arrival)}"
+            )
+        previous = now
+        began = now if began is None else began
+        while under_way and under_way[0][0] < now:
+            advance()
+        chosen = min(range(len(fleet)), key=lambda index: fleet[index].unfinished) if len(fleet) > 1 else 0
+        if not fleet[chosen].unfinished:
+            heapq.heappush(under_way, (now, chosen))  # wakes up once all that arrive now are here
+        fleet[chosen].unfinished += 1
+        fleet[chosen].new.append(arrival)
+    while under_way:
+        advance()
+    return began or 0.0, max(ended, began or 0.0)
