@@ -51,7 +51,7 @@ def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: 
     """The engine's likeliest token at each position of given outputs, in decode steps of one batch."""
     order, kv = DepthOrder(schedule), model.new_kv()
     longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
-    kv.reserve(len(prompts), longest, len(prompts) * model.num_layers * kv.pages_for(longest))
+    kv.reserve(len(prompts), longest, len(prompts) * model.num_layers * kv.layout.pages(longest))
     slots = [kv.open() for _ in prompts]
     found: list[list[int]] = [[] for _ in prompts]
     for row, prompt in enumerate(prompts):

@@ -39,7 +39,7 @@ ROWS = 512
 def prompt_call(fast: FastModel, tokens: int) -> Callable[[], object]:
     """The forward of one prompt at full depth, with the logits behind its last token."""
     kv = fast.new_kv()
-    kv.reserve(1, tokens, fast.num_layers * kv.pages_for(tokens))
+    kv.reserve(1, tokens, fast.num_layers * kv.layout.pages(tokens))
     slot, layers = kv.open(), tuple(range(fast.num_layers))
     kv.extend(slot, layers, tokens)
     ids = [7 + i % 900 for i in range(tokens)]

@@ -196,8 +196,8 @@ def test_kv_bytes_are_the_active_tokens_within_a_page_each():
     for position in range(NEW - 2):
         run.step()
         kv, layers = run.kv, schedule.budget(position)
-        exact = sum((len(p) + position + 1) * layers for p in PROMPTS) * kv.token_bytes
-        assert exact <= kv.bytes_held < exact + len(PROMPTS) * layers * kv.page_bytes
+        exact = sum((len(p) + position + 1) * layers for p in PROMPTS) * kv.layout.bytes(1) / kv.layout.page_tokens
+        assert exact <= kv.bytes_held < exact + len(PROMPTS) * layers * kv.layout.page_bytes
     run.step()
     assert run.kv.bytes_held == 0
     assert not run.has_work
@@ -209,7 +209,7 @@ def test_a_memory_limit_holds_and_all_requests_still_run():
     requests = [Request(p, NEW) for p in PROMPTS]
     want = tokens(decode(model, schedule, requests))
     probe = engine(model, schedule)
-    limit = LAYERS * probe.kv.pages_for(57) * probe.kv.page_bytes
+    limit = LAYERS * probe.kv.layout.pages(57) * probe.kv.layout.page_bytes
     run = engine(model, schedule, kv_bytes=limit, join_below=1)
     got = [[] for _ in requests]
     for out in run.run(requests):

@@ -54,5 +54,5 @@ def test_growing_keeps_what_is_held():
 
 
 def test_token_bytes():
-    assert store().token_bytes == 2 * 2 * 8 * 2
-    assert store().pages_for(9) == 3
+    assert store().layout == (4, 4 * 2 * 2 * 8 * 2)
+    assert store().layout.pages(9) == 3

@@ -37,9 +37,9 @@ def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedu
         for prompt, new in zip(prompts, output, strict=True):
             if new:  # The newest token was not fed yet; the one before it ran the budget of its position.
                 layers = len(schedule.prompt_layers()) if new == 1 else schedule.budget(new - 2)
-                exact += (len(prompt) + new - 1) * layers * kv.token_bytes
+                exact += (len(prompt) + new - 1) * layers * kv.layout.bytes(1) / kv.layout.page_tokens
                 pages += layers
-        assert exact <= kv.bytes_held <= exact + pages * kv.page_bytes
+        assert exact <= kv.bytes_held <= exact + pages * kv.layout.page_bytes
     assert kv.bytes_held == 0
 
 

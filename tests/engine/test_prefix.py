@@ -143,7 +143,7 @@ def test_like_prompts_that_come_together_run_their_beginning_once():
 def test_what_is_kept_is_no_rows_and_shared_pages_count_once():
     model, full = tiny_model("llama"), Schedule.full(LAYERS)
     engine = FastEngine(model, full, prefix_cache=True, max_rows=2, join_below=1)
-    page = engine.kv.page_bytes
+    page = engine.kv.layout.page_bytes
     engine.submit([Request(PROMPTS[0], 4), Request(PROMPTS[3], 4)])
     engine.step()
     engine.step()
@@ -172,7 +172,7 @@ def test_under_pressure_what_is_kept_gives_way_and_the_limit_holds(schedule: Sch
     want = rows_of(FastEngine(model, schedule), requests)
     for limit in (1.0, 1.3, 3.0):
         probe = FastEngine(model, schedule).kv
-        most = int(limit * LAYERS * probe.pages_for(53 + 25) * probe.page_bytes)
+        most = int(limit * LAYERS * probe.layout.pages(53 + 25) * probe.layout.page_bytes)
         engine = FastEngine(
             model, schedule, prefix_cache=True, kv_bytes=most, max_rows=5, join_below=1, prompt_tokens=40
         )
@@ -180,7 +180,7 @@ def test_under_pressure_what_is_kept_gives_way_and_the_limit_holds(schedule: Sch
         cancelled = set()
         for out in engine.run(requests):
             got[out.request].append((out.token, out.layers))
-            assert engine.kv_bytes + engine.cached_bytes <= len(engine.kv.pages) * engine.kv.page_bytes <= most
+            assert engine.kv_bytes + engine.cached_bytes <= len(engine.kv.pages) * engine.kv.layout.page_bytes <= most
             if out.request % 7 == 3 and out.position == 2 and out.finish_reason is None:
                 engine.cancel(out.request)
                 cancelled.add(out.request)
@@ -198,7 +198,7 @@ def test_rows_dropped_in_the_midst_of_their_prompts_lose_no_page():
     numbers = engine.submit([Request(p, NEW) for p in PROMPTS[:4]])
     engine.step()
     engine.cancel(numbers[0])  # 20 of its 42 tokens have run: one page is kept
-    assert engine.cached_bytes == LAYERS * engine.kv.page_bytes
+    assert engine.cached_bytes == LAYERS * engine.kv.layout.page_bytes
     for _ in range(4):
         engine.step()
     assert engine.stats.prefix_hit_tokens > 0
@@ -223,7 +223,7 @@ def test_least_recently_used_prompts_go_first_and_from_their_ends():
         return found
 
     assert [run(p) for p in prompts] == [0, 0, 0]
-    assert kv.cached_bytes == 10 * kv.page_bytes
+    assert kv.cached_bytes == 10 * kv.layout.page_bytes
     # The first one's last page has gone; its first two are used again, so the second one's go next.
     assert run(prompts[0][:9]) == 8
     assert run((4,) * 6) == 0

@@ -144,11 +144,15 @@ class Engine(ABC):
         UsageError
             A request cannot ever run here.
         """
+        return [sequence.number for sequence in self._sequences(requests, schedule)]
+
+    def _sequences(self, requests: Iterable[Request], schedule: Schedule | None) -> list[Sequence]:
+        """See `submit`; the sequences."""
         wanted = self.schedule if schedule is None else schedule
         new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]
         self._enqueue(wanted, new)
         self._submitted += len(new)
-        return [sequence.number for sequence in new]
+        return new
 
     @abstractmethod
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
@@ -221,18 +225,16 @@ class Engine(ABC):
         self, requests: Collection[Request], should_stop: StopCheck | None = None, schedule: Schedule | None = None
     ) -> list[Decoded]:
         """Decode requests to their ends, under the engine's schedule or their own; the rows in their order."""
-        places = {number: place for place, number in enumerate(self.submit(requests, schedule))}
-        tokens: list[list[int]] = [[] for _ in requests]
-        reasons: list[FinishReason] = ["length"] * len(requests)
+        sequences = self._sequences(requests, schedule)
+        places = {sequence.number: place for place, sequence in enumerate(sequences)}
         while self.has_work:
             for out in self.step():
                 place = places[out.request]
-                if reasons[place] == "stop":
+                sequence = sequences[place]
+                if should_stop is None or sequence.finish_reason == "stop":
                     continue
-                tokens[place].append(out.token)
-                if out.finish_reason is not None:
-                    reasons[place] = out.finish_reason
-                if should_stop is not None and should_stop(place, out):
-                    reasons[place] = "stop"
+                if should_stop(place, out):
+                    sequence.finish_reason = "stop"
+                    del sequence.output[out.position + 1 :]  # which an engine of whole batches has given
                     self.cancel(out.request)
-        return [Decoded(*row) for row in zip(tokens, reasons, strict=True)]
+        return [Decoded(sequence.output, sequence.finish_reason or "length") for sequence in sequences]

@@ -74,7 +74,7 @@ class FastEngine(DecodeLoop):
         )
         self._prefix_cache = prefix_cache
         self.kv: PagedKV = self.model.new_kv(prefix_cache)
-        self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.page_bytes
+        self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.layout.page_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -103,8 +103,8 @@ class FastEngine(DecodeLoop):
             if self._kv_pages is not None and sequence.pages > self._kv_pages:
                 raise UsageError(
                     f"a request of {len(sequence.request.prompt)} + {sequence.request.max_new_tokens} tokens may hold "
-                    f"{sequence.pages * self.kv.page_bytes} bytes of keys and values, but kv_bytes allows "
-                    f"{self._kv_pages * self.kv.page_bytes}"
+                    f"{sequence.pages * self.kv.layout.page_bytes} bytes of keys and values, but kv_bytes allows "
+                    f"{self._kv_pages * self.kv.layout.page_bytes}"
                 )
         super()._enqueue(schedule, new)
 
@@ -116,7 +116,7 @@ class FastEngine(DecodeLoop):
 
     def _join(self, sequence: Sequence) -> None:
         # What is kept of prompts gives way to sequences where there may be no more pages.
-        pages = self._used_pages() + sequence.pages + self.kv.cached_bytes // self.kv.page_bytes
+        pages = self._used_pages() + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
         pages = pages if self._kv_pages is None else min(pages, self._kv_pages)
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages, self._kv_pages)
         sequence.slot = self.kv.open(sequence.request.cache_salt)
@@ -139,9 +139,9 @@ class FastEngine(DecodeLoop):
 
     def _is_ahead(self, other: Sequence, tokens: tuple[int, ...], sequence: Sequence) -> bool:
         """Whether another one's chunk is the next page of this one's prompt, which it then waits for and shares."""
-        prompt, end = sequence.request.prompt, sequence.ran + self.kv.page_tokens
+        prompt, end = sequence.request.prompt, sequence.ran + self.kv.layout.page_tokens
         return (
-            sequence.ran % self.kv.page_tokens == 0
+            sequence.ran % self.kv.layout.page_tokens == 0
             and other.ran <= sequence.ran
             and end <= other.ran + len(tokens)
             and end < len(prompt)
@@ -155,7 +155,7 @@ class FastEngine(DecodeLoop):
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor | Candidates]:
         for sequence, tokens in chunks:
             # A second token and those after it mostly lie in a page that the sequence has.
-            if len(sequence.output) < 2 or not sequence.ran % self.kv.page_tokens:
+            if len(sequence.output) < 2 or not sequence.ran % self.kv.layout.page_tokens:
                 self.kv.extend(sequence.slot, sequence.layers, sequence.ran + len(tokens))
         batch, due = token_rows(chunks, self.num_layers, self.model.taps)
         logits = self.model.forward(batch, self.kv)
@@ -173,5 +173,7 @@ class FastEngine(DecodeLoop):
 
     def _count(self, chunks: list[Chunk], seconds: float) -> None:
         super()._count(chunks, seconds)
-        pages = sum(self.kv.pages_for(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
-        self.stats.note_kv(self.kv.bytes_held, pages * self.num_layers * self.kv.page_bytes)
+        pages = (
+            sum(self.kv.layout.pages(sequence.ran) for sequence in self._prefilling + self._decoding) - self.kv.overlap
+        )
+        self.stats.note_kv(self.kv.bytes_held, pages * self.num_layers * self.kv.layout.page_bytes)

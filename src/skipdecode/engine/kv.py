@@ -7,7 +7,9 @@ therefore at most the exact sum of active tokens x layers plus less than one pag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -15,9 +17,24 @@ from skipdecode.engine.depth import PromptLayers
 from skipdecode.engine.kernels.memory import huge_pages
 from skipdecode.engine.sequence import Sequence
 
-__all__ = ["PAGE_TOKENS", "PagedKV"]
+__all__ = ["PAGE_TOKENS", "KVLayout", "PagedKV"]
 
 PAGE_TOKENS = 16
+
+
+class KVLayout(NamedTuple):
+    """How keys and values are stored: in pages of so many tokens of one layer, each of so many bytes."""
+
+    page_tokens: int
+    page_bytes: int
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold `tokens` tokens of one layer."""
+        return -(-tokens // self.page_tokens)
+
+    def bytes(self, tokens: int, layers: int = 1) -> int:
+        """Bytes of `tokens` tokens in each of `layers` layers."""
+        return self.pages(tokens) * self.page_bytes * layers
 
 
 class PagedKV:
@@ -38,6 +55,7 @@ class PagedKV:
         (pages, 2, kv_heads, page_tokens, head_dim). Its memory is only taken as pages are first written.
     table : torch.Tensor
         (num_layers, slots, width), int32: page numbers.
+    layout : KVLayout
     overlap : int
         Pages of one layer that sequences would hold besides, if they shared none.
     """
@@ -52,33 +70,19 @@ class PagedKV:
         dtype: torch.dtype,
         page_tokens: int = PAGE_TOKENS,
     ) -> None:
-        self.num_layers, self.page_tokens = num_layers, page_tokens
+        self.num_layers = num_layers
         self._shape = (2, kv_heads, page_tokens, head_dim)
+        self.layout = KVLayout(page_tokens, math.prod(self._shape) * dtype.itemsize)
         self.pages = torch.empty((0, *self._shape), dtype=dtype)
         self.table = torch.zeros((num_layers, 0, 0), dtype=torch.int32)
         self._free: list[int] = []
         self._free_slots: list[int] = []
         self._held: dict[int, list[list[int]]] = {}
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        kv, heads, _, dim = self._shape
-        return kv * heads * dim * self.pages.element_size()
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.token_bytes * self.page_tokens
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` tokens of one layer."""
-        return -(-tokens // self.page_tokens)
-
     def most_pages(self, sequence: Sequence) -> int:
         """Pages that a sequence may hold at its largest."""
-        prompt = len(sequence.prompt.held) * self.pages_for(len(sequence.request.prompt))
-        return max(prompt, sequence.schedule.budget(0) * self.pages_for(sequence.total_tokens))
+        prompt = len(sequence.prompt.held) * self.layout.pages(len(sequence.request.prompt))
+        return max(prompt, sequence.schedule.budget(0) * self.layout.pages(sequence.total_tokens))
 
     @property
     def pages_held(self) -> int:
@@ -88,7 +92,7 @@ class PagedKV:
     @property
     def bytes_held(self) -> int:
         """Bytes of the pages in use."""
-        return self.pages_held * self.page_bytes
+        return self.pages_held * self.layout.page_bytes
 
     @property
     def cached_bytes(self) -> int:
@@ -101,7 +105,7 @@ class PagedKV:
         There may be more pages than asked for, but not more than `most_pages`.
         """
         _, old_slots, old_width = self.table.shape
-        slots, width = max(slots, old_slots), max(self.pages_for(tokens), old_width)
+        slots, width = max(slots, old_slots), max(self.layout.pages(tokens), old_width)
         if (slots, width) != (old_slots, old_width):
             table = torch.zeros((self.num_layers, slots, width), dtype=torch.int32)
             table[:, :old_slots, :old_width] = self.table
@@ -131,7 +135,7 @@ class PagedKV:
 
     def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None:
         """See to it that `layers` can hold `tokens` tokens of a sequence."""
-        need, held = self.pages_for(tokens), self._held[slot]
+        need, held = self.layout.pages(tokens), self._held[slot]
         for layer in layers:
             mine = held[layer]
             while len(mine) < need:

@@ -50,7 +50,7 @@ class PrefixKV(PagedKV):
 
     def __init__(self, *geometry: Any, most_bytes: int = PREFIX_BYTES) -> None:
         super().__init__(*geometry)
-        self._most_idle = most_bytes // self.page_bytes
+        self._most_idle = most_bytes // self.layout.page_bytes
         self._blocks: OrderedDict[_Key, _Block] = OrderedDict()  # least recently used first
         self._shared: dict[int, list[_Block]] = {}  # by slot: those of its first pages
         self._salts: dict[int, str] = {}  # by slot
@@ -63,7 +63,7 @@ class PrefixKV(PagedKV):
 
     @property
     def cached_bytes(self) -> int:
-        return self._idle * self.page_bytes
+        return self._idle * self.layout.page_bytes
 
     def open(self, cache_salt: str = "") -> int:
         slot = super().open()
@@ -72,7 +72,7 @@ class PrefixKV(PagedKV):
         return slot
 
     def match(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> int:
-        mine, size = self._shared[slot], self.page_tokens
+        mine, size = self._shared[slot], self.layout.page_tokens
         found = 0
         while fed == len(mine) * size and fed + size < len(prompt):
             block = self._blocks.get(_key(mine, (layers, self._salts[slot]), prompt, fed, size))
@@ -86,7 +86,7 @@ class PrefixKV(PagedKV):
         return fed
 
     def keep(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> None:
-        mine, held, size = self._shared[slot], self._held[slot], self.page_tokens
+        mine, held, size = self._shared[slot], self._held[slot], self.layout.page_tokens
         before = len(mine)
         for place in range(before, min(fed, len(prompt)) // size):
             key = _key(mine, (layers, self._salts[slot]), prompt, place * size, size)

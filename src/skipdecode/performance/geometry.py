@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from skipdecode.engine.kv import KVLayout
 from skipdecode.models.families import decoder_layers, family_of
 from skipdecode.schedule import Schedule
 
@@ -164,13 +165,12 @@ class ModelGeometry:
         """
         schedule.check_fits(self.num_layers)
         on_prompt = {*schedule.prompt_layers(), *schedule.projected}
-        fed = max(new_tokens - 1, 0)
-        tokens = 0
+        fed, layout, total = max(new_tokens - 1, 0), KVLayout(1, round(self.kv_bytes_per_token())), 0
         for layer in range(self.num_layers):
             drop = schedule.drop_position(layer)
             held = (prompt_len if layer in on_prompt else 0) + (fed if drop is None else min(fed, drop))
-            tokens += min(held, self.window - 1) if layer in self.windowed else held
-        return round(batch * tokens * self.kv_bytes_per_token())
+            total += layout.bytes(min(held, self.window - 1) if layer in self.windowed else held)
+        return batch * total
 
     def kv_bytes_saved(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
         """KV bytes that full depth would hold on top of `kv_bytes_held`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import EngineSource
@@ -16,21 +15,10 @@ from skipdecode.engine.requests import StepOutput
 from skipdecode.schedule import Schedule
 from skipdecode.serving.request_state import Choice
 
-__all__ = ["Group", "KvSize", "make_groups"]
+__all__ = ["Group", "make_groups"]
 
 _PROMPT_TOKENS = 128
 """Of one forward: a row's next token waits for it. The kernels are as fast with 512, within 2% (docs/LOG.md)."""
-
-
-class KvSize(NamedTuple):
-    """How keys and values are stored: in pages of so many tokens, each of so many bytes in one layer."""
-
-    page_tokens: int
-    page_bytes: int
-
-    def of(self, tokens: int, layers: int) -> int:
-        """Bytes of `tokens` tokens in each of `layers` layers."""
-        return -(-tokens // self.page_tokens) * self.page_bytes * layers
 
 
 class Group:
@@ -51,8 +39,13 @@ class Group:
         self._choices: dict[int, Choice] = {}  # by their numbers in the engine
 
     @property
+    def choices(self) -> list[Choice]:
+        """Those that were submitted and not removed."""
+        return list(self._choices.values())
+
+    @property
     def rows(self) -> int:
-        """Choices that were submitted and have not ended."""
+        """How many those are."""
         return len(self._choices)
 
     @property
@@ -74,40 +67,29 @@ class Group:
         """Take a choice; raises a SkipDecodeError if the model cannot run it."""
         if self._engine is None:
             self._engine = self._make()
-        (number,) = self._engine.submit([choice.request], choice.state.schedule.schedule)
-        self._choices[number] = choice
+        (choice.number,) = self._engine.submit([choice.request], choice.state.schedule.schedule)
+        self._choices[choice.number] = choice
 
-    def cancel(self, choice: Choice) -> None:
-        """Drop a choice; its room is free before the next step. Choices of other groups are ignored."""
-        for number in [number for number, row in self._choices.items() if row is choice]:
-            del self._choices[number]
-            if self._engine is not None:
-                self._engine.cancel(number)
-        self._drop_idle_engine()
+    def holds(self, choice: Choice) -> bool:
+        """Whether a choice was submitted here and has not been removed."""
+        return self._choices.get(choice.number) is choice
+
+    def remove(self, choice: Choice) -> None:
+        """Let a choice go that is held here; what it has not given back is free before the next step."""
+        del self._choices[choice.number]
+        if self._engine is not None:
+            self._engine.cancel(choice.number)
+        if not self._choices and not self.cached_bytes:
+            self.drop_engine()
 
     def step(self) -> list[tuple[Choice, StepOutput]]:
-        """A forward of the engine, and the tokens that it gave. May raise anything: call `reset` then."""
+        """A forward of the engine, and the tokens that it gave. May raise anything: call `drop_engine` then."""
         if self._engine is None:
             return []
-        outputs = [(self._choices[out.request], out) for out in self._engine.step()]
-        for _, out in outputs:
-            if out.finish_reason is not None:
-                del self._choices[out.request]
-        self._drop_idle_engine()
-        return outputs
+        return [(self._choices[out.request], out) for out in self._engine.step()]
 
-    def reset(self) -> list[Choice]:
-        """Drop all choices and what they hold; returns them."""
-        choices = list(self._choices.values())
-        self._choices.clear()
-        self._drop_engine()
-        return choices
-
-    def _drop_idle_engine(self) -> None:
-        if not self._choices and not self.cached_bytes:
-            self._drop_engine()
-
-    def _drop_engine(self) -> None:
+    def drop_engine(self) -> None:
+        """Close the engine; what runs on it is lost."""
         engine, self._engine = self._engine, None
         # It may be broken: what it can still give back, it gives back.
         with contextlib.suppress(Exception):

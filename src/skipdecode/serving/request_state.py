@@ -75,6 +75,7 @@ class Choice:
     copy: int  # of its prompt: 0 to n - 1
     request: Request
     detokenizer: Detokenizer
+    number: int = -1  # in its engine
     tokens: int = 0  # new ones so far
     layers_run: int = 0  # for them, all together
     kv_bytes: int = 0  # held after the last token

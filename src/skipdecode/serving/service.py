@@ -9,13 +9,14 @@ from typing import Any
 from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Template
+from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.schedule import Schedule
 from skipdecode.serving.catalog import Catalog, TemplateEntry
-from skipdecode.serving.groups import KvSize, make_groups
+from skipdecode.serving.groups import make_groups
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.preprocessing import Preprocessor
@@ -81,7 +82,7 @@ def open_service(
     source = open_engines(model, engine, note, quantization)
     schedules = [*catalog.loaded.values(), catalog.budget_schedule()]
     groups = make_groups(source, schedules, limits.max_rows, limits.prefix_cache)
-    kv_size = _kv_size(source)
+    layout = _kv_layout(source)
     context = context_length(plain.config)
     words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
     preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form.field, use_template)
@@ -90,11 +91,11 @@ def open_service(
         name=name,
         catalog=catalog,
         preprocessor=preprocessor,
-        worker=ModelWorker(groups, num_layers, kv_size, limits, metrics),
+        worker=ModelWorker(groups, num_layers, layout, limits, metrics),
         metrics=metrics,
         limits=limits,
         token_text=lambda token: str(tokenizer.decode([token])),
-        kv_bytes_most=limits.max_rows * kv_size.of(min(longest, context or longest), num_layers),
+        kv_bytes_most=limits.max_rows * layout.bytes(min(longest, context or longest), num_layers),
         template=None if form.template is None else _template_entry(form.template, use_template),
     )
 
@@ -103,9 +104,8 @@ def _template_entry(template: Template, used: bool) -> TemplateEntry:
     return TemplateEntry(prompt=template.prompt, fields=list(template.fields), chat=template.chat, used=used)
 
 
-def _kv_size(source: EngineSource) -> KvSize:
+def _kv_layout(source: EngineSource) -> KVLayout:
     if source.fast is not None:
-        kv = source.fast.new_kv()
-        return KvSize(kv.page_tokens, kv.page_bytes)
+        return source.fast.new_kv().layout
     plain = unwrap(source.model)
-    return KvSize(1, round(ModelGeometry.from_config(plain.config, plain.dtype.itemsize).kv_bytes_per_token()))
+    return KVLayout(1, round(ModelGeometry.from_config(plain.config, plain.dtype.itemsize).kv_bytes_per_token()))

@@ -14,10 +14,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from skipdecode.engine.kv import KVLayout
 from skipdecode.engine.requests import StepOutput
 from skipdecode.errors import SkipDecodeError
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.groups import Group, KvSize
+from skipdecode.serving.groups import Group
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
 from skipdecode.serving.request_state import Choice, Event, Finished, RequestState, Update
@@ -35,16 +36,16 @@ class ModelWorker:
     ----------
     groups : sequence of Group
         Together they take every schedule that a request may have. Used by the worker's thread only.
-    kv_size : KvSize
+    layout : KVLayout
         How the groups store keys and values.
     """
 
     def __init__(
-        self, groups: Sequence[Group], num_layers: int, kv_size: KvSize, limits: ServerLimits, metrics: Metrics
+        self, groups: Sequence[Group], num_layers: int, layout: KVLayout, limits: ServerLimits, metrics: Metrics
     ) -> None:
         self._groups = groups
         self._num_layers = num_layers
-        self._kv_size = kv_size
+        self._layout = layout
         self._limits = limits
         self._metrics = metrics
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -56,7 +57,6 @@ class ModelWorker:
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._running: dict[Choice, Group] = {}
         self._events: dict[RequestState, list[Event]] = {}  # of this step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
@@ -76,6 +76,15 @@ class ModelWorker:
     def accepting(self) -> bool:
         """Whether requests are taken."""
         return self.alive and not self._stopping and self._drained_at == math.inf
+
+    @property
+    def _rows(self) -> int:
+        """Choices in the batch."""
+        return sum(group.rows for group in self._groups)
+
+    @property
+    def _running(self) -> list[Choice]:
+        return [choice for group in self._groups for choice in group.choices]
 
     def submit(self, state: RequestState) -> None:
         """Queue a request.
@@ -97,7 +106,7 @@ class ModelWorker:
         """Raise ApiError (429) if there is no room for so many more."""
         waiting = len(self._waiting)
         # A batch's worth may always wait for its rows: those are given at the next step.
-        if choices > self._limits.max_rows + self._limits.max_waiting - waiting - len(self._running):
+        if choices > self._limits.max_rows + self._limits.max_waiting - waiting - self._rows:
             waves = 1 + waiting / self._limits.max_rows
             seconds = min(_LONGEST_RETRY, math.ceil(waves * self._row_seconds))
             message = f"the queue is full ({waiting} wait): try again in {seconds} s"
@@ -147,7 +156,7 @@ class ModelWorker:
     def _await_work(self) -> bool:
         """Sleep until there is something to do, drop cancelled requests; False once the worker is to stop."""
         with self._wake:
-            self._wake.wait_for(lambda: self._waiting or self._cancelled or self._running or self._stopping)
+            self._wake.wait_for(lambda: self._waiting or self._cancelled or self._rows or self._stopping)
             if self._stopping:
                 return False
             cancelled, self._cancelled = self._cancelled, []
@@ -174,16 +183,17 @@ class ModelWorker:
     def _admit(self) -> None:
         while True:
             with self._wake:
-                if not self._waiting or len(self._running) >= self._limits.max_rows:
-                    self._metrics.queue_length.set(len(self._waiting))
+                self._metrics.queue_length.set(len(self._waiting))
+                if not self._waiting or self._rows >= self._limits.max_rows:
                     return
-                choice = self._waiting.popleft()
-                schedule = choice.state.schedule.schedule
-                # Full depth fits any order: it goes where most rows are.
-                group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
-                self._running[choice] = group
+                choice = self._waiting[0]  # only this thread takes any out
+            schedule = choice.state.schedule.schedule
+            # Full depth fits any order: it goes where most rows are.
+            group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
             try:
                 group.submit(choice)
+                with self._wake:
+                    self._waiting.popleft()
             except SkipDecodeError as error:
                 self._fail(choice.state, ApiError(400, "invalid_value", str(error)), "refused")
 
@@ -198,7 +208,8 @@ class ModelWorker:
                 # Of any kind: memory, a kernel, a bug. Its rows fail, the rest goes on with a fresh engine.
                 _LOG.exception("a step failed")
                 self._metrics.step_failures.inc()
-                for state in {choice.state for choice in group.reset()}:
+                group.drop_engine()
+                for state in {choice.state for choice in group.choices}:
                     self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
                 continue
             self._metrics.steps.inc()
@@ -206,7 +217,7 @@ class ModelWorker:
             if outputs:
                 self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))
             for choice, output in outputs:
-                if choice not in self._running:
+                if not group.holds(choice):
                     continue  # its request has failed meanwhile
                 try:
                     self._take(choice, output)
@@ -229,14 +240,13 @@ class ModelWorker:
         fed = len(choice.request.prompt) + output.position
         choice.tokens += 1
         choice.layers_run += output.layers
-        choice.kv_bytes = self._kv_size.of(fed, output.layers)
-        choice.kv_bytes_full = self._kv_size.of(fed, self._num_layers)
+        choice.kv_bytes = self._layout.bytes(fed, output.layers)
+        choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
         choice.last_time = now
         state.budgets.add(output.layers)
         pieces = choice.detokenizer.push(output)
         if choice.detokenizer.stopped:
             choice.finish_reason = "stop"
-            self._running[choice].cancel(choice)
         else:
             choice.finish_reason = "stop" if output.finish_reason == "eos" else output.finish_reason
         if pieces or choice.finish_reason is not None:
@@ -248,8 +258,11 @@ class ModelWorker:
                 self._tell(state, Finished())
 
     def _leave(self, choice: Choice) -> None:
-        """A choice's row is free; its counters are added up."""
-        self._running.pop(choice, None)
+        """Free a choice's place in the batch, if it has one, and add up its counters."""
+        group = next((group for group in self._groups if group.holds(choice)), None)
+        if group is None:
+            return
+        group.remove(choice)
         label = choice.state.schedule.label
         self._metrics.generated_tokens.labels(label).inc(choice.tokens)
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
@@ -261,10 +274,7 @@ class ModelWorker:
         with self._wake:
             self._waiting = deque(choice for choice in self._waiting if choice.state is not state)
         for choice in state.choices:
-            group = self._running.get(choice)
-            if group is not None:
-                group.cancel(choice)
-                self._leave(choice)
+            self._leave(choice)
 
     def _fail(self, state: RequestState, error: ApiError, outcome: str) -> None:
         self._drop(state)
@@ -292,11 +302,12 @@ class ModelWorker:
 
     def _note_memory(self) -> None:
         held = sum(group.kv_bytes for group in self._groups)
-        full = sum(choice.kv_bytes_full for choice in self._running)
-        self._metrics.running_rows.set(sum(group.rows for group in self._groups))
+        running = self._running
+        self._metrics.running_rows.set(len(running))
         self._metrics.kv_bytes_held.set(held)
         self._metrics.prefix_cache_bytes.set(sum(group.cached_bytes for group in self._groups))
-        self._metrics.kv_bytes_saved.set(max(0, full - sum(choice.kv_bytes for choice in self._running)))
+        saved = sum(choice.kv_bytes_full - choice.kv_bytes for choice in running)
+        self._metrics.kv_bytes_saved.set(max(0, saved))
 
 
 def _stopping() -> ApiError:
