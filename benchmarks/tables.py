@@ -166,18 +166,18 @@ def requests(document: dict[str, Any]) -> list[list[str]]:
 
 def headline(document: dict[str, Any]) -> list[list[str]]:
     """Of `requests` the rows that no other beats in both time and quality, against transformers too."""
-    ratios = ["whole request, x transformers", "x our full depth", "decoding alone", "quality kept"]
+    ratios = ["request, x transformers", "request, x full depth", "decoding, x full depth", "quality kept"]
     best = list[dict[str, Any]]()
     for row in sorted(document["runs"], key=lambda row: (-row["request_speedup"], -least_kept(row))):
         if not best or least_kept(row) > least_kept(best[-1]):
             best.append(row)
     layers = max(row["prompt_layers"] for row in document["runs"])
     return [
-        ["prompt tokens run", "new tokens run", *ratios],
+        ["layers of prompt tokens", "layers of new tokens", *ratios],
         *(
             [
-                f"{row['prompt_layers']} of {layers} layers",
-                f"{row['mean_layers']:.1f} (nominal {nominal(row)})",
+                f"{row['prompt_layers']} of {layers}",
+                f"{row['mean_layers']:.1f} of {layers} (nominal {nominal(row)})",
                 f"{row['request_speedup_over_transformers']:.1f}x",
                 times(row["request_speedup"]),
                 times(row["decode_speedup"]),
