@@ -24,12 +24,13 @@ def shows_blocks(encoding: str | None) -> bool:
 
 
 def schedule_picture(schedule: Schedule, positions: int | None = None, *, width: int = 80, blocks: bool = True) -> str:
-    """Layers × positions: filled where a layer runs; left of the axis what it does with prompt tokens.
+    """Layers × positions as text: a cell is filled where the layer runs. The prompt is left of the axis.
 
-    Half filled: it leaves their keys and values and does nothing else. Where positions outnumber the columns, a column
-    stands for several and is filled if the layer runs at half of them or more; where they are few, a position takes
-    several columns. Shows `positions` of them (by default the schedule's `seq_len`): a heading, one line a layer, an
-    axis and its numbers, of at most `width` characters, in block characters or plain ASCII; no line end after the last.
+    A half-filled cell means that the layer only stores keys and values of prompt tokens. If there are more positions
+    than columns, a column stands for several positions and is filled if the layer runs at half of them or more. If
+    there are few positions, each takes several columns. The picture shows `positions` positions (default: the
+    schedule's `seq_len`). It has a heading, one line per layer, an axis and its numbers. Lines have at most `width`
+    characters, in block characters or plain ASCII. The last line has no line end.
     """
     shown = schedule.seq_len if positions is None else max(1, positions)
     margin = max(len(str(schedule.num_layers - 1)), len("layer")) + len(_PROMPT) + 3
@@ -51,7 +52,7 @@ def schedule_picture(schedule: Schedule, positions: int | None = None, *, width:
 
 
 def _numbers(starts: list[int], margin: int, stretch: int) -> str:
-    """The axis' numbers: the position at which a column begins, about every quarter."""
+    """The numbers of the axis: the position at which a column begins, about every quarter."""
     columns = len(starts)
     line = f"{_PROMPT} ".rjust(margin - 1) + " "
     for column in sorted({columns * quarter // 4 for quarter in range(4)}):

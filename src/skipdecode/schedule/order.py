@@ -1,6 +1,6 @@
-"""What schedules are made of: drop orders and budget curves, and what makes each of them valid. Pure Python.
+"""Drop orders and budgets, the parts of a schedule, with the checks of both. Pure Python.
 
-Each order keeps the warm-up layers, and all but `top_down` the last layer.
+Every order keeps the warm-up layers. Every order except `top_down` keeps the last layer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def require_positive(field: str, value: Any) -> None:
 
 
 def int_tuple(field: str, values: Any) -> tuple[int, ...]:
-    """The whole numbers of an iterable; raises ScheduleError on anything else."""
+    """The values of an iterable as a tuple; raises ScheduleError unless all are whole numbers."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise ScheduleError(f"{field}={values!r} is not accepted: give a list of whole numbers")
     result = tuple(values)
@@ -68,7 +68,7 @@ def int_tuple(field: str, values: Any) -> tuple[int, ...]:
 
 
 def make_order(order: Order, num_layers: int, warmup_layers: int, least_budget: int) -> tuple[int, ...]:
-    """An order by its name; `least_budget`, the fewest layers that are to run, is what "even" aims at."""
+    """An order by its name; "even" leaves evenly spaced layers at `least_budget`, the fewest layers that will run."""
     if order == "even":
         return evenly_spaced(num_layers, least_budget, warmup_layers)
     return (top_down if order == "top-down" else bottom_up)(num_layers, warmup_layers)
@@ -92,9 +92,10 @@ def _require_ints(num_layers: int, warmup_layers: int) -> None:
 
 
 def evenly_spaced(num_layers: int, least_budget: int, warmup_layers: int) -> tuple[int, ...]:
-    """Every prefix is spread out, and dropping down to `least_budget` layers leaves them evenly spaced.
+    """An order that leaves evenly spaced layers at `least_budget`; every prefix of the order is spread out.
 
-    Source: Unified Layer Skipping, arXiv 2404.06954. The full list goes on below `least_budget` with the layers left.
+    The order continues below `least_budget` with the remaining layers. Source: Unified Layer Skipping, arXiv
+    2404.06954.
     """
     _require_ints(num_layers, warmup_layers)
     free = least_budget - warmup_layers
@@ -159,9 +160,9 @@ PROMPT_SETS = (
 
 
 def prompt_set(text: str, num_layers: int) -> PromptDepth:
-    """What `Schedule(prompt=…)` takes, from text: "full", "max_exit", a number n (the lower n layers), or "0-14,20".
+    """The `prompt` of a `Schedule` from text: "full", "max_exit", a number n (the lower n layers), or "0-14,20".
 
-    Every layer, however it is written, is "full". Raises ScheduleError for anything else, or layers out of range.
+    A text that names every layer gives "full". Raises ScheduleError for other texts and for layers out of range.
     """
     if text == "full":
         return "full"
@@ -184,7 +185,7 @@ def prompt_set(text: str, num_layers: int) -> PromptDepth:
 
 
 def linear(most: float, least: float, seq_len: int) -> tuple[int, ...]:
-    """Whole numbers from `most` at position 0 to `least` at position seq_len - 1, halves up; `least` holds after it."""
+    """Budgets from `most` at position 0 to `least` at position seq_len - 1, rounded half up."""
     if seq_len == 1:
         return tuple(math.floor(value + 0.5) for value in dict.fromkeys((most, least)))
     return tuple(math.floor(most - (most - least) * i / (seq_len - 1) + 0.5) for i in range(seq_len))
@@ -213,7 +214,7 @@ def paper_budgets(
 
 
 def power_law(num_layers: int, mean: float, seq_len: int, floor: int) -> tuple[int, ...]:
-    """The power law of a mean number of layers, its base found by bisection."""
+    """Budgets by a power law with a given mean number of layers; bisection finds the base."""
 
     def budgets(base: float) -> tuple[int, ...]:
         return tuple(max(floor, round(num_layers * base**i)) for i in range(seq_len))
@@ -232,7 +233,7 @@ def least_budget(num_layers: int, warmup_layers: int) -> int:
 
 
 def one_or_more(budgets: int | Sequence[int]) -> tuple[int, ...]:
-    """A list of budgets from one number or several."""
+    """Budgets from one number or several; raises ScheduleError if there are none."""
     values = (budgets,) if isinstance(budgets, int) else int_tuple("budgets", budgets)
     if not values:
         raise ScheduleError("budgets is empty: give the number of layers of at least one position")
@@ -240,7 +241,7 @@ def one_or_more(budgets: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_budgets(budgets: tuple[int, ...], num_layers: int, droppable: int) -> None:
-    """Raise ScheduleError unless budgets never rise and leave out at most `droppable` of `num_layers` layers."""
+    """Raise ScheduleError unless budgets never rise and skip at most `droppable` of `num_layers` layers."""
     if not budgets:
         raise ScheduleError("budgets is empty: give the number of layers of at least one position")
     floor = max(1, num_layers - droppable)

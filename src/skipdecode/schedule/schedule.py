@@ -1,11 +1,11 @@
 """Nested layer schedules: which layers run at which generation position. Pure Python, no torch.
 
-A schedule is a *drop order* (which layer goes first, second, …) and a non-increasing list of *budgets* (how many
-layers run at position 0, 1, …; the last value holds for ever). Because the budgets never grow and the order is fixed,
-the layer sets are nested by construction, which is what makes KV caching free (docs/architecture.md).
+A schedule is a *drop order* (the layer that is dropped first, second, …) and a non-increasing list of *budgets* (the
+number of layers that run at position 0, 1, …; the last value holds for all later positions). The budgets never grow and
+the order is fixed, so the layer sets are nested, and KV caching needs no recomputation (docs/theory.md).
 
-`Schedule.published` makes those of published methods by name, all for the same mean number of layers over `seq_len`
-positions, as near as whole layers allow, so that a table compares them at one cost:
+`Schedule.published` makes the schedules of published methods by name. All have the same mean number of layers over
+`seq_len` positions, as near as whole layers allow, so a table compares them at one cost:
 
 ================= ============== ==============================================
 method            layers dropped layers run
@@ -15,7 +15,7 @@ skipdecode        bottom up      linear decay (SkipDecode, arXiv 2307.02628)
 even              evenly spaced  linear decay
 unified           evenly spaced  constant (Unified Layer Skipping, 2404.06954)
 d3                bottom up      power law (D3)
-early_termination from the top   linear decay (SkipDecode's own contrast)
+early_termination from the top   linear decay (the baseline of SkipDecode)
 static_pruning    by influence   constant (ShortGPT, arXiv 2403.03853)
 ================= ============== ==============================================
 """
@@ -59,7 +59,7 @@ _LABELS = ("family", "variant", "speedup")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which layers run at each generation position. The class methods make the known kinds.
+    """The layers that run at each generation position. The class methods make the known kinds.
 
     Position 0 is the first generated token that is fed back; the prompt is not a position.
 
@@ -74,17 +74,17 @@ class Schedule:
     warmup_layers : int
         First layers that always run (paper: 1).
     prompt : {"full", "max_exit"} or sequence of int
-        What prompt tokens run: every layer, the layers of position 0, or these layers. Of layers that position 0 runs
-        beyond them, the prompt's keys and values are projected: computed from the state that passes by, and nothing
-        else is (`projected`). The last prompt token runs both.
+        Layers that prompt tokens run: all, those of position 0, or the given ones. In layers that position 0 runs and
+        prompts do not, the prompt's keys and values are projected: computed from the hidden state that passes by, and
+        nothing else is computed (`projected`). The last prompt token runs both sets.
     name : str
         A label for tables and files. Default: `family`, `variant` and `speedup`, as in "skipdecode-p15-3x".
     family : str
-        What schedules of one kind and several speed-ups have in common. Default: the name.
+        The common name of schedules of one kind with different speed-ups. Default: the name.
     variant : str
-        What sets it apart from another of its family and speed-up, such as "p15" for 15 prompt layers.
+        A label that distinguishes schedules of one family and speed-up, such as "p15" for 15 prompt layers.
     speedup : float or None
-        The nominal speed-up that it was made for.
+        The nominal speed-up for which the schedule was made.
 
     Raises
     ------
@@ -137,7 +137,7 @@ class Schedule:
 
     @property
     def curve(self) -> str:
-        """What schedules that differ in the speed-up alone have in common."""
+        """The common name of schedules that differ only in the speed-up."""
         return f"{self.family}-{self.variant}" if self.variant else self.family
 
     @property
@@ -157,18 +157,18 @@ class Schedule:
         return self._sets[self.budget(position)]
 
     def prompt_layers(self) -> tuple[int, ...]:
-        """Layers that run on prompt tokens, the last one apart, in ascending order."""
+        """Layers that prompt tokens except the last one run, in ascending order."""
         if self.prompt == "full":
             return tuple(range(self.num_layers))
         return self.layers(0) if self.prompt == "max_exit" else self.prompt
 
     @cached_property
     def projected(self) -> tuple[int, ...]:
-        """Layers that position 0 runs and prompts do not: the last prompt token runs them, the others are projected."""
+        """Layers that position 0 runs and prompts do not. The last prompt token runs them; the others are projected."""
         return tuple(sorted(set(self.layers(0)) - set(self.prompt_layers())))
 
     def last_prompt_layers(self) -> tuple[int, ...]:
-        """Layers that run on the last prompt token: the prompt's and those of position 0, in ascending order."""
+        """Layers that the last prompt token runs: those of the prompt and those of position 0, in ascending order."""
         return tuple(sorted({*self.prompt_layers(), *self.layers(0)}))
 
     @property
@@ -211,11 +211,11 @@ class Schedule:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all positions run the same layers, so rows of different ages fit in one batch."""
+        """Whether all positions run the same layers, so a batch with sequences of different ages loses nothing."""
         return self.budgets[0] == self.budgets[-1]
 
     def contains(self, other: Schedule) -> bool:
-        """Whether it runs, in the prompt and at every position, all layers that `other` runs."""
+        """Whether this schedule runs all layers that `other` runs, in the prompt and at every position."""
         if self.num_layers != other.num_layers:
             return False
         pairs = [(self.prompt_layers(), other.prompt_layers())]
@@ -223,7 +223,7 @@ class Schedule:
         return all(set(less) <= set(more) for more, less in pairs)
 
     def fits_weights(self, tuned_under: Iterable[Schedule]) -> bool:
-        """Whether weights tuned under these schedules bear it: it is full depth, or one of them is as deep a cut."""
+        """Whether weights tuned under these schedules fit: this one is full depth, or contains one of them."""
         return self.is_full or any(self.contains(other) for other in tuned_under)
 
     def check_fits(self, num_layers: int) -> None:
@@ -243,21 +243,21 @@ class Schedule:
         return replace(self, budgets=budgets, name=f"{self.name}-flat", variant=variant)
 
     def reordered(self, order: Order) -> Self:
-        """The same budgets, and so the same cost, with layers dropped in another order."""
+        """A schedule with the same budgets, and so the same cost, and another drop order."""
         return replace(self, drop_order=make_order(order, self.num_layers, self.warmup_layers, self.budgets[-1]))
 
     def with_prompt(self, prompt: PromptDepth) -> Self:
-        """The same with another prompt set; the name counts its layers, as in "skipdecode-p15-3x"."""
+        """This schedule with another prompt set; the name has its number of layers, as in "skipdecode-p15-3x"."""
         if prompt == self.prompt:
             return self
         changed = replace(self, prompt=prompt)
         return replace(changed, name="", variant=f"p{len(changed.prompt_layers())}")
 
     def with_speedup(self, nominal_speedup: float) -> Self:
-        """The schedule of another nominal speed-up with this one's order, positions, warm-up and prompt depth.
+        """A schedule for another nominal speed-up with the same drop order, positions, warm-up and prompt depth.
 
-        A flat schedule gives a flat one, any other the paper's linear one; 1 is full depth, for prompts too. Raises
-        ScheduleError if the drop order cannot give this speed-up.
+        A flat schedule gives a flat one; any other gives the paper's linear budgets. 1 is full depth, for prompts too.
+        Raises ScheduleError if the drop order cannot give this speed-up.
         """
         if nominal_speedup == 1:
             return self.full(self.num_layers)
@@ -324,7 +324,7 @@ class Schedule:
     ) -> Self:
         """The paper's schedule for a *nominal* speed-up: mean exit layer = `num_layers` / `nominal_speedup`.
 
-        `spread` sets the decay, from mean·(1 + spread) to mean·(1 - spread). `skipdecode plan` solves for wall-clock.
+        Budgets fall from mean·(1 + spread) to mean·(1 - spread). `skipdecode plan` solves for a wall-clock speed-up.
         """
         budgets = layer_order.paper_budgets(num_layers, nominal_speedup, seq_len, warmup_layers, spread)
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
@@ -344,7 +344,7 @@ class Schedule:
     ) -> Self:
         """`budget` layers at every generation position; bottom up unless `drop_order` is given.
 
-        By block influence this is static depth pruning of the generated part (ShortGPT).
+        With a drop order by block influence this is static depth pruning of the generated part (ShortGPT).
         """
         order = layer_order.bottom_up(num_layers, warmup_layers) if drop_order is None else drop_order
         return cls(num_layers, tuple(order), (budget,), warmup_layers, prompt, name)
@@ -359,7 +359,7 @@ class Schedule:
         prompt: PromptDepth = "full",
         name: str = "even",
     ) -> Self:
-        """Evenly spaced layers are left out (Unified Layer Skipping, arXiv 2404.06954); one budget or a list."""
+        """A schedule that skips evenly spaced layers (Unified Layer Skipping, arXiv 2404.06954); `budgets`: one or a list."""
         values = one_or_more(budgets)
         order = layer_order.evenly_spaced(num_layers, values[-1], warmup_layers)
         return cls(num_layers, order, values, warmup_layers, prompt, name)
@@ -426,10 +426,10 @@ class Schedule:
         warmup_layers: int = 1,
         name: str = "split",
     ) -> Self:
-        """Prompt tokens run the lowest `prompt_layers` layers, generated ones the warm-up layers and the highest.
+        """Prompt tokens run the lowest `prompt_layers` layers; generated tokens run the warm-up and the highest layers.
 
-        An encoder-decoder made of one decoder: with halves, each token runs its half of the model. Of the upper layers
-        the prompt's keys and values are projected. One budget for generated tokens, or a list of them.
+        The decoder then works like an encoder-decoder: with halves, each token runs its half of the model. In the upper
+        layers the prompt's keys and values are projected. `budgets` is one number or a list.
         """
         require_int("prompt_layers", prompt_layers)
         if not 1 <= prompt_layers <= num_layers:
@@ -470,7 +470,7 @@ class Schedule:
             raise ScheduleError(f"a schedule must be JSON: {error}") from None
 
     def save(self, path: Path | str) -> None:
-        """Write the schedule as a JSON file, which `load` and the command line's --schedule read; or OutputError."""
+        """Write the schedule as a JSON file for `load` and --schedule; raises OutputError if that fails."""
         write_whole(path, self.to_json(indent=1) + "\n")
 
     @classmethod
