@@ -1,12 +1,12 @@
-"""The engine: token ids in, a `StepOutput` for every new token out. Knows nothing about text.
+"""The engine takes token ids and gives a `StepOutput` for every new token. It does not know text.
 
-A user's `Request` (requests.py) becomes a `Sequence` (sequence.py) in `Engine.submit` (base.py), and stays that object
-to its last token. It waits in the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its prompt and then its
-tokens run in batches (batch.py) through the `FastModel` (fast_model.py), which is read from a transformers model
-(model_spec.py), on the layers that its `Schedule` says (depth.py). Its `Sampler` (sampling.py) chooses each token, a
-`StepOutput`. `DecodeLoop` (loop.py) says what each forward runs; `FastEngine` (fast.py) runs it on the C++ kernels, and
+`Engine.submit` (base.py) makes a `Sequence` (sequence.py) of a user's `Request` (requests.py). The sequence waits in
+the `Scheduler` (scheduler.py) and gets a slot and pages (kv.py). Its tokens run in batches (batch.py) through the
+`FastModel` (fast_model.py), which is read from a transformers model (model_spec.py). The schedule of the sequence gives
+the layers of each token (depth.py). The `Sampler` of the sequence (sampling.py) chooses each new token. `DecodeLoop`
+(loop.py) decides what each forward runs; `FastEngine` (fast.py) runs it on the C++ kernels, and
 `skipdecode.performance.simulation` on a cost model. `GatedEngine` (gated.py) decodes through transformers.
-`open_engines` (opening.py) takes the fast one where it covers the model.
+`open_engines` (opening.py) chooses the fast engine if it supports the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MODULES = {"FastEngine": "fast", "GatedEngine": "gated", "GenerateEngine": "gen
 
 
 def __getattr__(name: str) -> Any:
-    # torch on first use only: scheduling is pure Python.
+    # Scheduling is pure Python, so torch is imported on first use only.
     if name in _MODULES:
         from importlib import import_module
 

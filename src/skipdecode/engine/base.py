@@ -1,7 +1,7 @@
-"""The one interface of everything that decodes a batch: token ids in, one `StepOutput` for every new token out.
+"""The interface of all engines: token ids in, one `StepOutput` for every new token out.
 
-`FastEngine` (fast.py) runs on the package's own kernels, `GatedEngine` (gated.py) on transformers' forward with gates,
-`GenerateEngine` (generate.py) is transformers' own `generate`, untouched. Knows nothing about text.
+`FastEngine` (fast.py) runs on the package's own kernels, and `GatedEngine` (gated.py) on transformers' forward with
+gates. `GenerateEngine` (generate.py) is transformers' own `generate`, unchanged. Engines do not know text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from skipdecode.schedule import Schedule
 __all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "NextToken", "StopCheck"]
 
 ENGINES = ("auto", "fast", "transformers")
-"""What a user may ask for; see `skipdecode.engine.opening.open_fast`."""
+"""The engines that a user may name; see `skipdecode.engine.opening.open_fast`."""
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
 
 StopCheck = Callable[[int, StepOutput], bool]
-"""Told of each new token, with the place of its request; True ends the sequence with reason "stop"."""
+"""Called with the index of a request and its new token; True ends the sequence with reason "stop"."""
 
 
 @dataclass
@@ -34,25 +34,25 @@ class EngineStats:
     Parameters
     ----------
     steps : int
-        Forwards with rows that decode, those that prompts share among them.
+        Forwards in which sequences decode; prompts may share such a forward.
     prompt_tokens, prefix_hit_tokens, new_tokens : int
-        Tokens of prompts that ran, tokens of prompts that a prefix cache had, tokens put out.
+        Prompt tokens that ran, prompt tokens from the prefix cache, and generated tokens.
     seconds : float
-        Time in `step`, everything included.
+        Total time in `step`.
     prompt_seconds : float
-        Time in forwards of prompts. That of a forward with rows that decode is shared out by tokens x layers: what each
-        would cost alone is not known.
+        Time in forwards of prompts. If a forward has prompts and decoding sequences, its time is split in proportion
+        to tokens x layers, because the separate costs are not known.
     fed_tokens : int
-        Generated tokens that were fed back: one for each row of each step.
+        Generated tokens that were fed back: one per decoding sequence and step.
     token_layers : int
         Sum over fed tokens of the layers that they ran.
     layer_reads : int
-        Sum over steps of the layers that some fed token ran: what had to be read for them.
+        Sum over steps of the layers that some fed token ran, and whose weights the step therefore read.
     short_heads, head_fallbacks : int
-        Forwards whose tokens an 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and those that asked
-        it and took the full head.
+        Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
+        used the full head after it.
     kv_bytes_peak, kv_bytes_full_peak : int
-        Most bytes of keys and values held at a time, and what the same rows would have held at full depth.
+        Peak bytes of keys and values, and the peak of the same sequences at full depth.
     """
 
     steps: int = 0
@@ -71,29 +71,29 @@ class EngineStats:
 
     @property
     def after_prompts(self) -> float:
-        """Seconds of all that is not prompts' forwards: what decoding takes."""
+        """Seconds of decoding: all time outside the forwards of prompts."""
         return self.seconds - self.prompt_seconds
 
     @property
     def mean_layers(self) -> float | None:
-        """Layers that a fed token ran, on average; None if none was fed."""
+        """Mean number of layers of a fed token; None if no token was fed."""
         return self.token_layers / self.fed_tokens if self.fed_tokens else None
 
     def note_kv(self, held: int, full: int) -> None:
-        """Take in the bytes that are held now, and what full depth would hold."""
+        """Update the peaks with the bytes held now, and the bytes that full depth would hold."""
         self.kv_bytes_peak = max(self.kv_bytes_peak, held)
         self.kv_bytes_full_peak = max(self.kv_bytes_full_peak, full)
 
 
 class Decoded(NamedTuple):
-    """A finished row: its new tokens, the end token included, and why it ended."""
+    """A finished sequence: its new tokens with the end token, and the finish reason."""
 
     tokens: list[int]
     finish_reason: FinishReason
 
 
 class NextToken(NamedTuple):
-    """A chosen token, its log-probability and the likeliest tokens with theirs, as in `StepOutput`."""
+    """A chosen token with its log-probability, and the top tokens with theirs, as in `StepOutput`."""
 
     token: int
     logprob: float = math.nan
@@ -106,14 +106,14 @@ class Engine(ABC):
     Attributes
     ----------
     name : str
-        What runs the model, for tables: "fast", "fast-int8", "transformers", …
+        Name of the engine in tables: "fast", "fast-int8", "transformers", …
     num_layers : int
         Decoder layers of the model.
     schedule : Schedule
-        Under which requests run that bring none of their own.
+        The schedule of requests without one of their own.
     stats : EngineStats
     began : float
-        Reading of `clock` from which `StepOutput.seconds` counts.
+        Reading of `clock` at which `StepOutput.seconds` is 0.
     """
 
     name: str
@@ -125,29 +125,29 @@ class Engine(ABC):
         self._submitted = 0
 
     def clock(self) -> float:
-        """Seconds since a moment in the past, by which all times of this engine are taken."""
+        """Seconds since an arbitrary moment; all times of this engine use this clock."""
         return time.perf_counter()
 
     def submit(self, requests: Iterable[Request], schedule: Schedule | None = None) -> list[int]:
-        """Queue requests; returns their numbers, which go on from earlier ones.
+        """Queue requests; returns their numbers, which continue those of earlier requests.
 
         Parameters
         ----------
         requests : iterable of Request
         schedule : Schedule, optional
-            Of these requests, in place of the engine's.
+            The schedule of these requests, in place of the engine's.
 
         Raises
         ------
         ScheduleError
             The engine cannot run the schedule beside its own.
         UsageError
-            A request cannot ever run here.
+            A request can never run on this engine.
         """
         return [sequence.number for sequence in self._sequences(requests, schedule)]
 
     def _sequences(self, requests: Iterable[Request], schedule: Schedule | None) -> list[Sequence]:
-        """See `submit`; the sequences."""
+        """`submit`, but returns the sequences."""
         wanted = self.schedule if schedule is None else schedule
         new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]
         self._enqueue(wanted, new)
@@ -160,30 +160,30 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self) -> list[StepOutput]:
-        """Do the next piece of work, a forward where the engine has it in hand; the tokens that it gave, at once."""
+        """Run the next forward (or batch); returns its new tokens."""
 
     @abstractmethod
     def cancel(self, number: int) -> None:
-        """Drop a request that waits or runs before the next step; unknown numbers are ignored."""
+        """Drop a waiting or running request before the next step; unknown numbers are ignored."""
 
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Requests that have no place in the batch yet."""
+        """Number of requests that wait for a place in the batch."""
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """Requests that have a place in the batch."""
+        """Number of requests in the batch."""
 
     @property
     @abstractmethod
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that rows hold."""
+        """Bytes of keys and values that running sequences hold."""
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that are kept of prompts for rows to come; no part of `kv_bytes`."""
+        """Bytes of prompts that the prefix cache keeps for later sequences; not part of `kv_bytes`."""
         return 0
 
     @property
@@ -196,10 +196,10 @@ class Engine(ABC):
         return schedule.num_layers == self.num_layers
 
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
-        """Drop all requests and what they hold; the model is as it was."""
+        """Drop all requests and free their memory; the model is as before."""
 
     def _emit(self, sequences: list[Sequence], tokens: list[NextToken], start: float) -> list[StepOutput]:
-        """Append a token to each sequence, and tell of it; the step began at `start`."""
+        """Append a token to each sequence, and make its `StepOutput`; the step began at `start`."""
         now = self.clock()
         times = now - self.began, now - start
         self.stats.new_tokens += len(sequences)
@@ -212,7 +212,7 @@ class Engine(ABC):
         return outputs
 
     def run(self, requests: Iterable[Request]) -> Iterator[StepOutput]:
-        """Decode requests; yields every new token when its step ends. The engine is closed if this is left early."""
+        """Decode requests; yields every new token when its step ends. Leaving the iterator early closes the engine."""
         self.submit(requests)
         try:
             while self.has_work:

@@ -1,4 +1,4 @@
-"""What a forward runs: from sequences and the tokens that they are fed to the rows of a model's forward."""
+"""Builds the input of a forward: the token rows of all sequences that take part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skipdecode.engine.sequence import Sequence
 __all__ = ["Chunk", "TokenRows", "rows_by_layer", "token_rows"]
 
 Chunk = tuple[Sequence, tuple[int, ...]]
-"""A sequence, and its next tokens that a forward runs."""
+"""A sequence, and the number of its next tokens that a forward runs."""
 
 
 class TokenRows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which layers a number of layers means: the drop order of an engine, and what prompts run. Pure Python."""
+"""The layers of a budget in the drop order of an engine, and the layers of prompts. Pure Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PromptLayers(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule) -> Self:
-        """What the prompts of a schedule's sequences do."""
+        """The prompt layers of a schedule."""
         if isinstance(schedule.prompt, str):
             return cls(schedule.prompt_layers())
         return cls(schedule.prompt_layers(), schedule.projected, own=True)
@@ -34,19 +34,19 @@ class PromptLayers(NamedTuple):
 
 
 class DepthOrder:
-    """Which layers a budget means, in one order for all sequences of an engine."""
+    """The layers of each budget, in one drop order for all sequences of an engine."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers = schedule.num_layers
         self._drop_order = schedule.drop_order
-        # The least budget with which a layer runs; layers never dropped run with any.
+        # The least budget at which a layer runs; layers that are never dropped run at every budget.
         self._least = [0] * self.num_layers
         for rank, layer in enumerate(schedule.drop_order):
             self._least[layer] = self.num_layers - rank
         self._layers: dict[int, tuple[int, ...]] = {}
 
     def takes(self, schedule: Schedule) -> bool:
-        """Whether the layers that a schedule ever drops are the first of this order."""
+        """Whether the layers that a schedule drops are the first of this order, in this order."""
         dropped = schedule.dropped
         return schedule.num_layers == self.num_layers and dropped == self._drop_order[: len(dropped)]
 

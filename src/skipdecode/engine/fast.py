@@ -24,27 +24,29 @@ __all__ = ["FastEngine"]
 
 
 class FastEngine(DecodeLoop):
-    """Decodes requests on the package's own kernels, on CPUs; rows of any age share a step.
+    """Decodes requests on the package's own kernels, on CPUs; sequences of any age share a step.
 
     Parameters
     ----------
     model : PreTrainedModel or FastModel
         A causal LM with a fast path (`model_spec.READERS`); its projection weights are fused in place.
     schedule : Schedule
-        Which layers run.
+        The layers that run.
     max_rows : int
-        Most rows of a step.
+        Maximum number of sequences in a step.
     join_below : float
-        See `Scheduler`: 0 strict waves, 1 continuous.
+        See `Scheduler`: 0 admits in whole groups, 1 is continuous batching.
     in_order : bool
         Admit in order of submission instead of by length.
     kv_bytes : int, optional
-        Most bytes of keys and values; requests wait for room. Default: what `max_rows` of the largest requests need.
+        Maximum bytes of keys and values; requests wait for room. Default: the need of `max_rows` of the largest
+        requests.
     prompt_tokens : int
-        Most prompt tokens of one forward: bounds the buffers, and how long a row waits for its next token.
+        Maximum prompt tokens of one forward. It bounds the buffers, and the time that a sequence waits for its next
+        token.
     prefix_cache : bool
-        Keep prompts' keys and values, and run no token of a prompt that begins as one before did (see
-        `skipdecode.engine.prefix`): the same tokens come out. Prompts share only what runs the same layers.
+        Keep keys and values of prompts, and reuse them for prompts with the same beginning and the same prompt layers
+        (`skipdecode.engine.prefix`). The output does not change.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""A decoder's forward over token rows, with nothing between the kernels but what they pass on.
+"""A decoder's forward over token rows, as one call of the C++ kernels.
 
-A step is a list of tokens, each with its slot (sequence) and position; prompts and generated tokens are alike. Rows
-come sorted by falling depth, so that the rows of a layer are the first ones: a layer reads its weights once for exactly
-the rows that need it, and mixed ages cost no gather.
+A forward is a list of tokens, each with its slot (sequence) and position; prompt tokens and generated tokens are
+treated alike. Rows are sorted by falling depth, so the rows of a layer are the first rows. A layer therefore reads its
+weights once for exactly the rows that need it, and no gather is necessary.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class FastModel:
     ----------
     model : PreTrainedModel
         A causal LM of a family in `skipdecode.engine.model_spec.READERS`, on the CPU. Its projection weights are fused
-        and moved in place; it stays usable.
+        and moved in place; the model stays usable.
     kernels : NativeKernels
-        Those for its type of weights.
+        The kernels for the model's dtype.
     quantization : {"int8", "int4", "w8a8"}, optional
         The kernels read the projections and the output embedding from quantised copies (`kernels.quantize`).
 
@@ -65,27 +65,27 @@ class FastModel:
 
     @property
     def name(self) -> str:
-        """The engine on these weights: "fast", with quantised weights "fast-int8" and the like."""
+        """Name of the engine with these weights: "fast", or "fast-int8" and the like with quantised weights."""
         return "fast" if self.quantization is None else f"fast-{self.quantization}"
 
     @property
     def fell_back(self) -> bool:
-        """Whether the last forward asked an 8-bit copy of the head, and took the full head."""
+        """Whether the last forward tried the 8-bit copy of the head and then used the full head."""
         return self.head.fell_back
 
     @property
     def taps(self) -> int:
-        """Tokens before its own that a map of a prompt's keys and values sees."""
+        """Number of preceding tokens that a prompt map takes as input."""
         return 0 if self.fit is None else self.fit.taps
 
     def new_kv(self, prefix_cache: bool = False) -> PagedKV:
-        """An empty KV store of this model's geometry, for its forwards."""
+        """An empty KV store with the sizes of this model."""
         attention = self._spec.layers[0].attention
         kind = PrefixKV if prefix_cache else PagedKV
         return kind(self.num_layers, attention.kv_heads, attention.head_dim, self.dtype)
 
     def ensure_positions(self, count: int) -> None:
-        """Make ready for texts of `count` tokens; raises UsageError beyond what the model has learned positions for."""
+        """Prepare for texts of `count` tokens; raises UsageError if the model has fewer learned positions."""
         most = self._spec.max_positions
         if most is not None and count > most:
             raise UsageError(f"prompt and new tokens together are {count}, but this model has {most} positions")
@@ -157,7 +157,7 @@ class FastModel:
         return self._spec.embed(torch.tensor(rows.tokens), torch.tensor(rows.positions), torch.float32)
 
     def _bind(self) -> None:
-        """Take the weights' addresses."""
+        """Store the addresses of the weights."""
         self._mapped: dict[tuple[int, ...], NativeStack] = {}
         self._fit_spec = None if self.fit is None else fit_spec(self.fit, self.dtype)
         self._stack = self._kernels.stack(self._spec.layers, self._fit_spec)

@@ -1,7 +1,7 @@
-"""The engine over transformers' own forward, gated: for families without a fast path, and as a reference.
+"""The engine on transformers' own forward with gates, for families without a fast path, and as a reference.
 
-Strict waves of left-padded rows of one schedule on one `SkipCache`. Finished rows leave the batch and the cache.
-Several times slower than `FastEngine`.
+A batch has left-padded sequences of one schedule that start together, on one `SkipCache`. Finished sequences leave the
+batch and the cache. This engine is several times slower than `FastEngine`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["GatedEngine", "left_pad"]
 
 @dataclass(eq=False)
 class _Wave:
-    """Rows that started together."""
+    """A batch of sequences that started together."""
 
     schedule: Schedule
     cache: SkipCache
@@ -47,11 +47,11 @@ class GatedEngine(Engine):
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
-        A causal LM of a family in `skipdecode.models.families`, nothing attached. It is gated while a wave runs.
+        A causal LM of a family in `skipdecode.models.families`, with nothing attached. It is gated while a batch runs.
     schedule : Schedule
-        Which layers run. Requests with schedules of their own run in waves of their own, in the order of submission.
+        The layers that run. Requests with another schedule run in separate batches, in the order of submission.
     max_rows : int
-        Rows of a wave.
+        Maximum number of sequences in a batch.
     in_order : bool
         Admit in order of submission instead of by length.
 
@@ -108,7 +108,7 @@ class GatedEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One forward of the wave: its prompts, or a token of each row. A new wave begins where the last has ended."""
+        """One forward of the batch: its prompts, or a token per sequence. A new batch starts when the last one ends."""
         start = time.perf_counter()
         if self._wave is None:
             if not self.waiting:
@@ -125,7 +125,7 @@ class GatedEngine(Engine):
     # ------------------------------------------------------------------ waves
 
     def _next_wave(self) -> _Wave:
-        """Sequences of the schedule under which the one that has waited longest runs."""
+        """Waiting sequences with the same schedule as the one that has waited longest."""
         oldest = min((sequence for queue in self._queues.values() for sequence in queue), key=attrgetter("number"))
         schedule = oldest.schedule
         rows = self._queues[schedule].admit(0)
@@ -172,7 +172,7 @@ class GatedEngine(Engine):
         stats.note_kv(wave.cache.kv_bytes(), wave.cache.kv_bytes_full())
 
     def _keep(self, stays: list[bool]) -> None:
-        """Let rows leave the wave and its cache."""
+        """Remove finished sequences from the batch and its cache."""
         wave = self._wave
         if wave is None or all(stays):
             return

@@ -1,7 +1,7 @@
-"""transformers' own `generate` behind the engine's interface: the yardstick, and the methods that live inside it.
+"""transformers' own `generate` as an engine: for comparison, and for methods that are options of `generate`.
 
-One batch a step, from its prompts to its last token. Rows that have ended are decoded on to the end of the longest, as
-`generate` does. Greedy only.
+A step decodes one whole batch. Finished sequences are decoded on to the end of the longest one, as in `generate`.
+Greedy only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from skipdecode.schedule import Schedule
 __all__ = ["BatchEngine", "GenerateEngine", "LayerCount", "TimedToken", "TokenClock"]
 
 TimedToken = tuple[int, float]
-"""A new token of a row, and what `time.perf_counter` read when it was there."""
+"""A new token of a sequence, and the reading of `time.perf_counter` at its end."""
 
 
 class TokenClock:
-    """A stopping criterion that never stops, and notes the time after every token."""
+    """A stopping criterion that never stops; it records the time after every token."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,12 +47,12 @@ class TokenClock:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def times(self, prompt_tokens: int) -> list[float]:
-        """When each token behind the prompt was there."""
+        """The time of each token after the prompt."""
         return self._times[prompt_tokens:]
 
 
 class LayerCount:
-    """Counts layers x tokens that run within it, by a hook on each layer (microseconds a call)."""
+    """A context that counts layers x tokens by a hook on each layer (microseconds per call)."""
 
     def __init__(self, model: Any) -> None:
         model = unwrap(model)
@@ -68,7 +68,7 @@ class LayerCount:
             handle.remove()
 
     def layers_of(self, rows: list[list[int]], prompt_tokens: int) -> int:
-        """All that ran, less the prompt's one pass."""
+        """Layers x tokens that ran, without the one pass of the prompts."""
         return self._total - len(self._modules) * prompt_tokens
 
     def _add(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class LayerCount:
 
 
 class BatchEngine(Engine):
-    """What decodes a whole batch at a time, greedily and at full depth; subclasses say how.
+    """Base of engines that decode a whole batch at a time, greedily and at full depth.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ class BatchEngine(Engine):
 
     @abstractmethod
     def _generate(self, requests: list[Request]) -> list[list[TimedToken]]:
-        """New tokens of each row up to its end; all rows have the same end tokens."""
+        """New tokens of each sequence up to its end; all sequences have the same end tokens."""
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
         if not schedule.is_full:
@@ -159,19 +159,19 @@ class BatchEngine(Engine):
 
 
 class GenerateEngine(BatchEngine):
-    """`generate` of an untouched model at full depth, or of a model that `around` has changed.
+    """`generate` of a model at full depth, or of a model that `around` changes.
 
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
-        In eval mode, nothing attached; left as it was.
+        In eval mode, with nothing attached; it is not changed.
     max_rows : int
         Rows of a batch.
     options : mapping, optional
         Further arguments of `generate`.
     around : callable, optional
-        Given the end tokens of a batch, a context that holds while it is generated; what entering it gives has
-        ``layers_of(rows, prompt_tokens)``: the layers that the fed tokens of a finished batch ran, summed.
+        Takes the end tokens of a batch and returns a context for its generation. The object of the context has
+        ``layers_of(rows, prompt_tokens)``: the sum of the layers that the fed tokens of a finished batch ran.
     """
 
     name = "generate"

@@ -359,7 +359,7 @@ class Schedule:
         prompt: PromptDepth = "full",
         name: str = "even",
     ) -> Self:
-        """A schedule that skips evenly spaced layers (Unified Layer Skipping, arXiv 2404.06954); `budgets`: one or a list."""
+        """Skips evenly spaced layers (Unified Layer Skipping, arXiv 2404.06954). `budgets` is one number or a list."""
         values = one_or_more(budgets)
         order = layer_order.evenly_spaced(num_layers, values[-1], warmup_layers)
         return cls(num_layers, order, values, warmup_layers, prompt, name)
