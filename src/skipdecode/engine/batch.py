@@ -14,11 +14,11 @@ Chunk = tuple[Sequence, tuple[int, ...]]
 
 
 class TokenRows(NamedTuple):
-    """The rows of one forward, a token each: its id, its sequence's row of the KV store (slot), and its position.
+    """The rows of one forward. A row is a token: its id, its slot (the sequence's place in the KV store), its position.
 
-    `counts` says how many rows, from the first, run each layer, `stored`, where it is not the same, how many leave
-    their keys and values there, and `wanted` of which rows, rising, logits are wanted. `tops`, where given, says of
-    each of these how many of the most likely tokens' logits are enough.
+    `counts` has for each layer the number of leading rows that run it, and `stored`, if different, the number that
+    store keys and values in it. `wanted` lists in ascending order the rows whose logits are needed. `tops`, if given,
+    has for each wanted row the number of top tokens whose logits are enough.
     """
 
     tokens: list[int]
@@ -36,7 +36,7 @@ class TokenRows(NamedTuple):
 class _Span(NamedTuple):
     """Successive tokens of a sequence that run and store the same layers.
 
-    `bridges`: they take the bridges of layers that they do not run. `wanted`: so are the last one's logits.
+    `bridges`: the tokens take the bridges of skipped layers. `wanted`: the logits of the last token are needed.
     """
 
     sequence: Sequence
@@ -49,12 +49,12 @@ class _Span(NamedTuple):
 
 
 def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[TokenRows, list[Sequence]]:
-    """The rows of a forward, the deepest first, and the sequences that get a token, in the order of the wanted rows.
+    """The rows of a forward, deepest first, and the sequences that get a token, in the order of the wanted rows.
 
-    The layers that tokens run must be nested: with rows by falling depth a layer's rows are then the first ones.
-    Prompts with layers of their own (`PromptLayers.own`) are alone in a forward, and alike. `taps` tokens before a part
-    of such a prompt that is not its first come once more: they store what is there already, bit for bit, and the part's
-    first tokens see their states.
+    The layer sets of the tokens must be nested. Sorted by falling depth, the rows of a layer are then the first rows.
+    A forward of prompts with layers of their own (`PromptLayers.own`) has nothing else, and all have the same layers.
+    If such a prompt is split, the last `taps` tokens of a part run again with the next part, whose first tokens need
+    their states; they store the same keys and values again, bit for bit.
     """
     first = chunks[0][0]
     own = first.prompt if first.in_prefill and first.prompt.own else None
@@ -90,7 +90,7 @@ def _whole(sequence: Sequence, tokens: tuple[int, ...]) -> _Span:
 
 
 def _parts(sequence: Sequence, tokens: tuple[int, ...], taps: int) -> Iterable[_Span]:
-    """A chunk of a prompt with layers of its own: the last token, those before it, and again those before the chunk."""
+    """The spans of a chunk of a prompt with layers of its own: the last token, the others, and the taps before it."""
     start, prompt, text = sequence.ran, sequence.prompt, sequence.request.prompt
     ends = start + len(tokens) >= len(text)
     if ends:
@@ -103,7 +103,7 @@ def _parts(sequence: Sequence, tokens: tuple[int, ...], taps: int) -> Iterable[_
 
 
 def _rows_before(spans: list[_Span], taps: int) -> list[list[int]]:
-    """For each row of a forward the rows of the `taps` tokens before it, -1 where there is none."""
+    """For each row of a forward the rows of the `taps` tokens before it; -1 where there is none."""
     places: dict[tuple[int, int], int] = {}
     for span in spans:
         for offset in range(len(span.tokens)):
@@ -112,7 +112,7 @@ def _rows_before(spans: list[_Span], taps: int) -> list[list[int]]:
 
 
 def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], int]]) -> list[int]:
-    """For each layer the number of rows that have it; `spans` are the layers of some rows, and how many those are."""
+    """For each layer the number of rows that have it; `spans` are pairs of layers and a number of rows."""
     numbers: dict[tuple[int, ...], int] = {}
     for layers, rows in spans:
         numbers[layers] = numbers.get(layers, 0) + rows

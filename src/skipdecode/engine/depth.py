@@ -11,9 +11,9 @@ __all__ = ["DepthOrder", "PromptLayers"]
 
 
 class PromptLayers(NamedTuple):
-    """Layers that a prompt's tokens run, and those that store their keys and values alone; the last token runs both.
+    """The layers that prompt tokens run, and the layers in which they are projected; the last token runs both.
 
-    `own`: the prompt's layers are no budget of the drop order, and may be fewer than those of position 0.
+    `own`: the prompt's layers are a set of its own, not a budget of the drop order.
     """
 
     run: tuple[int, ...]

@@ -117,7 +117,7 @@ class FastEngine(DecodeLoop):
         return None if self._kv_pages is None else self._kv_pages - self._used_pages()
 
     def _join(self, sequence: Sequence) -> None:
-        # What is kept of prompts gives way to sequences where there may be no more pages.
+        # If no more pages are allowed, sequences take the pages of cached prompts.
         pages = self._used_pages() + sequence.pages + self.kv.cached_bytes // self.kv.layout.page_bytes
         pages = pages if self._kv_pages is None else min(pages, self._kv_pages)
         self.kv.reserve(self._scheduler.max_rows, sequence.total_tokens, pages, self._kv_pages)
@@ -140,7 +140,7 @@ class FastEngine(DecodeLoop):
         return not any(self._is_ahead(*chunk, sequence) for chunk in chunks)
 
     def _is_ahead(self, other: Sequence, tokens: tuple[int, ...], sequence: Sequence) -> bool:
-        """Whether another one's chunk is the next page of this one's prompt, which it then waits for and shares."""
+        """Whether the chunk of another sequence has the next page of this prompt, so that waiting lets it be shared."""
         prompt, end = sequence.request.prompt, sequence.ran + self.kv.layout.page_tokens
         return (
             sequence.ran % self.kv.layout.page_tokens == 0
@@ -156,7 +156,7 @@ class FastEngine(DecodeLoop):
 
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor | Candidates]:
         for sequence, tokens in chunks:
-            # A second token and those after it mostly lie in a page that the sequence has.
+            # From the second new token on, most tokens lie in a page that the sequence has.
             if len(sequence.output) < 2 or not sequence.ran % self.kv.layout.page_tokens:
                 self.kv.extend(sequence.slot, sequence.layers, sequence.ran + len(tokens))
         batch, due = token_rows(chunks, self.num_layers, self.model.taps)
@@ -165,7 +165,7 @@ class FastEngine(DecodeLoop):
         self.stats.head_fallbacks += self.model.fell_back
         for sequence, tokens in chunks:
             if not sequence.output:
-                # The last token, where it runs more layers than the others, is none that they could share.
+                # The last prompt token of such a prompt runs more layers than the others, so it is not shared.
                 prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
                 self.kv.keep(sequence.slot, sequence.prompt, prompt, sequence.ran + len(tokens))
         return due, logits

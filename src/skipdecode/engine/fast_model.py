@@ -97,7 +97,7 @@ class FastModel:
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
         """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
 
-        Where `rows.tops` are given, perhaps only the words that are enough for them.
+        With `rows.tops` the result may be `Candidates`: only the tokens that are enough for these.
         """
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
@@ -118,12 +118,12 @@ class FastModel:
         return self._head(hidden, rows.tops)
 
     def _bridged_top(self, rows: TokenRows) -> bool:
-        """Whether a layer above all that run has a bridge: what comes after the top layer must then run after it."""
+        """Whether a layer above all running layers has a bridge, which must then come after the top layer."""
         top = max(layer for layer, count in enumerate(rows.counts) if count)
         return self.fit is not None and any(self.fit.bridge(layer) for layer in range(top + 1, self.num_layers))
 
     def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:
-        """The layers, with the fit's maps for prompts that run the layers `prompt`; None: without maps."""
+        """The layers with the fit's maps for prompts that run the layers `prompt`; without maps if `prompt` is None."""
         if self.fit is None or prompt not in self.fit.prompt_sets:
             return self._stack
         if prompt not in self._mapped:
@@ -135,7 +135,7 @@ class FastModel:
     def _wanted_alone_at_the_top(self, given: StackInput, wanted: list[int]) -> Tensor:
         """Run the stack; returns the hidden states of the wanted rows.
 
-        Nobody reads what the top layer makes of the others: they leave their keys and values there and do not run it.
+        No later layer reads the top layer's output for the other rows, so they only store keys and values there.
         """
         top = max(layer for layer, count in enumerate(given.counts) if count)
         below, runs = list(given.counts), given.counts[top]
@@ -170,14 +170,14 @@ def fit_spec(
     prompt: tuple[int, ...] | None = None,
     bridges: Mapping[int, tuple[LinearSpec, LinearSpec]] | None = None,
 ) -> FitSpec:
-    """A fit for the kernels, its weights in the model's type; the maps are those for prompts that run `prompt`.
+    """A fit for the kernels, with weights in the model's dtype; the maps are for prompts that run the layers `prompt`.
 
-    `bridges` are those of an earlier call, to be shared.
+    `bridges` come from an earlier call and are shared.
     """
     ones, maps, first = torch.ones(fit.hidden_size), {}, {}
     for layer in range(fit.num_layers):
         if prompt is not None and (made := fit.prompt_map(prompt, layer)) is not None:
-            # Without taps the map reads the states themselves.
+            # Without taps the map reads the states directly.
             norm: dict[str, Any] = {} if fit.taps else {"prologue": "rms_norm", "gamma": ones}
             maps[layer] = LinearSpec(made.weight.detach().to(dtype).contiguous(), made.bias, eps=EPSILON, **norm)
             first[layer] = made.first
@@ -194,14 +194,14 @@ def _bridges(fit: Fit, dtype: torch.dtype, ones: Tensor) -> dict[int, tuple[Line
 
 
 def open_model(model: Any, quantization: Quantization | None = None) -> FastModel:
-    """The fast path; arguments as of `FastModel`.
+    """The fast path of a model; arguments as in `FastModel`.
 
     Raises
     ------
     UnfitModelError
         If the fast path does not cover the model, or the C++ kernels cannot run here.
     UsageError
-        If the quantization is not known, or this CPU lacks what it needs.
+        If the quantization is not known, or this CPU does not support it.
     """
     if quantization not in (None, *QUANTIZATIONS):
         raise UsageError(f"quantization {quantization!r} is not known: accepted are {', '.join(QUANTIZATIONS)}")

@@ -42,7 +42,7 @@ class TokenClock:
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        # A method that drafts has several tokens at once.
+        # Drafting methods add several tokens at once.
         self._times += [time.perf_counter()] * (input_ids.shape[1] - len(self._times))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -205,7 +205,7 @@ class GenerateEngine(BatchEngine):
                 stopping_criteria=StoppingCriteriaList([clock]),
                 **self._options,
             )
-            clock(output, None)  # the tokens that it was not told of, if any
+            clock(output, None)  # the tokens after the last call, if any
         new, times = output[:, ids.shape[1] :].tolist(), clock.times(ids.shape[1])
         rows = [_until_end(row[: request.max_new_tokens], ends) for row, request in zip(new, requests, strict=True)]
         again = sum(len(row) - 1 for row in rows)

@@ -1,8 +1,8 @@
-"""Keys and values in pages: each (row, layer) holds what it needs, to within one page, and nothing moves.
+"""Keys and values in pages. A sequence holds the pages that it needs in each layer, and nothing is copied.
 
-A page is `page_tokens` tokens of one layer of one row. Skipped layers get none, a layer that a row will never run again
-gives its pages back, and so does a finished row; nothing is copied when rows come, grow or go. The bytes held are
-therefore at most the exact sum of active tokens x layers plus less than one page for each (row, active layer).
+A page is `page_tokens` tokens of one layer of one sequence. Skipped layers have no pages. A layer that a sequence will
+never run again returns its pages, and so does a finished sequence. The bytes held are therefore at most the sum of
+active tokens x layers, plus less than one page per sequence and active layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE_TOKENS = 16
 
 
 class KVLayout(NamedTuple):
-    """How keys and values are stored: in pages of so many tokens of one layer, each of so many bytes."""
+    """The layout of keys and values: pages of `page_tokens` tokens of one layer, of `page_bytes` bytes each."""
 
     page_tokens: int
     page_bytes: int
@@ -38,16 +38,16 @@ class KVLayout(NamedTuple):
 
 
 class PagedKV:
-    """Pages of all rows and layers in one tensor, and the tables that say where they are.
+    """Pages of all sequences and layers in one tensor, and the tables of their places.
 
     Parameters
     ----------
     num_layers, kv_heads, head_dim : int
         The model's sizes.
     dtype : torch.dtype
-        Type of the stored keys and values.
+        Dtype of the stored keys and values.
     page_tokens : int
-        Tokens that a page holds.
+        Tokens of a page.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class PagedKV:
         (num_layers, slots, width), int32: page numbers.
     layout : KVLayout
     overlap : int
-        Pages of one layer that sequences would hold besides, if they shared none.
+        Number of additional pages that sequences would hold if they shared none.
     """
 
     overlap: int = 0
@@ -96,7 +96,7 @@ class PagedKV:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that are kept of prompts whose sequences have ended; no part of `bytes_held`."""
+        """Bytes of cached prompts whose sequences have ended; not part of `bytes_held`."""
         return 0
 
     def reserve(self, slots: int, tokens: int, pages: int, most_pages: int | None = None) -> None:
@@ -113,18 +113,18 @@ class PagedKV:
             self._free_slots = list(range(slots - 1, old_slots - 1, -1)) + self._free_slots
         count = len(self.pages)
         if pages > count:
-            # Half as much again at least: rows that come one by one would copy everything each time.
+            # At least half as much again: otherwise every new sequence would copy all pages.
             more = count + count // 2
             pages = max(pages, more if most_pages is None else min(more, most_pages))
             grown = huge_pages(torch.empty((pages, *self._shape), dtype=self.pages.dtype))
             if len(self._free) < count:
                 grown[:count] = self.pages
             self.pages = grown
-            # Lowest numbers are handed out first, so that pages never needed are never touched.
+            # The lowest numbers are handed out first, so that pages that are never needed are never touched.
             self._free = list(range(pages - 1, count - 1, -1)) + self._free
 
     def fill(self) -> None:
-        """Write zeros everywhere, for measurements: memory that was never written is no memory yet."""
+        """Write zeros everywhere, for measurements: memory is allocated only when it is first written."""
         self.pages.zero_()
 
     def open(self, cache_salt: str = "") -> int:
@@ -134,7 +134,7 @@ class PagedKV:
         return slot
 
     def extend(self, slot: int, layers: Iterable[int], tokens: int) -> None:
-        """See to it that `layers` can hold `tokens` tokens of a sequence."""
+        """Take pages so that `layers` can hold `tokens` tokens of a sequence."""
         need, held = self.layout.pages(tokens), self._held[slot]
         for layer in layers:
             mine = held[layer]
@@ -148,24 +148,24 @@ class PagedKV:
         return self._free.pop()
 
     def drop(self, slot: int, layers: Iterable[int]) -> None:
-        """Give back what a sequence holds of layers that it will not run again."""
+        """Return the pages of layers that a sequence will not run again."""
         held = self._held[slot]
         for layer in layers:
             self._free.extend(reversed(held[layer]))
             held[layer] = []
 
     def match(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> int:
-        """Take over what is kept of a prompt with these `layers`, from its token `fed` on; returns where it ends.
+        """Reuse cached pages of a prompt with these `layers`, from its token `fed` on; returns the end of the reuse.
 
-        At least the last token is left to run. There is nothing to take over without a prefix cache.
+        At least the last token is left to run. Without a prefix cache, nothing is reused.
         """
         return fed
 
     def keep(self, slot: int, layers: PromptLayers, prompt: tuple[int, ...], fed: int) -> None:
-        """Share what a sequence holds of its prompt, of which `fed` tokens have run `layers`, with later ones."""
+        """Cache the pages of a prompt, of which `fed` tokens have run `layers`, for later sequences."""
 
     def close(self, slot: int) -> None:
-        """Give back all of a sequence."""
+        """Return all pages and the slot of a sequence."""
         self.drop(slot, range(self.num_layers))
         del self._held[slot]
         self._free_slots.append(slot)

@@ -1,4 +1,4 @@
-"""The decode loop: admit, one forward, emit. Subclasses say what a forward is and where keys and values lie."""
+"""The decode loop: admit, one forward, emit. Subclasses define the forward and the store of keys and values."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class DecodeLoop(Engine):
     Parameters
     ----------
     schedule : Schedule
-        Which layers run.
+        The layers that run.
     max_rows : int
-        Most sequences of a forward.
+        Maximum number of sequences in a forward.
     join_below : float
-        See `Scheduler`: 0 strict waves, 1 continuous.
+        See `Scheduler`: 0 admits in whole groups, 1 is continuous batching.
     in_order : bool
         Admit in order of submission instead of by length.
     prompt_tokens : int
-        Most prompt tokens of one forward: bounds the buffers, and how long a sequence waits for its next token.
+        Maximum prompt tokens of one forward. It bounds the buffers, and the time that a sequence waits for its next
+        token.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DecodeLoop(Engine):
         self._scheduler.clear()
 
     def cancel(self, number: int) -> None:
-        """See `Engine`; the sequence's room is free at once."""
+        """See `Engine`; the pages of the sequence are free at once."""
         for sequences in (self._prefilling, self._decoding):
             for sequence in sequences:
                 if sequence.number == number:
@@ -78,9 +79,9 @@ class DecodeLoop(Engine):
         self._scheduler.drop(number)
 
     def step(self) -> list[StepOutput]:
-        """Admit what may join, then one forward: a part of the prompts that are due, and one token of every sequence.
+        """Admit sequences, then run one forward: a part of the waiting prompts, and one token of every other sequence.
 
-        Prompts with layers of their own have a forward to themselves; decoding goes on after it if it gave no token.
+        Prompts with layers of their own have a separate forward. If it gives no token, a decode step follows at once.
         """
         start = self.clock()
         for sequence in self._scheduler.admit(self.rows, self._free_pages()):
@@ -99,27 +100,27 @@ class DecodeLoop(Engine):
 
     @abstractmethod
     def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Any]:
-        """One forward over the chunks: the sequences that get a token with it, and what `_choose` takes of them."""
+        """One forward over the chunks; returns the sequences that get a token, and the input of `_choose`."""
 
     @abstractmethod
     def _choose(self, due: list[Sequence], predicted: Any) -> list[NextToken]:
         """The next token of each sequence."""
 
     def _free_pages(self) -> int | None:
-        """Pages of keys and values that are left for sequences to come; None: unlimited."""
+        """Free pages of keys and values for new sequences; None: unlimited."""
         return None
 
     def _join(self, sequence: Sequence) -> None:  # without keys and values there is nothing to do
-        """Make room for a sequence that is admitted."""
+        """Reserve memory for an admitted sequence."""
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take back what an admitted sequence holds."""
+        """Free the memory of an admitted sequence."""
 
     def _drop(self, sequence: Sequence, layers: list[int]) -> None:
-        """Take back what a sequence holds of layers that it will not run again."""
+        """Free the pages of layers that a sequence will not run again."""
 
     def _starts(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        """Whether a prompt's next tokens run now, beside those of `chunks`; a prefix cache may move `sequence.ran`."""
+        """Whether a sequence's next prompt tokens run now, with `chunks`; a prefix cache may move `sequence.ran`."""
         return True
 
     # ------------------------------------------------------------------ one forward
@@ -130,7 +131,7 @@ class DecodeLoop(Engine):
         self._scheduler.submit(new)
 
     def _next_prefill(self) -> list[Chunk]:
-        """What the next forward runs of prompts: up to `prompt_tokens` tokens, first come, first served."""
+        """The prompt chunks of the next forward: up to `prompt_tokens` tokens, first come, first served."""
         chunks: list[Chunk] = []
         room = self._prompt_tokens
         own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None
@@ -145,7 +146,7 @@ class DecodeLoop(Engine):
         return chunks
 
     def _forward(self, chunks: list[Chunk]) -> list[StepOutput]:
-        """Run prompts' chunks and tokens of sequences that decode; the next token of each sequence that has one."""
+        """Run prompt chunks and tokens of decoding sequences; returns the outputs of sequences that get a token."""
         start = self.clock()
         for sequence, _ in chunks:
             if sequence.output:
@@ -164,7 +165,7 @@ class DecodeLoop(Engine):
         return outputs
 
     def _fall(self, sequence: Sequence) -> None:
-        """Take a sequence that decodes to the layers of its next token."""
+        """Drop the layers that the next token of a decoding sequence does not run."""
         layers = self._order.layers(sequence.next_budget)
         if layers != sequence.layers:
             keep = set(layers)
@@ -172,7 +173,7 @@ class DecodeLoop(Engine):
             sequence.layers = layers
 
     def _count(self, chunks: list[Chunk], seconds: float) -> None:
-        """Note what a forward did; its time is split between prefill and decode in proportion to tokens x layers."""
+        """Update the statistics; the time of a forward is split between prefill and decode by tokens x layers."""
         stats, depths = self.stats, [len(sequence.layers) for sequence, _ in chunks if sequence.output]
         prompts = [(len(tokens), len(sequence.prompt.run)) for sequence, tokens in chunks if not sequence.output]
         layers, prompt_layers = sum(depths), sum(tokens * depth for tokens, depth in prompts)

@@ -1,8 +1,7 @@
-"""A transformers model read as the fast path's data: fused weights, norms, positions. A family is a row of `READERS`.
+"""Reads a transformers model as data of the fast path: fused weights, norms, positions. `READERS` lists the families.
 
-Weights are fused by making one tensor and pointing the model's own parameters into it, so the model stays usable and
-nothing is held twice. A model that its family's row does not fit in every detail is refused with the reason, not
-approximated.
+Fused weights are one tensor, and the model's own parameters become views of it. So the model stays usable, and nothing
+is stored twice. A model that differs from its family's entry in any detail is refused with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["READERS", "Reader", "read_model", "weights_of"]
 
 @dataclass(frozen=True)
 class Reader:
-    """Where a family's causal LM keeps what a `ModelSpec` needs, as attribute paths.
+    """Attribute paths of a family's causal LM to the parts of a `ModelSpec`.
 
     Parameters
     ----------
@@ -35,18 +34,18 @@ class Reader:
     layers, embedding, norm, positions : str
         In the decoder: its layers, token embedding, last norm, learned positions ("": it has rotary ones).
     attention_norms, mlp_norms : tuple of str
-        In a layer: the norm of what a sublayer takes and, where there is one, the norm of what it adds.
+        In a layer: the norm of a sublayer's input and, if there is one, the norm of its output.
     qkv, mlp_in : tuple of str
-        In a layer: one module, or those to be fused in this order. An MLP whose first product is twice as wide as its
-        second one's input is gated, the gate first.
+        In a layer: one module, or the modules to be fused in this order. An MLP is gated, the gate first, if its first
+        product is twice as wide as the input of its second product.
     out, mlp_out : str
         In a layer.
     attention : str
-        In a layer: what has `head_dim`, `scaling` and perhaps `q_norm` and `k_norm`.
+        In a layer: the module with `head_dim`, `scaling` and perhaps `q_norm` and `k_norm`.
     gamma_offset : int
-        Added to the norms' weights.
+        Added to the weights of the norms.
     slides : bool
-        Whether a config that does not tell its layers' types means that all have its sliding window.
+        Whether all layers have the config's sliding window if the config has no layer types.
     """
 
     body: str = "model"
@@ -105,7 +104,7 @@ READERS: dict[str, Reader] = {
 _ACTIVATION_NAMES = ("hidden_activation", "hidden_act", "activation_function")
 _ACTIVATIONS: dict[str, Activation] = {"relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _GATES: dict[str, Prologue] = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"}
-# Of what else configs may ask, all that is computed.
+# The other config settings that the fast path computes.
 _COVERED: dict[str, bool | None] = {"do_layer_norm_before": True, "use_bidirectional_attention": False}
 _COVERED |= {"_remove_final_layer_norm": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}
 
@@ -116,7 +115,7 @@ def read_model(model: Any, positions: int) -> ModelSpec:
     Raises
     ------
     UnfitModelError
-        If the architecture, or a detail of this model, is not covered.
+        If the architecture, or a detail of this model, is not supported.
     """
     kind = model.config.model_type
     if kind not in READERS:
@@ -130,7 +129,7 @@ def read_model(model: Any, positions: int) -> ModelSpec:
 
 
 def weights_of(spec: ModelSpec) -> list[Any]:
-    """The matrices of all layers and the output embedding, in the order in which a step reads them."""
+    """The matrices of all layers and the output embedding, in the order of a step's reads."""
     layers = [(layer.qkv, layer.out, layer.mlp_in, layer.mlp_out) for layer in spec.layers]
     return [linear.weight for layer in layers for linear in layer] + [spec.head.weight]
 
@@ -221,7 +220,7 @@ def _attention(
 
 
 def _rotary_tables(body: Any, positions: int) -> dict[str | None, tuple[Tensor, Tensor]]:
-    """Cosines and sines of the layers' types where these rotate differently, else of None."""
+    """Cosines and sines by layer type; the key is None if all layers rotate alike."""
     rotary = body.rotary_emb
     found = getattr(rotary, "rope_type", "default")
     tables = {}
@@ -273,7 +272,7 @@ def _linear(modules: Sequence[Any], norm: Any = None, gamma: Tensor | None = Non
 
 
 def _turned(parameter: Tensor) -> Tensor:
-    """The (out, in) tensor of which a Conv1D's parameter, (in, out), is a view from here on."""
+    """An (out, in) tensor for a Conv1D's parameter, (in, out), which becomes a view of the tensor."""
     rows = parameter.detach().t()
     if not rows.is_contiguous():
         rows = huge_pages(rows.new_empty(rows.shape)).copy_(rows)
@@ -282,7 +281,7 @@ def _turned(parameter: Tensor) -> Tensor:
 
 
 def _fused(parameters: list[Tensor]) -> Tensor:
-    """One (sum of rows, columns) tensor of which the parameters are views from here on."""
+    """One (sum of rows, columns) tensor; the parameters become views of it."""
     first = parameters[0]
     if len(parameters) == 1:
         first.data = first.data.contiguous()

@@ -1,7 +1,7 @@
-"""Which engine decodes for a model: the fast one where it covers the model, else transformers' forward, with a note.
+"""Chooses the engine of a model: the fast one if it supports the model, else transformers' forward, with a note.
 
-Models wrapped by PEFT run through the fast engine on a copy into which the adapter is merged: the same function,
-rounded once more in the weights' type.
+For a model wrapped by PEFT the fast engine uses a copy with the adapter merged. The copy computes the same function,
+but its weights are rounded once more to their dtype.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["EngineSource", "end_tokens", "open_engines", "open_fast"]
 
 
 class EngineSource:
-    """Engines of one model, for any number of schedules; all share its weights.
+    """Engines of one model, for any number of schedules. All share the weights.
 
-    They run on its fast path, or through transformers without one.
+    They use the model's fast path, or transformers if there is none.
     """
 
     def __init__(self, model: Any, fast: FastModel | None) -> None:
@@ -48,9 +48,9 @@ class EngineSource:
         prefix_cache: bool = False,
         prompt_tokens: int = PROMPT_TOKENS,
     ) -> Engine:
-        """A new engine; `schedule` None is full depth, the rest as in `FastEngine`.
+        """A new engine; `schedule` None is full depth, and the other arguments are as in `FastEngine`.
 
-        Through transformers there is no prefix cache, and prompts run whole.
+        Engines of transformers have no prefix cache and run prompts whole.
         """
         asked = Schedule.full(self.num_layers) if schedule is None else schedule
         asked.check_fits(self.num_layers)
@@ -67,7 +67,7 @@ class EngineSource:
         )
 
     def for_order(self, order: tuple[int, ...], **options: Any) -> Engine:
-        """An engine whose rows bring schedules of their own, which drop layers in this order; `options` of `engine`."""
+        """An engine for requests with their own schedules of this drop order; `options` as in `engine`."""
         stand_in = Schedule(self.num_layers, order, (self.num_layers,), warmup_layers=0, name="any")
         return self.engine(stand_in, **options)
 
@@ -78,23 +78,23 @@ def open_engines(model: Any, engine: str, note: Callable[[str], None], quantizat
 
 
 def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> FastModel | None:
-    """The fast path of a model; None where it is to run through transformers.
+    """The fast path of a model; None if the model should run through transformers.
 
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
         Its projection weights may be fused in place; it stays usable.
     engine : {"auto", "fast", "transformers"}
-        auto: fast where it covers the model and its C++ kernels can run, else transformers, with a note why.
+        auto: fast if it supports the model and the C++ kernels can run, else transformers, with a note of the reason.
     note : callable
-        Told one line where the choice needs a word.
+        Called with one line of text about the choice.
     quantization : {"none", "int8", "int4", "w8a8"}
-        What the fast engine reads: the model's own weights, or quantised copies (see `kernels.quantize`).
+        The weights of the fast engine: the model's own, or quantised copies (see `kernels.quantize`).
 
     Raises
     ------
     UsageError
-        `engine` or `quantization` is unknown, or the model cannot run as they say.
+        `engine` or `quantization` is unknown, or not possible for this model.
     """
     if engine not in ENGINES:
         raise UsageError(f"engine {engine!r} is not known: accepted are {', '.join(ENGINES)}")
@@ -118,7 +118,7 @@ def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization
 
 
 def _merged_copy(model: Any) -> Any:
-    """The plain model with a PEFT adapter added to its weights."""
+    """A copy of the base model with a PEFT adapter added to its weights."""
     if unwrap(model).device.type != "cpu":  # `unwrap` refuses prompt learning, which has no weights to merge.
         return unwrap(model)  # which the fast engine refuses: no copy is made for it
     twin = copy.deepcopy(model)
@@ -132,7 +132,7 @@ def _merged_copy(model: Any) -> Any:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text: those of the model's generation config and the tokenizer's own."""
+    """End tokens: those of the model's generation config and of the tokenizer."""
     configured = unwrap(model).generation_config.eos_token_id
     listed = configured if isinstance(configured, list) else [configured]
     return frozenset(int(t) for t in (*listed, tokenizer.eos_token_id) if t is not None)

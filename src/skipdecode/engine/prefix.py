@@ -1,9 +1,10 @@
-"""Pages of prompts, kept when their rows have left and shared by rows whose prompts begin with the same tokens.
+"""The prefix cache: pages of prompts that later sequences with the same beginning share.
 
-A *block* is one page of each layer that a prompt runs: the keys and values of a full page of its tokens. It is found by
-the layers, the request's `cache_salt`, all tokens before it (the block in front stands for them) and its own, compared
-and not only hashed. Rows only read a shared page: what they write goes behind the prompt's full pages. Generated tokens
-are never kept, since a layer that they skipped holds nothing of them.
+A *block* has one page of each layer that a prompt runs: the keys and values of a full page of its tokens. The key of a
+block is the layers, the request's `cache_salt`, the preceding block (which stands for all earlier tokens), and its own
+tokens. Keys are compared, not only hashed. Sequences only read a shared page, because they write behind the full pages
+of the prompt. Pages of generated tokens are never cached, because layers that these tokens skipped hold nothing of
+them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from skipdecode.engine.kv import PagedKV
 __all__ = ["PREFIX_BYTES", "PrefixKV"]
 
 PREFIX_BYTES = 1 << 30
-"""Most bytes that are kept of prompts that no row uses."""
+"""Maximum bytes of cached prompts that no sequence uses."""
 
 _Key = tuple[Any, tuple[int, ...]]  # the block in front, or of the first block the layers and the salt; its tokens
 
 
 class _Block:
-    """A page of each layer with the same tokens, and how many rows use each page."""
+    """A page of each layer with the same tokens, and the number of sequences that use each page."""
 
     def __init__(self, key: _Key, pages: dict[int, int]) -> None:
         self.key, self.pages = key, pages
@@ -34,7 +35,7 @@ class _Block:
         self.kept = True  # can be found
 
     def use(self) -> int:
-        """One row more; returns how many pages were idle."""
+        """Add a sequence; returns the number of pages that were idle."""
         idle, self.idle = self.idle, 0
         self.rows += 1
         for layer in self.users:
@@ -43,9 +44,9 @@ class _Block:
 
 
 class PrefixKV(PagedKV):
-    """Pages with a cache of prompts' full pages; see the module.
+    """Pages with a cache of full prompt pages; see the module.
 
-    Least recently used blocks give way when pages are needed, or where idle ones take more than `most_bytes`.
+    The least recently used blocks are evicted if pages are needed, or if idle blocks take more than `most_bytes`.
     """
 
     def __init__(self, *geometry: Any, most_bytes: int = PREFIX_BYTES) -> None:
@@ -58,7 +59,7 @@ class PrefixKV(PagedKV):
 
     @property
     def pages_held(self) -> int:
-        """Pages that rows use; one that several share counts once."""
+        """Pages that sequences use; a shared page counts once."""
         return super().pages_held - self._idle
 
     @property
@@ -129,7 +130,7 @@ class PrefixKV(PagedKV):
         return super()._take()
 
     def _share(self, slot: int, block: _Block) -> None:
-        """Let a row read a block as its next pages, in place of its own where it has them."""
+        """Make a block the next pages of a sequence, in place of its own pages if it has them."""
         place = len(self._shared[slot])
         for layer, page in block.pages.items():
             self._held[slot][layer][place : place + 1] = [page]
@@ -139,13 +140,13 @@ class PrefixKV(PagedKV):
         self._shared[slot].append(block)
 
     def _touch(self, blocks: list[_Block]) -> None:
-        """Note a use. The first block comes last: those behind are never found without it, so they go before it."""
+        """Record a use, the first block last: later blocks cannot be found without it, so they are evicted earlier."""
         for block in reversed(blocks):
             if block.kept:
                 self._blocks.move_to_end(block.key)
 
     def _release(self, block: _Block, layer: int) -> None:
-        """A page that no row uses any more."""
+        """Return a page that no sequence uses any more."""
         if block.kept:
             block.idle += 1
             self._idle += 1
@@ -153,7 +154,7 @@ class PrefixKV(PagedKV):
             self._free.append(block.pages[layer])
 
     def _evict(self) -> None:
-        """Keep a block no longer: the least recently used one of those that have idle pages."""
+        """Evict the least recently used block that has idle pages."""
         block = next(block for block in self._blocks.values() if block.idle)
         del self._blocks[block.key]
         block.kept = False

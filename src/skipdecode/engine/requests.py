@@ -1,4 +1,4 @@
-"""What the engine takes and gives. Pure Python: token ids, no text and no tensors."""
+"""Input and output of the engine. Pure Python: token ids, no text and no tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from skipdecode.errors import OptionError, UsageError
 __all__ = ["FinishReason", "Request", "Sampling", "SamplingOptions", "StepOutput", "row_seed"]
 
 FinishReason = Literal["eos", "length", "stop"]
-"""Why a row ends: with an end token, at its limit, or because whoever reads it saw a text that stops it."""
+"""The reason why a sequence ended: an end token, its length limit, or a stop string."""
 
 
 _LEAST_TEMPERATURE = 0.01
@@ -22,7 +22,7 @@ _LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class SamplingOptions(Options):
-    """What `Sampling` has in common with the options of the command line."""
+    """The options that `Sampling` shares with the command line."""
 
     temperature: float = option("below 0.01 greedy; above, logits are divided by it", default=0.0, least=0)
     top_k: int = option("only the k most likely tokens; 0 is all", default=0, least=0)
@@ -38,11 +38,11 @@ class SamplingOptions(Options):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken: logits divided by less would overflow."""
+        """Whether decoding is greedy: logits divided by a lower temperature would overflow."""
         return self.temperature < _LEAST_TEMPERATURE
 
     def check_effect(self) -> None:
-        """Raise OptionError for a value that has no effect, since tokens are not sampled."""
+        """Raise OptionError for a value without effect in greedy decoding."""
         for name, neutral in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if self.is_greedy else ():
             if (value := getattr(self, name)) != neutral:
                 accepted = f"{neutral}, or a temperature too, such as 0.7: it acts on sampling only"
@@ -51,9 +51,9 @@ class SamplingOptions(Options):
 
 @dataclass(frozen=True)
 class Sampling(SamplingOptions):
-    """How a row's next token is chosen; every row of a batch may have its own.
+    """The settings by which the next token of a sequence is chosen; every sequence of a batch may have its own.
 
-    Applied in this order: bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
+    Order: bias, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p.
     Penalties and bias hold for greedy rows too. `logit_bias` is added to the logits of the tokens that it names.
     """
 
@@ -80,17 +80,17 @@ class Sampling(SamplingOptions):
                 raise OptionError("logit_bias", {token: value}, "a token id with a finite number, such as {7: 5.0}")
 
     def for_row(self, key: int) -> Self:
-        """With a seed of the row's own, made from this one's and the row's key: the draws depend on no batch."""
+        """These settings with a seed made from this seed and the key, so draws do not depend on the batch."""
         return self if self.seed is None else replace(self, seed=row_seed(self.seed, key))
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether the most likely token of the untouched logits is the answer."""
+        """Whether the choice is the most likely token of the unchanged logits."""
         return self.is_greedy and not self.penalises and not self.logit_bias
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on the tokens before."""
+        """Whether the choice depends on earlier tokens."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
@@ -115,7 +115,7 @@ class Request(Options):
             raise UsageError("a prompt without tokens is not accepted: give at least one token id")
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise UsageError for a token of the prompt or of `logit_bias` that a model of `size` tokens does not have."""
+        """Raise UsageError for a token of the prompt or `logit_bias` outside a vocabulary of `size` tokens."""
         wrong = next((t for t in (*self.prompt, *self.sampling.logit_bias) if not 0 <= t < size), None)
         if wrong is not None:
             raise UsageError(f"token {wrong} is outside the model's vocabulary: give token ids from 0 to {size - 1}")
@@ -134,20 +134,20 @@ class StepOutput(NamedTuple):
         Its id.
     logprob : float
         Natural logarithm of the token's probability under the model: before bias, penalties, temperature and cuts, as
-        in vLLM's default. So is `top`. NaN where the step did not compute it, which is only so of a request that asks
-        for none (`Sampling.top_logprobs` None).
+        in vLLM's default. The same holds for `top`. NaN if the step did not compute it, which happens only if the
+        request asks for none (`Sampling.top_logprobs` is None).
     layers : int
-        Layers that the token it was predicted from ran.
+        Number of layers that the preceding token ran, from which this token was predicted.
     finish_reason : {"eos", "length"} or None
         Why the request ends with this token; None if it goes on.
     seconds : float
-        Time of the step's end, from the engine's start.
+        Time at the end of the step, from the start of the engine.
     step_seconds : float
-        Duration of the forward that it came from, and of the choice.
+        Duration of the step: the forward and the choice of tokens.
     top : tuple of (int, float)
-        Likeliest tokens and their log-probabilities, as many as the request's sampling asks for.
+        Top tokens and their log-probabilities, as many as the request's sampling asks for.
     cached : int
-        Tokens of the request's prompt that a prefix cache had.
+        Prompt tokens of the request that came from the prefix cache.
     """
 
     request: int
@@ -163,6 +163,6 @@ class StepOutput(NamedTuple):
 
 
 def row_seed(seed: int, key: int) -> int:
-    """The seed, of 63 bits, of the row `key` of a job whose seed is `seed`."""
+    """The 63-bit seed of the sequence `key` in a job with the seed `seed`."""
     digest = hashlib.blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

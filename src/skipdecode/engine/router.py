@@ -1,8 +1,8 @@
-"""Chooses one of several schedules for a request before it starts, by its prompt's tokens alone.
+"""Chooses one of several schedules for a request before the request starts, from the tokens of its prompt.
 
-What a router knows of a prompt needs no forward of the model: its length, and the mean of its tokens' embeddings
-through a fixed random projection. From these a ridge regression predicts what each schedule loses beyond the first. The
-router takes the schedule of least predicted loss + price x time. The choice depends on no batch.
+The features of a prompt need no forward of the model: its length, and a fixed random projection of the mean of its
+token embeddings. A ridge regression predicts from these features the loss of each schedule above that of the first. The
+router takes the schedule with the least predicted loss + price x time. The choice does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Route = Callable[[Sequence[int]], Schedule]
 """From a prompt's token ids to its schedule."""
 _HEADING = {"kind": "router", "format": 1}
 _PROJECTIONS = 16
-_PART = 8192  # rows of the embedding that are converted at a time
+_PART = 8192  # rows of the embedding that are converted at once
 _STRENGTHS = (0.01, 0.1, 1.0, 10.0, 100.0)
 _FOLDS = 5
 _DRAWS = 1000
@@ -41,9 +41,9 @@ _SLACK = 1 + 1e-9
 
 
 def prompt_features(model: Any) -> Callable[[Sequence[int]], Numbers]:
-    """What gives the features (17,) of a prompt's token ids: the logarithm of its length, and its embeddings' mean."""
+    """A function that gives a prompt's features (17,): the logarithm of its length, and its projected embeddings."""
     table = unwrap(model).get_input_embeddings().weight.detach()
-    # numpy keeps this generator's numbers for all time, as a stored router needs.
+    # numpy guarantees that this generator's numbers never change, which a stored router needs.
     signs = np.random.RandomState(0).randint(0, 2, (table.shape[1], _PROJECTIONS)) * 2 - 1
     projection = torch.from_numpy(signs / math.sqrt(table.shape[1])).float()
     words = torch.cat([part.float().cpu() @ projection for part in torch.split(table, _PART)]).numpy()
@@ -55,7 +55,7 @@ def prompt_features(model: Any) -> Callable[[Sequence[int]], Numbers]:
 
 
 def common_order(schedules: Sequence[Schedule]) -> tuple[int, ...]:
-    """The layers that any of the schedules drops, in order; raises ScheduleError if they have no common order."""
+    """The layers that any schedule drops, in the common order; raises ScheduleError if there is no common order."""
     order = max((schedule.dropped for schedule in schedules), key=len)
     for schedule in schedules:
         schedule.check_fits(schedules[0].num_layers)
@@ -66,25 +66,26 @@ def common_order(schedules: Sequence[Schedule]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Router:
-    """Schedules of one drop order, and how to choose among them.
+    """Schedules of one drop order, with the weights of the choice among them.
 
     Parameters
     ----------
     schedules : tuple of Schedule
-        The first is the one whose loss the others are compared with.
+        The losses of the others are relative to the first.
     costs : tuple of float
-        A request's time under each, as a share of full depth's.
+        Time of a request under each schedule, as a share of the time at full depth.
     weights : tuple of tuple of float
-        For each schedule but the first: of the features and of 1, what it loses more (nats a token).
+        For each schedule but the first: weights of the features and of 1, which give its additional loss (nats per
+        token).
     price : float
-        Nats a token that full depth's time is worth.
+        Price of the time of full depth, in nats per token.
     base : tuple of float
-        A sample of the weights that it was made for (`base_sample`).
+        A sample of the model's weights (`base_sample`).
 
     Raises
     ------
     DataError, ScheduleError
-        The parts do not go together.
+        The parts do not fit together.
     """
 
     schedules: tuple[Schedule, ...]
@@ -105,7 +106,7 @@ class Router:
         return common_order(self.schedules)
 
     def bind(self, model: Any) -> Route:
-        """The choice for prompts of a loaded model; raises UsageError or ScheduleError if it was made for another."""
+        """The choice for prompts of a loaded model; raises UsageError or ScheduleError for another model."""
         self.schedules[0].check_fits(len(decoder_layers(unwrap(model))))
         if is_other_model(list(self.base), base_sample(unwrap(model))):
             raise UsageError("the router was made for other weights: skipdecode calibrate --router makes one for these")
@@ -122,12 +123,12 @@ class Router:
         return {**_HEADING, **asdict(self), "schedules": [schedule.to_dict() for schedule in self.schedules]}
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the router as JSON."""
         write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The router of a file; raises DataError naming it."""
+        """The router of a file; raises DataError with the file's name."""
         try:
             data = read_json(path)
             if not isinstance(data, dict) or any(data.get(name) != value for name, value in _HEADING.items()):
@@ -147,10 +148,10 @@ def _tuple(value: Any) -> Any:
 
 
 class Measured(NamedTuple):
-    """Records under each of several schedules.
+    """Measurements of records under several schedules.
 
-    `features` are (records, features); `losses` (summed over the response) and `seconds` of the request (records,
-    schedules); `tokens` of the response and `full_seconds`, the request's at full depth, (records,).
+    Shapes: `features` (records, features); `losses`, summed over the response, and `seconds` of the request (records,
+    schedules); `tokens` of the response and `full_seconds` of the request at full depth (records,).
     """
 
     features: Numbers
@@ -161,14 +162,14 @@ class Measured(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a router does on the records that it was made of, each predicted by a fit without it.
+    """The cross-validated result of a router on its own records: a record is predicted by a fit without it.
 
-    `loss` and `static` are nats a token: the router's, and that of the best schedule, or random mix of two, that takes
-    the same time. `gain` is the difference, `low` to `high` its 95% interval over draws of the records.
+    `loss` and `static` are nats per token: of the router, and of the best schedule, or random mix of two, that takes
+    the same time. `gain` is the difference, and `low` to `high` its 95% interval over draws of the records.
     """
 
     speedup: float
-    shares: tuple[float, ...]  # of the records, by schedule
+    shares: tuple[float, ...]  # share of the records by schedule
     loss: float
     static: float
     gain: float
@@ -179,7 +180,7 @@ class Routed(NamedTuple):
 def fit_router(
     schedules: Sequence[Schedule], records: Measured, speedup: float, base: Sequence[float]
 ) -> tuple[Router, Routed]:
-    """A router from records, for a speed-up of all of them together; raises TargetError if no schedule is that fast."""
+    """A router from records for a speed-up over all of them; raises TargetError if no schedule is fast enough."""
     features, losses, seconds, tokens, full_seconds = records
     limit = full_seconds.sum() / speedup
     if seconds.sum(0).min() > limit * _SLACK:
@@ -205,7 +206,7 @@ def fit_router(
 
 
 def _ridge(features: Numbers, wanted: Numbers, tokens: Numbers, strength: float) -> Numbers:
-    """Weights (features and constant, schedules); features are penalised by their spread, the constant is free."""
+    """Weights (features and constant, schedules); the penalty of a feature is its spread, the constant has none."""
     centre, spread = np.average(features, axis=0, weights=tokens), features.var(0)
     known, mean = features - centre, np.average(wanted, axis=0, weights=tokens)
     gram = (known.T * tokens) @ known + strength * tokens.sum() * np.diag(np.where(spread > 1e-12, spread, 1.0))
@@ -214,7 +215,7 @@ def _ridge(features: Numbers, wanted: Numbers, tokens: Numbers, strength: float)
 
 
 def _priced(beyond: Numbers, costs: Numbers, seconds: Numbers, limit: float) -> tuple[float, NDArray[np.intp]]:
-    """The least price of time at which the choices keep to the limit, and these."""
+    """The least price of time at which the choices meet the limit, and the choices."""
 
     def choices(price: float) -> NDArray[np.intp]:
         return np.asarray(np.argmin(beyond + price * costs, axis=1))

@@ -1,6 +1,6 @@
-"""Next tokens from logits, each row with its own settings, history and random numbers.
+"""Chooses next tokens from logits. Each sequence has its own settings, history and random numbers.
 
-A row's choice depends on its logits and its own generator only, never on the other rows of the batch.
+The choice of a sequence depends on its logits and its own generator only, not on the other sequences of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skipdecode.engine.sequence import Sequence
 
 __all__ = ["Sampler", "choose", "likeliest", "next_tokens"]
 
-_MOST_TOP = 128  # of top-k, for which candidates are looked for
+_MOST_TOP = 128  # largest top-k for which candidates are sought
 
 
 class Sampler:
@@ -31,7 +31,7 @@ class Sampler:
     Attributes
     ----------
     top : int
-        How many of the likeliest words' logits the choice takes: 1 if greedy, k of top-k; 0: those of all words.
+        The number of top tokens whose logits are enough for the choice: 1 if greedy, k for top-k; 0: all tokens.
     """
 
     def __init__(self, sampling: Sampling, prompt: tuple[int, ...]) -> None:
@@ -55,7 +55,7 @@ class Sampler:
                 self._generator.manual_seed(sampling.seed)
 
     def pick(self, logits: Tensor) -> int:
-        """The next token from a row's logits (vocabulary,), fp32 on the CPU; they are not changed."""
+        """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
         if self._bias is not None or self._output is not None:
             logits = logits.clone()
         if self._bias is not None:
@@ -73,7 +73,7 @@ class Sampler:
     def _penalise(self, logits: Tensor, output: Counter[int]) -> None:
         s, new = self.sampling, torch.tensor(list(output), dtype=torch.int64)
         if s.repetition_penalty != 1:
-            # A token of both is there twice, and gets the same value twice.
+            # A token of prompt and output is listed twice and gets the same value twice.
             seen = torch.cat((self._prompt, new))
             values = logits[seen]
             logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
@@ -84,7 +84,7 @@ class Sampler:
     def _draw(self, logits: Tensor, generator: torch.Generator) -> int:
         s, tokens = self.sampling, None
         if 0 < s.top_k <= len(logits):
-            # Of equals the first, so that candidates alone give what all words do.
+            # The first of equal logits, so that the candidates give the same token as the whole vocabulary.
             near = (logits >= logits.topk(s.top_k).values[-1]).nonzero()[:, 0]
             tokens = near[logits[near].sort(descending=True, stable=True).indices[: s.top_k]]
             logits = logits[tokens]
@@ -93,7 +93,7 @@ class Sampler:
             logits, order = logits.sort(descending=True, stable=True)
             tokens = order if tokens is None else tokens[order]
             probs = logits.softmax(0)
-            # A token stays if those before it do not reach p yet; the first stays, even where p is 0 in fp32.
+            # A token stays if those before it do not reach p yet. The first stays even if p is 0 in fp32.
             gone = probs.cumsum(0) - probs >= s.top_p
             gone[0] = False
             logits = logits.masked_fill(gone, -torch.inf)
@@ -105,12 +105,12 @@ class Sampler:
 
 
 def choose(logits: Tensor | Candidates, rows: list[Sampler]) -> tuple[list[int], list[float]]:
-    """Next tokens and their log-probabilities under the untouched logits (of candidates: NaN).
+    """Next tokens and their log-probabilities under the unchanged logits (NaN for candidates).
 
     Parameters
     ----------
     logits : torch.Tensor or Candidates
-        (rows, vocabulary), fp32; or the words that are enough for each row's `top`.
+        (rows, vocabulary), fp32; or the tokens that are enough for the `top` of each row.
     rows : list of Sampler
         One for each row.
     """
@@ -131,7 +131,7 @@ def choose(logits: Tensor | Candidates, rows: list[Sampler]) -> tuple[list[int],
 
 
 def likeliest(logits: Tensor | Candidates, rows: list[Sampler]) -> list[tuple[tuple[int, float], ...]]:
-    """For each row the likeliest tokens and their log-probabilities, as many as it asks for; arguments of `choose`."""
+    """For each row its top tokens and their log-probabilities, as many as it asks for; arguments as of `choose`."""
     found: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
     for i, row in enumerate(rows):
         if row.sampling.top_logprobs and isinstance(logits, Tensor):

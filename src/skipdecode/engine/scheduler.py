@@ -1,9 +1,9 @@
-"""Which sequences join the batch, and when. Pure Python.
+"""Decides which sequences join the batch, and when. Pure Python.
 
-Batch jobs run in *waves*: requests of like length start together, so that their depths fall together and their ends lie
-close. Rows that finish leave at once. The next wave joins when few rows are left (`join_below`): those are at their
-shallowest then, and ride along on layers that the young rows must run anyway. `join_below=1` fills every free row at
-once (continuous batching); 0 is strict lockstep.
+A batch job admits sequences in groups of similar length. The sequences of a group start together, so their depths fall
+together and they end at similar times. Finished sequences leave at once. The next group joins when few sequences are
+left (`join_below`). These run few layers by then, and the new sequences need those layers anyway. `join_below=1` is
+continuous batching: a free slot is filled at once. With 0, a group starts only when all sequences have ended.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from skipdecode.errors import UsageError
 __all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "Scheduler"]
 
 PROMPT_TOKENS = 512
-"""Most prompt tokens of one forward, for jobs."""
+"""Maximum prompt tokens of one forward in batch jobs."""
 JOIN_BELOW = 0.25
-"""Of batch jobs: the next wave joins when this share of the rows is left. Measured in docs/LOG.md."""
+"""In batch jobs, the next group joins when at most this share of the slots is in use. Measured in docs/LOG.md."""
 _LENGTH = attrgetter("length")
 
 
 class Scheduler:
-    """Admission in length-sorted waves.
+    """A queue that admits sequences in groups of similar length.
 
     Parameters
     ----------
     max_rows : int
-        Most rows at a time.
+        Maximum number of running sequences.
     join_below : float
-        A new wave joins once no more than this share of `max_rows` is running.
+        A new group joins when at most this share of `max_rows` is running.
     in_order : bool
         Admit in order of submission (a queue of users), not by length (a batch job).
     """
@@ -46,7 +46,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.join_below = join_below
         self.in_order = in_order
-        # One of the two is used; both take the next request from the end at hand in constant time.
+        # Only one of the two is used; both give the next request in constant time.
         self._queue: deque[Sequence] = deque()
         self._sorted: list[Sequence] = []
 
@@ -78,13 +78,13 @@ class Scheduler:
         return len(self._queue) + len(self._sorted)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those, in no order that counts."""
+        """The waiting sequences, in no particular order."""
         return iter((*self._queue, *self._sorted))
 
     def admit(self, running: int, free_pages: int | None = None) -> list[Sequence]:
-        """The sequences that join now, given how many run and the pages that are free (None: unlimited).
+        """The sequences that join now, given the numbers of running sequences and free pages (None: unlimited).
 
-        Longest first for batch jobs: the last waves are then the short ones, and the job's tail is short too.
+        In batch jobs the longest come first. The last groups then have short sequences, so few slots idle at the end.
         """
         if running and running > self.join_below * (self.max_rows - 1):
             return []

@@ -17,21 +17,21 @@ __all__ = ["Sequence"]
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """What an engine knows of a request.
+    """The state of a request in an engine.
 
     Parameters
     ----------
     number : int
-        Of the request, in the order of submission.
+        Number of the request, in the order of submission.
     request : Request
-        What the user asked for.
+        The user's request.
     schedule : Schedule
-        Which layers its tokens run.
+        The layers that its tokens run.
 
     Attributes
     ----------
     prompt : PromptLayers
-        What the prompt's tokens do.
+        The layers of its prompt tokens.
     output : list of int
         New tokens so far.
     finish_reason : FinishReason or None
@@ -39,15 +39,15 @@ class Sequence:
     sampler : Sampler
         Chooses its tokens; set when the sequence is admitted.
     pages : int
-        Most pages of keys and values that it may hold; 0 where there are none.
+        Maximum pages of keys and values that it may hold; 0 in engines without pages.
     slot : int
-        Its row of the KV store; -1 while it waits.
+        Its place in the KV store; -1 while it waits.
     layers : tuple of int
-        Those that hold its keys and values, and that its latest token ran.
+        Layers that hold its keys and values, and that its latest token ran.
     ran : int
         Tokens of prompt and output that have run.
     cached : int
-        Those of the prompt that a prefix cache had, which did not run.
+        Prompt tokens that came from the prefix cache and did not run.
     """
 
     number: int
@@ -69,27 +69,27 @@ class Sequence:
 
     @property
     def length(self) -> tuple[int, int, int]:
-        """Most new tokens, tokens of the prompt, number: by which batch jobs are sorted."""
+        """The sort key of batch jobs: maximum new tokens, prompt tokens, number."""
         return self.request.max_new_tokens, len(self.request.prompt), self.number
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the prompt and most new ones."""
+        """Prompt tokens plus maximum new tokens."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
     def in_prefill(self) -> bool:
-        """Whether tokens of the prompt are still to run."""
+        """Whether some prompt tokens have not run yet."""
         return self.ran < len(self.request.prompt)
 
     @property
     def next_budget(self) -> int:
-        """Layers that the last token of the output runs when it is fed back."""
+        """Number of layers that the last output token runs when it is fed back."""
         budgets = self.schedule.budgets
         return budgets[min(len(self.output), len(budgets)) - 1]
 
     def append(self, token: int) -> None:
-        """Take a new token, and end the sequence where it is the last."""
+        """Append a new token, and end the sequence if the token is its last."""
         self.output.append(token)
         if token in self.request.stop_ids:
             self.finish_reason = "eos"

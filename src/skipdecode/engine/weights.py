@@ -1,11 +1,11 @@
-"""The weights that the C++ kernels read: a model's own, moved into one block of memory, or copies of 8 or 4 bits.
+"""The weights of the C++ kernels: the model's own, moved into one block of memory, or copies of 8 or 4 bits.
 
-Separate tensors of a few megabytes hold few huge pages; one block, in the order in which a step reads it, is nearly all
-of them. The model's parameters become views of the block, and what they were is freed tensor by tensor.
+Separate tensors of a few megabytes contain few huge pages. One block, in the order of a step's reads, consists almost
+entirely of huge pages. The model's parameters become views of the block. Their old memory is freed tensor by tensor.
 
-Of the token embedding rows are looked up, so it is not quantised, also where it is tied to the output embedding. The
-output embedding takes 8 bits also where the rest takes 4, as in llama.cpp's files: four bits there cost more than in
-all layers together.
+The token embedding is not quantised, even if it is tied to the output embedding, because only single rows of it are
+read. The output embedding has 8 bits even if the layers have 4, as in llama.cpp's files: 4 bits in the output embedding
+would cost more quality than in all layers together.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from skipdecode.engine.model_spec import read_model, weights_of
 
 __all__ = ["QuantizedWeights", "move_into_one_block"]
 
-_KEPT = 2**25  # bytes that malloc may keep of what was moved
+_KEPT = 2**25  # bytes of moved weights that malloc may keep
 
 
 def move_into_one_block(model: Any) -> None:
-    """Move the projections and the output embedding of a model with a fast path; does nothing if it was done before."""
+    """Move the projections and the output embedding of a model into one block; a second call does nothing."""
     read = weights_of(read_model(model, positions=1))
-    # Transposed parameters stay: transformers saves such only from memory of their own.
+    # Transposed parameters stay, because transformers saves them only from separate memory.
     plain = {parameter.data_ptr() for parameter in model.parameters() if parameter.is_contiguous()}
     weights = list({weight.data_ptr(): weight for weight in read if weight.data_ptr() in plain}.values())
-    del read  # it would hold the old memory
+    del read  # it would keep the old memory alive
     if len({weight.untyped_storage().data_ptr() for weight in weights}) == 1:
         return
     parts = _parts(model, weights)
@@ -41,7 +41,7 @@ def move_into_one_block(model: Any) -> None:
     weights.reverse()
     freed = 0
     while weights:
-        # Popped, so that nothing holds the old memory once its parameters have moved.
+        # pop, so that nothing keeps the old memory alive once its parameters have moved.
         weight = weights.pop()
         place = arena.put(weight).flatten()
         for parameter in parts[weight.data_ptr()]:
@@ -55,7 +55,7 @@ def move_into_one_block(model: Any) -> None:
 
 
 def _parts(model: Any, weights: list[Tensor]) -> dict[int, list[Tensor]]:
-    """The parameters that lie in each weight, by its address."""
+    """The parameters within each weight, by the weight's address."""
     parts: dict[int, list[Tensor]] = {weight.data_ptr(): [] for weight in weights}
     ends = {weight.data_ptr(): weight.data_ptr() + weight.nbytes for weight in weights}
     starts = sorted(ends)

@@ -1,4 +1,4 @@
-"""Kernels that decode: C++ at memory speed on CPUs, built on first use."""
+"""The C++ kernels for CPUs, built on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["native_kernels"]
 
 
 def native_kernels(device: torch.device, dtype: torch.dtype) -> tuple[NativeKernels | None, str]:
-    """The C++ kernels for weights of a type on a device, or None and why they cannot serve there."""
+    """The C++ kernels for a dtype and a device, or None and the reason why they cannot be used."""
     from skipdecode.engine.kernels.build import KernelBuildError
     from skipdecode.engine.kernels.native import WEIGHT_DTYPES, NativeKernels
 

@@ -30,7 +30,7 @@ _HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the
 
 
 class KernelBuildError(Exception):
-    """The kernels could not be built or loaded here; the message says why and what would help."""
+    """The kernels could not be built or loaded; the message gives the reason and a remedy."""
 
 
 @lru_cache(maxsize=1)
@@ -40,7 +40,7 @@ def load_library() -> ctypes.CDLL:
     Raises
     ------
     KernelBuildError
-        Without a compiler, when it fails, or when the result does not load.
+        If there is no compiler, it fails, or its result does not load.
     """
     # torch brings its OpenMP runtime; loaded first, it also serves our library (same soname), so that one pool of
     # threads runs both and torch.set_num_threads governs it.
@@ -88,7 +88,7 @@ def _place(key: str, content: bytes) -> Path:
 
 
 def _cpu_features() -> str:
-    """What -march=native depends on, as far as the system tells."""
+    """The CPU features that -march=native depends on, as far as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The greedy tokens of rows of logits: the C++ kernel where it is loaded, else torch."""
+"""Greedy tokens of rows of logits, by the C++ kernel if it is loaded, else by torch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The output embedding on the C++ kernels, and the likeliest words without reading all of it.
+"""The output embedding on the C++ kernels, and exact top tokens from an 8-bit copy of it.
 
-An 8-bit copy of the weight gives each word a score and a bound on its distance from the logit that the full head
-computes, rounding included (docs/theory.md derives it). Words whose upper bound reaches the best lower bound are
-candidates; their logits come from the full head's own kernel, so the likeliest of them is the full head's, bit for bit
-and ties included.
+The 8-bit copy gives each token a score, and a bound on the distance of the score from the logit of the full head,
+rounding included (docs/theory.md has the derivation). Tokens whose upper bound reaches the best lower bound are
+candidates. The full head's own kernel computes their logits, so the top token is that of the full head, bit for bit and
+with ties.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from skipdecode.engine.kernels.spec import LinearSpec
 __all__ = ["MOST_ROWS", "MOST_WORDS", "Candidates", "NativeHead", "ShortHead"]
 
 MOST_ROWS = 32
-"""Of a forward, beyond which the full head is as quick."""
+"""Maximum rows of a forward for which the copy is used; with more rows the full head is as fast."""
 MOST_WORDS = 512
-"""Candidates of a row, beyond which it takes the full head."""
-_GROUP, _STEP = 64, 64  # words and columns that the kernel takes at once
-_CHUNK = 2**16  # weights looked at at a time: bounds the fp32 copies
-_LARGEST = 1e12  # of a row's norm; beyond, the kernel's bound may overflow
+"""Maximum candidates of a row; with more the row takes the full head."""
+_GROUP, _STEP = 64, 64  # tokens and columns that the kernel processes at once
+_CHUNK = 2**16  # weights converted at once: bounds the fp32 copies
+_LARGEST = 1e12  # maximum norm of a row; above it the kernel's bound may overflow
 _POINTERS = "head codes scales errors norms bias tops upper best words logits counts"
 
 
@@ -40,15 +40,15 @@ class _Args(ctypes.Structure):
 
 
 class Candidates(NamedTuple):
-    """Each row's likeliest word, the first of equals, and the words of which it is one with their logits.
+    """The top token of each row (the first of equals), and the candidates with their logits.
 
     Parameters
     ----------
     best : list of int
     words : torch.Tensor
-        (rows, MOST_WORDS), int64; of each row the first `counts`, rising.
+        (rows, MOST_WORDS), int64: the candidates' token ids; the first `counts` of each row are valid, ascending.
     logits : torch.Tensor
-        As `words`, fp32: those of the full head.
+        Shape as `words`, fp32: logits of the full head.
     counts : list of int
     """
 
@@ -65,14 +65,14 @@ class ShortHead:
     ----------
     kernels : NativeKernels
     spec : LinearSpec
-        A head whose weight is bf16 or fp32, with nothing behind the product but a bias.
+        A head whose weight is bf16 or fp32, with nothing after the product but a bias.
 
     Attributes
     ----------
     bounded : bool
-        Whether the bounds hold: not of weights that are not finite, or beyond 10^12.
+        Whether the bounds hold: not for weights that are not finite or above 10^12.
     nbytes : int
-        What it takes, and a step reads.
+        Bytes of the copy, which a step reads.
     version : int
         See `_version`.
     """
@@ -101,7 +101,7 @@ class ShortHead:
         )  # fmt: skip
 
     def __call__(self, hidden: Tensor, tops: list[int], room: Tensor) -> Candidates | None:
-        """The words that can be among each row's `tops` likeliest; None where a row has more than `MOST_WORDS`.
+        """The candidates for the top `tops` tokens of each row; None if a row has more than `MOST_WORDS`.
 
         `hidden` are the states before the head's norm, (rows, hidden) in fp32; `room` is (rows, vocabulary), fp32.
         """
@@ -116,41 +116,41 @@ class ShortHead:
         return None if min(counts) < 0 else Candidates(best, words, logits, counts)
 
     def _copy(self, part: Tensor, start: int) -> None:
-        """Codes and bounds of the words from `start` on; what rounding takes from a bound is made up for."""
+        """Codes and bounds of the tokens from `start` on; the bounds are enlarged by their own rounding errors."""
         count, columns = part.shape
         made, part = quantize(part, "int8"), part.float()
         groups = in_blocks(made.codes, _GROUP).view(-1, *self._codes.shape[1:])
         self._codes[start // _GROUP : start // _GROUP + len(groups)] = groups
         unit = 2.0**-24
-        # Sums of squares in fp32, and squares that are too small for it.
+        # The error of sums of squares in fp32, and squares that underflow.
         up, least = 1 + 4 * columns * unit, math.sqrt(columns) * 2.0**-62
         norm = part.norm(dim=1) * up + least
         error = (part - made.dequantize()).norm(dim=1) * up + least
-        # The full head's products and sums, in any order; and the difference above.
+        # The error of the full head's products and sums in any order, and of the difference above.
         error += norm * ((2 * columns + 16) * unit * 1.01 + 8 * unit)
         for row, values in zip(self._numbers, (made.scales, error, norm + error), strict=False):
             row[start : start + count] = values
 
 
 def _version(weight: Tensor) -> int:
-    """How often a weight was changed in place; torch does not count those made in inference mode."""
+    """How often a weight was changed in place; torch does not count changes of inference tensors."""
     return 0 if weight.is_inference() else weight._version
 
 
 class NativeHead:
     """The head of a model on the C++ kernels.
 
-    Of up to 32 rows whose next tokens take a few likeliest words only (greedy ones, top-k) it asks an 8-bit copy first,
-    and the weight itself where that leaves too many. The copy is made when first asked, where it pays: of a weight of 8
-    MiB or more, to whose memory it adds half (a quarter in fp32), on a CPU that multiplies bytes (AVX512_VNNI); made
-    anew when the weight was changed.
+    For up to 32 rows that need a few top tokens only (greedy, top-k), the head first uses an 8-bit copy of its weight.
+    If that leaves too many candidates, the head uses the weight. The copy is made at first use, for weights of 8 MiB or
+    more on a CPU that multiplies bytes (AVX512_VNNI). It adds half of the weight's memory (a quarter in fp32). It is
+    made again after the weight was changed.
 
     Attributes
     ----------
     short_from : float
-        Bytes of a weight from which there is a copy; infinity: never.
+        Minimum bytes of a weight for a copy; infinity: never.
     fell_back : bool
-        Whether the last call asked the copy, and took the weight.
+        Whether the last call used the copy and then the weight.
     """
 
     short_from: float = 2**23
@@ -159,7 +159,7 @@ class NativeHead:
         self._kernels, self._spec = kernels, spec
         self._linear = kernels.linear(spec)
         self._logits = torch.empty(0, spec.weight.shape[0])
-        # Read anew, with the same weights, where a longer text needs more positions.
+        # The head is read again, with the same weights, when a longer text needs more positions.
         self._short: ShortHead | None = None if before is None else before._short
         plain = not isinstance(spec.weight, QuantizedWeight) and spec.activation == "none"
         self._can = plain and kernels.multiplies_bytes and spec.weight.shape[1] <= 2**15
@@ -167,24 +167,24 @@ class NativeHead:
 
     @property
     def short(self) -> ShortHead | None:
-        """The 8-bit copy, made now if it was not; None where there is none."""
+        """The 8-bit copy, made at first use; None if it is not used for this weight or CPU."""
         weight: Any = self._spec.weight
         if not self._can or weight.nbytes < self.short_from:
             return None
         if self._short is None or self._short.version != _version(weight):
-            self._short = None  # its memory, before that of the next
+            self._short = None  # frees its memory before the next copy is made
             self._short = ShortHead(self._kernels, self._spec)
         return self._short if self._short.bounded else None
 
     def bytes_read(self, rows: int) -> int:
-        """Bytes that a greedy step of so many rows reads."""
+        """Bytes that a greedy step of `rows` rows reads."""
         short = self.short if rows <= MOST_ROWS else None
         return self._spec.weight.nbytes if short is None else short.nbytes
 
     def __call__(self, hidden: Tensor, tops: list[int] | None = None) -> Tensor | Candidates:
         """Logits (rows, vocabulary) of the states before the norm, valid until the next call.
 
-        With `tops`, for each row how many of its likeliest words are enough, perhaps these only.
+        `tops` has for each row the number of top tokens that are enough; the result may then be `Candidates`.
         """
         rows, vocabulary = len(hidden), self._logits.shape[1]
         if rows > len(self._logits):

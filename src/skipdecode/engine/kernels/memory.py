@@ -1,7 +1,7 @@
-"""Memory for what is read again and again: in huge pages where the system has them.
+"""Memory in huge pages, if the system has them, for tensors that are read often.
 
-A CPU looks up fewer addresses for them, and its prefetchers stop at a page's end. Linux gives them to programs that
-ask before the memory is first written.
+Huge pages need fewer address translations, and hardware prefetchers stop at the end of a page. Linux gives huge pages
+to programs that ask for them before the memory is first written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 __all__ = ["Arena", "huge_pages"]
 
-_LEAST = 2**22  # bytes below which it is not worth asking
+_LEAST = 2**22  # smaller tensors do not profit
 _ALIGN = 4096
 
 
 def huge_pages(tensor: Tensor) -> Tensor:
-    """Ask for huge pages for a new tensor that was not written yet; returns it. Does nothing where there are none."""
+    """Ask for huge pages for a new tensor that was not written yet; returns the tensor. Without support, a no-op."""
     if tensor.device.type == "cpu" and tensor.nbytes >= _LEAST and sys.platform == "linux":
         begin = -(-tensor.data_ptr() // _ALIGN) * _ALIGN
         length = (tensor.data_ptr() + tensor.nbytes - begin) // _ALIGN * _ALIGN
@@ -30,12 +30,12 @@ def huge_pages(tensor: Tensor) -> Tensor:
 
 
 class Arena:
-    """One block of huge pages that holds tensors one after another, in the order in which they are put.
+    """One block of huge pages that holds tensors in the order in which they are put.
 
     Parameters
     ----------
     sizes : list of int
-        Bytes of the tensors to come.
+        Bytes of the tensors.
     device : torch.device
     """
 

@@ -1,9 +1,8 @@
-"""The C++ kernels. One call costs about a microsecond on top of its work.
+"""The C++ kernels. The overhead of a call is about a microsecond.
 
 Activations between operations are fp32. Weights are bf16, fp32, int8, int4 or w8a8; cached keys and values are bf16 or
-fp32. With a bf16 model on a CPU that multiplies bf16, activations are rounded to bf16 where they meet weights, as in
-torch; where they meet w8a8 weights, to 8 bits. A row's result does not depend, bit for bit, on the other rows of the
-call.
+fp32. For a product, activations of a bf16 model are rounded to bf16 on CPUs that multiply bf16, as in torch, and to 8
+bits if the weights are w8a8. The result of a row does not depend, bit for bit, on the other rows of the call.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _PROLOGUES = {"none": 0, "rms_norm": 1, "layer_norm": 2, "swiglu": 3, "geglu_tan
 _ACTIVATIONS = {"none": 0, "relu": 1, "gelu_tanh": 2}
 
 
-# Activations, results, rows, and whether to add to the results that are there.
+# Activations, results, rows, and whether to add to the existing results.
 LinearCall = Callable[[torch.Tensor, torch.Tensor, int, bool], None]
 
 # The structures of kernels.h, field by field.
@@ -51,7 +50,7 @@ class LinearArgs(ctypes.Structure):
 
 
 class AttentionArgs(ctypes.Structure):
-    """Attention."""
+    """Attention; see kernels.h for its fields."""
 
     _fields_ = _fields(
         (_POINTER, "qkv out pages table slots positions cos sin q_gamma k_gamma"),
@@ -62,7 +61,7 @@ class AttentionArgs(ctypes.Structure):
 
 
 class LayerArgs(ctypes.Structure):
-    """A decoder layer."""
+    """A decoder layer; see kernels.h for its fields."""
 
     _fields_ = _fields(
         (LinearArgs, "qkv out mlp_in mlp_out out_norm mlp_norm"),
@@ -73,7 +72,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StackArgs(ctypes.Structure):
-    """A stack of them."""
+    """A stack of decoder layers; see kernels.h for its fields."""
 
     _fields_ = _fields(
         (_POINTER, "layers counts stored bridged_from bridged_to before"),
@@ -84,23 +83,24 @@ class StackArgs(ctypes.Structure):
 
 
 class GreedyArgs(ctypes.Structure):
-    """The choice of the likeliest tokens; see greedy.cpp."""
+    """The choice of greedy tokens; see greedy.cpp for its fields."""
 
     _fields_ = _fields((_POINTER, "logits tokens logprobs"), (_INT64, "rows vocabulary"))
 
 
 class NativeKernels:
-    """Kernels built on first use for this CPU; raises KernelBuildError where that fails.
+    """The kernels, built on first use for this CPU; raises KernelBuildError if that fails.
 
     Parameters
     ----------
     dtype : torch.dtype
-        The model's: activations of an fp32 model meet int8 and int4 weights unrounded, others as bf16.
+        Dtype of the model. In products with int8 and int4 weights, activations of an fp32 model are not rounded, and
+        those of other models are rounded to bf16.
 
     Attributes
     ----------
     multiplies_bytes : bool
-        Whether this CPU does (AVX512_VNNI), as w8a8 weights need.
+        Whether this CPU multiplies bytes (AVX512_VNNI), which w8a8 weights need.
     """
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -112,7 +112,7 @@ class NativeKernels:
             function.argtypes, function.restype = [ctypes.c_void_p], None
 
     def linear(self, spec: LinearSpec) -> LinearCall:
-        """The call that computes `spec`; activations and results are fp32 with contiguous rows."""
+        """A function that computes `spec`; activations and results are fp32 with contiguous rows."""
         keep: list[Any] = []
         args = self.linear_args(spec, keep)
         function, address = self._linear, ctypes.addressof(args)
@@ -126,9 +126,9 @@ class NativeKernels:
         return call
 
     def stack(self, layers: list[LayerSpec], fit: FitSpec | None = None) -> NativeStack:
-        """The call that runs layers of one geometry on fp32 hidden states, all in one parallel region.
+        """A function that runs layers of one geometry on fp32 hidden states, in one parallel region.
 
-        A `fit` stands in for layers that rows do not run.
+        A `fit` replaces layers that rows skip.
         """
         keep: list[Any] = []
         made = (LayerArgs * len(layers))()
@@ -160,7 +160,7 @@ class NativeKernels:
             args.first = first.data_ptr()
 
     def linear_args(self, spec: LinearSpec, keep: list[Any]) -> LinearArgs:
-        """`spec` as the C++ side has it; what it points to is put into `keep`."""
+        """`spec` as a C structure; the tensors that it points to are appended to `keep`."""
         weight = spec.weight
         vectors = [None if t is None else t.detach().float().contiguous() for t in (spec.bias, spec.gamma, spec.beta)]
         bias, gamma, beta = (None if t is None else t.data_ptr() for t in vectors)
@@ -177,11 +177,11 @@ class NativeKernels:
 
 
 _ROWS_AT_ONCE = 64
-"""By which a stack's buffers grow."""
+"""The number of rows by which the buffers of a stack grow."""
 
 
 class NativeStack:
-    """The call of a stack, its buffers, and the arguments whose addresses the C++ side holds."""
+    """A stack of layers as a callable, with its buffers and the arguments whose addresses the C++ code holds."""
 
     def __init__(self, function: Any, layers: Any, keep: list[Any], taps: int) -> None:
         self._function, self._layers, self._keep = function, layers, keep
@@ -207,10 +207,10 @@ class NativeStack:
         self._function(self._address)
 
     def _allocate(self, rows: int) -> None:
-        # Steps beside prompts differ by a few rows; the old buffers go before the new ones come.
+        # Forwards with prompts differ by a few rows. The old buffers are freed before new ones are allocated.
         self._buffers, rows = (), -(-rows // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         first = self._layers[0]
-        # Where they are normed, what sublayers add lies where queries, keys and values were.
+        # If sublayer outputs are normed, they use the memory of queries, keys and values.
         wide = max(first.mlp_in.n, *(layer.down.n for layer in self._layers))
         features = max(layer.map.k for layer in self._layers) if self._args.taps else 0
         widths = max(first.qkv.n, first.out.n), first.out.k, wide, features

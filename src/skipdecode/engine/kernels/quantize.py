@@ -1,14 +1,14 @@
-"""Weights of 8 or 4 bits: what is stored, and how it is chosen.
+"""Quantised weights of 8 or 4 bits.
 
-int8: one fp32 scale for each output row; a weight is its integer (-127 to 127) times the scale.
+int8: each output row has one fp32 scale. A weight is its integer (-127 to 127) times the scale.
 
-w8a8: the same integers and scales, in the order in which a CPU multiplies bytes by bytes. Activations are rounded to
-127ths of their row's largest where they meet them, in every step alike, so a row stays the same in any batch.
+w8a8: the integers and scales of int8, in the order in which a CPU multiplies bytes by bytes. Activations are rounded to
+127ths of the largest in their row. This is the same in every step, so a row does not depend on its batch.
 
-int4: for each 32 columns of a row one 32-bit word, whose lower half is a scale in bf16, and which as a whole, read as
-fp32, is an offset. A weight is its integer (0 to 15) times the scale plus the offset, cut off to bf16: exact in bf16, 5
-bits in all, as in llama.cpp's Q4_1. Scale and offset are those of a few, from the group's range and a little less of
-it, that leave the least squared error.
+int4: each group of 32 columns of a row has one 32-bit word. Its lower half is the scale in bf16. The whole word, read
+as fp32, is the offset. A weight is its integer (0 to 15) times the scale plus the offset, truncated to bf16, so it is
+exact in bf16. A weight takes 5 bits in all, as in llama.cpp's Q4_1. Several scales and offsets are tried, for the range
+of the group and slightly smaller ranges; the pair with the least squared error is stored.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["QUANTIZATIONS", "Quantization", "QuantizedWeight", "in_blocks", "qua
 Quantization = Literal["int8", "int4", "w8a8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", "w8a8")
 
-_STEP = 64  # columns that the kernels read at once; rows are padded to whole steps
+_STEP = 64  # columns that the kernels read at once; rows are padded to a multiple
 _GROUP = 32
-_BLOCK = 16  # rows of w8a8 that lie together, 4 columns of each in turn
+_BLOCK = 16  # rows of w8a8 in one block, 4 columns of each in turn
 _SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
-_CUT = 1 + 2**-9  # makes up for the cutting off
-_CHUNK = 2**22  # weights quantised at a time: bounds the fp32 copies
+_CUT = 1 + 2**-9  # compensates the truncation
+_CHUNK = 2**22  # weights quantised at once: bounds the fp32 copies
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class QuantizedWeight:
         (out, in).
     codes : torch.Tensor
         uint8. int8: (out, padded in), two's complement. int4: (out, padded in / 2); 32 bytes hold 64 columns, the
-        first 32 in the low halves. w8a8: (padded out, padded in), 128 more than the integers, in blocks of 16 rows:
-        [4 columns, row, column]. Padded rows and columns are not to be used.
+        first 32 in the low halves. w8a8: (padded out, padded in), the integers plus 128, in blocks of 16 rows:
+        [4 columns, row, column]. Padding rows and columns have no meaning.
     scales : torch.Tensor
         int8, w8a8: (out,) fp32. int4: (out, padded in / 32) int32, the words.
     """
@@ -60,7 +60,7 @@ class QuantizedWeight:
         return self.codes.nbytes + self.scales.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The (out, in) matrix; int4 is exact in bf16 and fp32, the others in neither (the products are rounded)."""
+        """The (out, in) matrix. For int4 it is exact in bf16 and fp32; for the others the products are rounded."""
         rows, columns = self.shape
         if self.kind != "int4":
             codes = self.codes.view(torch.int8) if self.kind == "int8" else _in_rows(self.codes)
@@ -91,7 +91,7 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_blocks(codes: Tensor, rows: int) -> Tensor:
-    """Codes of int8 as bytes, 128 more than they stand for, in blocks of so many rows: [4 columns, row, column]."""
+    """Codes of int8 plus 128 as bytes, in blocks of `rows` rows: [4 columns, row, column]."""
     count, columns = codes.shape
     padded = torch.nn.functional.pad(codes, (0, 0, 0, -count % rows)) ^ 128
     return padded.view(-1, rows, columns // 4, 4).transpose(1, 2).reshape(-1, columns)

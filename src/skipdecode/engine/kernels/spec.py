@@ -1,4 +1,4 @@
-"""What the kernels compute, as data."""
+"""Data classes that describe the computations of the kernels."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class AttentionSpec:
     scale : float
         Factor of the scores.
     window : int
-        Latest tokens a row sees, its own included; 0 means all.
+        Number of latest tokens that a row attends to, with its own; 0 means all.
     cos, sin : torch.Tensor, optional
-        (positions, head_dim / 2), fp32: rotary positions (halves rotated against each other). Without: none.
+        (positions, head_dim / 2), fp32: rotary positions (halves rotated against each other). None: no rotation.
     q_gamma, k_gamma : torch.Tensor, optional
         (head_dim,): RMSNorm of each query and key head, before the rotation.
     eps : float
@@ -90,7 +90,8 @@ class AttentionSpec:
 class LayerSpec:
     """A decoder layer: x += out(attention(qkv(x))); x += mlp_out(mlp_in(x)); norms and gates are prologues.
 
-    With `out_gamma` and `mlp_gamma` (hidden,) an RMSNorm of what is added comes first; `eps` is that norm's.
+    With `out_gamma` and `mlp_gamma` (hidden,), an RMSNorm with `eps` applies to the output of a sublayer before it is
+    added.
     """
 
     qkv: LinearSpec
@@ -105,19 +106,19 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class FitSpec:
-    """What stands in for layers that rows do not run; see `skipdecode.models.fit`.
+    """The fitted maps that replace skipped layers; see `skipdecode.models.fit`.
 
     Parameters
     ----------
     bridges : mapping of int to pair of LinearSpec
-        By layer, the operations `down`, of normed states, and `up`, whose result is added.
+        By layer: the operation `down` on normed states, and the operation `up`, whose result is added.
     maps : mapping of int to LinearSpec
-        By layer, keys and values (key columns first) of features: normed states, the token's own first. Without taps
-        the operation norms them itself.
+        By layer: keys and values (key columns first) from features. The features are normed states, the token's own
+        first. Without taps the operation norms the states itself.
     first : mapping of int to torch.Tensor
-        By layer of `maps`, what stands for the map at position 0.
+        By layer of `maps`: keys and values at position 0, in place of the map.
     taps : int
-        Tokens before its own in a row's features.
+        Number of preceding tokens in the features of a row.
     """
 
     bridges: Mapping[int, tuple[LinearSpec, LinearSpec]]
@@ -145,7 +146,7 @@ class ModelSpec:
     position_offset : int
         Row of position 0.
     max_positions : int, optional
-        Most positions, where learned.
+        Number of learned positions.
     """
 
     layers: list[LayerSpec]
@@ -157,7 +158,7 @@ class ModelSpec:
     max_positions: int | None = None
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Hidden states (rows, hidden), new ones, of tokens (rows,) at positions (rows,)."""
+        """New hidden states (rows, hidden) of tokens (rows,) at positions (rows,)."""
         hidden = self.embedding.index_select(0, tokens).to(dtype) * self.embedding_scale
         if self.position_embedding is not None:
             hidden = hidden + self.position_embedding.index_select(0, positions + self.position_offset)
@@ -165,7 +166,7 @@ class ModelSpec:
 
 
 class StackInput(NamedTuple):
-    """What a stack of layers runs on.
+    """The input of a stack of layers.
 
     Parameters
     ----------
@@ -178,14 +179,14 @@ class StackInput(NamedTuple):
     slots, positions : torch.Tensor
         (rows,), int32 on the CPU.
     counts : list of int
-        How many rows, from the first, run each layer.
+        For each layer the number of leading rows that run it.
     stored : list of int, optional
-        How many rows, from the first, leave their keys and values in each layer: those that run it, and others that
-        are only projected. Default: `counts`.
+        For each layer the number of leading rows that store keys and values in it: those that run the layer, and those
+        that are only projected. Default: `counts`.
     bridged : list of (int, int), optional
-        For each layer the first row that takes its bridge, and the first behind them that does not.
+        For each layer the half-open range of rows that take its bridge.
     before : torch.Tensor, optional
-        (rows, taps), int32: the rows of the tokens before each, -1 where there is none; for rows that are projected.
+        (rows, taps), int32, for projected rows: the rows of the preceding tokens; -1 where there is none.
     """
 
     hidden: torch.Tensor
