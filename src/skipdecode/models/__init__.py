@@ -1,1 +1,1 @@
-"""How a schedule sits in a transformers model: families, gates, cache, attach."""
+"""Schedules in transformers models: families, gates, cache, attach."""

@@ -1,4 +1,4 @@
-"""attach / detach: put a schedule on a transformers causal LM, and take it off again without a trace."""
+"""attach / detach: put a schedule on a transformers causal LM, and restore the model."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ _MARK = "_skipdecode_attachment"
 
 
 def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None) -> Attachment:
-    """Put a schedule on a model: from here on its `generate` and `forward` skip layers.
+    """Put a schedule on a model: its `generate` and `forward` then skip layers.
 
-    Where prompts leave keys and values only, families that make them and queries in one product make the queries too
-    (`skipdecode info MODEL` says), and gradient checkpointing has such a layer run and drops what it puts out.
+    Works with and without `with`. On exit (also after an exception), or after `detach`, the model is as before.
 
-    Works with and without `with`; on exit (also after an exception) or `detach` the model is as it was.
+    Projected prompt tokens have two exceptions. Families with one product for queries, keys and values compute the
+    queries too (`skipdecode info MODEL` says so). Under gradient checkpointing the layer runs, and its output is
+    dropped.
 
     Parameters
     ----------
     model : PreTrainedModel or PeftModel
         A causal LM of a family in `skipdecode.models.families`.
     schedule : Schedule, optional
-        Default: the one that the model carries, as `skipdecode tune` writes it: its PEFT adapter's, else its config's
-        (key `skipdecode`).
+        Default: the schedule of the model's PEFT adapter, else of its config (key `skipdecode`), as `skipdecode tune`
+        writes it.
     fit : Fit, optional
-        Bridges and prompt maps that stand in for skipped layers. Default: those that the model was loaded with.
+        Bridges and prompt maps for skipped layers. Default: the fit with which the model was loaded.
 
     Returns
     -------
@@ -57,19 +58,19 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
     Warns
     -----
     UntunedScheduleWarning
-        The weights were not tuned under the schedule or a deeper cut, as far as the model knows. Call `model.train()`
-        before it where they are about to be.
+        The model does not record that its weights were tuned under the schedule, or under one that it contains. Before
+        training, call `model.train()` first; then there is no warning.
 
     Raises
     ------
     UnsupportedModelError
-        The model's type is not in the table; names it and lists what works.
+        The model's type is not in the table of families; the message lists the table.
     AlreadyAttachedError
         A schedule is attached already.
     ScheduleError
         The schedule is for another number of layers, or there is none.
     FitError
-        The fit is for another model, or maps keys and values of a family that makes them and queries in one product.
+        The fit is for another model, or has prompt maps for a family with one product for queries, keys and values.
     """
     attachment = Attachment(model, schedule, fit)
     if not attachment.model.training:
@@ -80,7 +81,7 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
 
 
 def detach(model: Any) -> None:
-    """Take a model's schedule off; does nothing if there is none."""
+    """Remove the schedule from a model; does nothing if there is none."""
     attachment = unwrap(model).__dict__.get(_MARK)
     if attachment is not None:
         attachment.detach()
@@ -89,21 +90,21 @@ def detach(model: Any) -> None:
 class Attachment:
     """A schedule on a model. Made by `attach`.
 
-    While attached, per forward:
+    A forward of the attached model has one of three forms:
 
-    * with a cache (`generate`, or a loop that passes `past_key_values`): prompt columns run `schedule.prompt_layers()`,
-      the i-th generated column `schedule.layers(i)`. A new prompt after generated tokens (a second turn on the same
-      cache) cannot run layers that those tokens skipped: it and all that follows run the schedule's last set.
-    * with `labels`, or `prompt_length=` (a number of columns, or one for each row): teacher-forced, without a cache.
-      Response token j runs `schedule.layers(j)`. Differentiable.
-    * with neither: all tokens are prompt.
+    * With a cache (`generate`, or a loop that passes `past_key_values`): prompt columns run `schedule.prompt_layers()`,
+      and the i-th generated column runs `schedule.layers(i)`. A new prompt after generated tokens (a second turn on the
+      same cache) cannot run layers that those tokens skipped. It and all later tokens run the schedule's last set.
+    * With `labels`, or with `prompt_length=` (a number of columns, or one per row): teacher-forced, without a cache.
+      Response token j runs `schedule.layers(j)`. The forward is differentiable.
+    * With neither: all tokens are prompt.
 
     Not thread-safe: one forward at a time per model.
 
     Attributes
     ----------
     last_run : GenerationStats or None
-        What the last `generate` call ran and held.
+        Statistics of the last `generate` call.
     """
 
     def __init__(self, model: Any, schedule: Schedule | None = None, fit: Fit | None = None) -> None:
@@ -142,7 +143,7 @@ class Attachment:
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; may be assigned between forwards, not in the middle of a cached text."""
+        """The schedule. It may be assigned between forwards, but not in the middle of a cached text."""
         return self._schedule
 
     @schedule.setter
@@ -160,7 +161,7 @@ class Attachment:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the model runs at full depth as if nothing were attached (a distillation teacher's pass)."""
+        """A context in which the model runs at full depth, such as for the teacher of a distillation."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -194,7 +195,7 @@ class Attachment:
     # ------------------------------------------------------------------ forward
 
     def _run_forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own forward with its tokens planned, on our cache."""
+        """Run the model's own forward under a plan, on a `SkipCache`."""
         call = self._arguments.named(args, kwargs)
         prompt_length = call.pop("prompt_length", None)
         if self._paused:
@@ -210,7 +211,7 @@ class Attachment:
         return output
 
     def _plan(self, call: dict[str, Any], prompt_length: int | Tensor | None) -> tuple[SkipCache, list[int]] | None:
-        """Set the plan of a forward; returns the cache that it fills, and the positions of its columns."""
+        """Set the plan of a forward; returns the cache to fill, and the positions of the columns."""
         columns = self._arguments.columns(call)
         if not self._schedule.is_full:
             self._arguments.check(call)
@@ -267,7 +268,7 @@ class Attachment:
         return cache, positions
 
     def _set_columns(self, positions: list[int]) -> None:
-        # From seq_len on all positions run the same layers, so the kept plans are as few as the budgets.
+        # From seq_len on all positions run the same layers, so there are as few stored plans as budgets.
         key = min(positions[0], self._schedule.seq_len) if len(positions) == 1 else None
         plan = self._step_plans.get(key)
         if plan is None:
@@ -281,7 +282,7 @@ class Attachment:
     # ------------------------------------------------------------------ generate
 
     def _generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate` under the schedule; refuses by name what cannot work with skipped layers."""
+        """transformers' `generate` under the schedule; refuses options that cannot work with skipped layers."""
         plain = functools.partial(type(self._model).generate, self._model, inputs, generation_config, *args)
         if self._paused:
             return plain(**kwargs)

@@ -1,4 +1,4 @@
-"""The KV cache of an attached model: skipped layers store nothing, and one length speaks for all layers."""
+"""The KV cache of an attached model: skipped layers store nothing, and one length holds for all layers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ __all__ = ["SkipCache"]
 
 
 class _StoredError(Exception):
-    """Ends the call of a layer that is to store keys and values and do nothing else."""
+    """Ends the call of a layer after it has stored keys and values of projected tokens."""
 
 
 class SkipCache(DynamicCache):  # type: ignore[misc]
     """A dynamic cache in which layers hold different numbers of tokens.
 
-    Positions and masks come from one authoritative length, that of the text, because transformers sizes them from one
-    layer of each attention type, which may have been skipped. A layer that runs holds every column, so for it the two
-    agree. Made by `generate` while attached, or by `Attachment.new_cache` for a loop of your own.
+    Positions and masks come from one authoritative length, that of the text. transformers would take it from one layer
+    of each attention type, which may have been skipped. A layer that runs holds every column, so its own length equals
+    that of the text. `generate` makes the cache while attached; `Attachment.new_cache` makes one for your own loop.
 
     Parameters
     ----------
     prompt_length : int, optional
-        Columns that are prompt, cached ones included. Without it, every forward is taken as prompt until a single token
-        is fed on a filled cache.
+        Number of prompt columns, with cached ones. Without it, every forward counts as prompt until a single token is
+        fed to a filled cache.
     """
 
     def __init__(self, config: Any, prompt_length: int | None = None) -> None:
         super().__init__(config=config)
         self.prompt_length = prompt_length
         self._projecting = False
-        self._projected = 0  # columns of this forward that the layer at work has projected
-        self.taps: dict[int, Tensor] = {}  # of layers with a fitted map: the last prompt states that it sees
+        self._projected = 0  # columns of this forward that the current layer has projected
+        self.taps: dict[int, Tensor] = {}  # by layer with a fitted map: the last prompt states, for its taps
         self.length = 0
         self.fed: int | None = None
 
@@ -52,11 +52,11 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             self.fed = positions[-1] + 1
 
     def begin_response(self) -> None:
-        """What is fed from here on comes after the prompt, even if no generated token has been fed yet."""
+        """Mark all later columns as coming after the prompt, even if no generated token has been fed yet."""
         self.fed = self.fed or 0
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store a layer's new keys and values, and return all it holds.
+        """Store a layer's new keys and values, and return all keys and values of the layer.
 
         Raises
         ------
@@ -75,9 +75,9 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
         return stored
 
     def project(self, layer: Callable[[], Any], columns: int) -> None:
-        """Store keys and values of `columns` columns as `layer` computes them; what it would do next is not done.
+        """Call `layer` on `columns` columns until it has stored their keys and values, and end the call there.
 
-        Every attention hands its keys and values to the cache before it reads them, so its call ends there.
+        This works because every attention passes its keys and values to the cache before it reads them.
         """
         self._projecting = True
         try:
@@ -88,22 +88,22 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
             self._projecting = False
 
     def end_layer(self) -> None:
-        """The layer that projected has run its own columns too."""
+        """Mark the end of a layer that projected columns and then ran the others."""
         self._projected = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns fed so far, whatever `layer_idx` holds."""
+        """Number of columns fed so far, for any `layer_idx`."""
         return self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Key/value length and offset of a layer of `layer_idx`'s attention type that has run on every column."""
+        """Key/value length and offset of a layer of this attention type that has run on every column."""
         window = self._window(layer_idx)
         if window is None:
             return self.length + query_length, 0
         return min(self.length, window - 1) + query_length, max(self.length - window + 1, 0)
 
     def reset(self) -> None:
-        """Forget everything, positions too; the objects stay."""
+        """Remove all columns and positions; the objects stay."""
         for layer in self.layers:
             # Older transformers zero the tensors of a growing layer, and so keep its length.
             layer.keys = layer.values = None
@@ -115,7 +115,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """False: a rollback would need tokens that skipped layers never stored."""
+        """False, because a rollback would need tokens that skipped layers never stored."""
         return False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -128,7 +128,7 @@ class SkipCache(DynamicCache):  # type: ignore[misc]
     # ------------------------------------------------------------------ bytes
 
     def tokens_held(self, layer: int) -> int:
-        """Columns whose keys and values `layer` holds."""
+        """Number of columns whose keys and values `layer` holds."""
         keys = self.layers[layer].keys
         return 0 if keys is None or keys.numel() == 0 else int(keys.shape[-2])
 

@@ -1,8 +1,8 @@
-"""The schedule that a model or an adapter carries: where it is written, and how it is found again.
+"""The schedule of a checkpoint or an adapter: where it is stored, and how it is read.
 
-A checkpoint has it in ``config.json`` (key ``skipdecode``), a PEFT adapter in ``skipdecode.json`` beside its weights.
-PEFT forgets the directory that it loads an adapter from, but keeps the adapter's config, whose one free field
-(``auto_mapping``, unused where the task type is named) holds the schedule too.
+A checkpoint stores its schedule in ``config.json`` (key ``skipdecode``), a PEFT adapter in ``skipdecode.json`` beside
+its weights. PEFT does not keep the directory of a loaded adapter, but it keeps the adapter's config. The one free field
+of this config (``auto_mapping``, unused if the task type is named) stores the schedule as well.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from skipdecode.schedule import Schedule
 __all__ = ["FIT_FILE", "SCHEDULE_FILE", "carry", "keep_tuned", "of_adapter", "of_config", "of_model", "tuned_under"]
 
 SCHEDULE_FILE = "skipdecode.json"
-FIT_FILE = "skipdecode.fit"  # safetensors inside; other tools take every *.safetensors of a directory for weights
+FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
 _KEY = "skipdecode"
 _TUNED = "_skipdecode_tuned_under"
 
 
 def of_config(config: Any, where: str) -> Schedule | None:
-    """The schedule in a transformers config; raises ScheduleError naming `where`."""
+    """The schedule in a transformers config; raises ScheduleError with `where` in its message."""
     data = getattr(config, _KEY, None)
     return None if data is None else _fitting(data, layers_in(config), f"{where}, key {_KEY!r} of config.json")
 
 
 def of_adapter(folder: Path, config: Any) -> Schedule | None:
-    """The schedule in an adapter's directory, for a base model of this config; raises ScheduleError naming the file."""
+    """The schedule in an adapter's directory, for a base model with this config; a ScheduleError names the file."""
     file = folder / SCHEDULE_FILE
     if not file.is_file():
         return None
@@ -38,12 +38,12 @@ def of_adapter(folder: Path, config: Any) -> Schedule | None:
 
 
 def of_model(model: Any) -> Schedule:
-    """The schedule that a loaded model carries: its active adapter's, else its config's.
+    """The schedule of a loaded model: that of its active adapter, else of its config.
 
     Raises
     ------
     ScheduleError
-        It carries none, or one that is wrong or for another number of layers.
+        There is no schedule, or it is invalid or for another number of layers.
     """
     plain, layers = unwrap(model), len(decoder_layers(unwrap(model)))
     adapters = getattr(model, "peft_config", None) or {}
@@ -65,18 +65,18 @@ def of_model(model: Any) -> Schedule:
 
 
 def carry(adapted: Any, schedule: Schedule) -> None:
-    """Have the active adapter of a PeftModel carry a schedule, also when it is saved."""
+    """Store a schedule in the active adapter of a PeftModel, so that saving the adapter saves the schedule."""
     config = adapted.active_peft_config
     config.auto_mapping = {**(config.auto_mapping or {}), _KEY: schedule.to_dict()}
 
 
 def keep_tuned(model: Any, schedules: tuple[Schedule, ...]) -> None:
-    """Have a loaded model know all schedules that it was tuned under; it carries one of them at most."""
+    """Record in a loaded model all schedules under which it was tuned."""
     unwrap(model).__dict__[_TUNED] = schedules
 
 
 def tuned_under(model: Any) -> tuple[Schedule, ...]:
-    """The schedules that a loaded model was tuned under, as far as it knows: what it carries counts."""
+    """The recorded schedules under which a loaded model was tuned, with the schedule of its checkpoint."""
     known: tuple[Schedule, ...] = unwrap(model).__dict__.get(_TUNED, ())
     try:
         return (*known, of_model(model))

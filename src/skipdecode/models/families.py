@@ -1,6 +1,6 @@
-"""The table of families: where a model type keeps its decoder layers. A new family is a row here.
+"""The table of families: where a model type keeps its decoder layers. A new family is a new entry.
 
-`docs/adding-a-family.md` tells how a row is tested.
+`docs/adding-a-family.md` says how to add and test an entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["FAMILIES", "Family", "decoder_layers", "family_of", "find_family", "
 
 @dataclass(frozen=True)
 class Family:
-    """Where the decoder layers are.
+    """The place of the decoder layers in a model type.
 
     Parameters
     ----------
@@ -77,12 +77,12 @@ FAMILIES: dict[str, Family] = {
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers causal LM inside `model`: itself, or the base model of a PEFT wrapper.
+    """The transformers causal LM: `model` itself, or the base model of a PEFT wrapper.
 
     Raises
     ------
     AttachError
-        If the wrapper is prompt learning, whose virtual tokens arrive as a foreign cache.
+        If the wrapper is prompt learning, which passes its virtual tokens as a cache of its own.
     """
     if not hasattr(model, "get_base_model"):
         return model
@@ -93,12 +93,12 @@ def unwrap(model: Any) -> Any:
 
 
 def find_family(model: Any) -> Family:
-    """The table's row for a transformers causal LM.
+    """The table's entry for a transformers causal LM.
 
     Raises
     ------
     UnsupportedModelError
-        If `model` is no transformers causal LM or its model type is not in the table; names the type, lists the table.
+        If `model` is not a transformers causal LM, or its type is not in the table; the message lists the table.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None or not hasattr(model, "generate"):
@@ -118,7 +118,7 @@ def find_family(model: Any) -> Family:
 
 
 def family_of(model_type: str) -> Family:
-    """The table's row for a model type; raises UnsupportedModelError as `find_family`."""
+    """The table's entry for a model type; raises UnsupportedModelError as `find_family`."""
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported: only decoders whose every layer has attention with a KV "
@@ -132,7 +132,7 @@ def _works() -> str:
 
 
 def layers_in(config: Any) -> int:
-    """How many decoder layers a model with this transformers config has."""
+    """The number of decoder layers of a model with this transformers config."""
     return int(config.get_text_config(decoder=True).num_hidden_layers)
 
 

@@ -1,8 +1,8 @@
-"""Fitted stand-ins for work that a schedule leaves out: bridges over skipped layers, keys and values of prompts.
+"""Fitted linear maps for skipped work: bridges over skipped layers, and prompt maps for keys and values.
 
-Both are maps of one token's state. A map of keys and values may also see the tokens just before its own, the *taps*. So
-layer sets stay nested, nothing more is cached, and a batch changes nothing. The input is the state divided by its root
-mean square. `skipdecode.calibration.fitting` finds the maps by least squares; docs/theory.md has the derivation.
+Both are maps of one token's state, divided by its root mean square. A prompt map may also take the states of the tokens
+just before, the *taps*. So layer sets stay nested, the cache does not grow, and results do not depend on the batch.
+`skipdecode.calibration.fitting` finds the maps by least squares; docs/theory.md has the derivation.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def with_taps(states: Tensor, before: Tensor | None, taps: int) -> tuple[Tensor,
 
 
 class Bridge(nn.Module):
-    """What a token adds to its state h in place of a skipped layer: ``up @ down @ normed(h) + bias``.
+    """The map that replaces a skipped layer: it adds ``up @ down @ normed(h) + bias`` to a token's state h.
 
     Parameters
     ----------
     down, up : Tensor
-        (rank, hidden_size) and (hidden_size, rank); rank 0 leaves the bias alone.
+        (rank, hidden_size) and (hidden_size, rank); with rank 0 the bias is all.
     bias : Tensor
         (hidden_size,)
     """
@@ -82,20 +82,20 @@ class Bridge(nn.Module):
         self.down, self.up, self.bias = (nn.Parameter(t, requires_grad=False) for t in (down, up, bias))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The states (…, hidden_size) behind the bridge, in their own type."""
+        """The states (…, hidden_size) after the bridge, in their own dtype."""
         added = normed(hidden) @ self.down.float().T @ self.up.float().T + self.bias.float()
         return (hidden.float() + added).to(hidden.dtype)
 
 
 class PromptMap(nn.Module):
-    """Keys and values of prompt tokens in a layer that they do not run, before rotary positions and a norm of keys.
+    """Maps prompt tokens to keys and values of a layer that they skip, before rotary positions and a norm of keys.
 
     Parameters
     ----------
     weight : Tensor
-        (keys + values, (taps + 1) * hidden_size): of the token's own normed state first, then of those before it.
+        (keys + values, (taps + 1) * hidden_size): columns of the token's own normed state first, then of the taps.
     bias, first : Tensor
-        (keys + values,); `first` stands for the whole map at the first token of a text, whose state is an outlier.
+        (keys + values,); `first` replaces the map at the first token of a text, whose state is an outlier.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor, first: Tensor) -> None:
@@ -103,7 +103,7 @@ class PromptMap(nn.Module):
         self.weight, self.bias, self.first = (nn.Parameter(t, requires_grad=False) for t in (weight, bias, first))
 
     def forward(self, features: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (rows, columns, width), of features as `with_taps` makes them.
+        """Keys and values, each (rows, columns, width), from features as `with_taps` makes them.
 
         `is_first` (rows, columns) marks the first tokens of texts.
         """
@@ -114,18 +114,18 @@ class PromptMap(nn.Module):
 
 
 class Fit(nn.Module):
-    """The bridges of a model's layers, and the keys and values of its prompts for one or more prompt sets.
+    """The bridges of a model's layers, and its prompt maps for one or more prompt sets.
 
     Parameters
     ----------
     bridges : mapping of int to Bridge
         By layer.
     prompts : mapping of tuple of int to mapping of int to PromptMap
-        For each set of layers that prompts run (`Schedule.prompt_layers`), the maps by layer.
+        For each prompt set (`Schedule.prompt_layers`), the maps by layer.
     taps : int
-        Tokens before its own that a prompt map sees.
+        Number of preceding tokens that a prompt map takes as input.
     about : dict
-        JSON-ready: the weights that it was fitted to ("base"), and how.
+        JSON-ready: a sample of the model's weights ("base"), and the settings of the fit.
 
     Raises
     ------
@@ -151,16 +151,16 @@ class Fit(nn.Module):
 
     @property
     def rank(self) -> float:
-        """Mean rank of the bridges; 0 where there is none."""
+        """Mean rank of the bridges; 0 without bridges."""
         ranks = [len(bridge.down) for bridge in self.bridges.values()]  # type: ignore[arg-type]
         return sum(ranks) / max(1, len(ranks))
 
     def bridge(self, layer: int) -> Bridge | None:
-        """The bridge over a layer; None where the state passes as it is."""
+        """The bridge over a layer; None if the state passes unchanged."""
         return getattr(self.bridges, str(layer), None)
 
     def prompt_map(self, prompt: Iterable[int], layer: int) -> PromptMap | None:
-        """The map of a layer for prompts that run the layers `prompt`; None where its own projection serves."""
+        """The map of a layer for prompts that run the layers `prompt`; None if the layer's own projection is used."""
         wanted = tuple(prompt)
         for layers, maps in zip(self.prompt_sets, self.maps, strict=True):
             if layers == wanted:
@@ -168,12 +168,12 @@ class Fit(nn.Module):
         return None
 
     def check_fits(self, model: Any, name: object = "the fit") -> None:
-        """Raise FitError unless the fit is for a model of these layers and this width."""
+        """Raise FitError unless the fit has the model's layers and widths."""
         plain = unwrap(model)
         self.check_sizes(len(decoder_layers(plain)), plain.config.get_text_config(decoder=True).hidden_size, name)
 
     def check_sizes(self, layers: int, width: int, name: object = "the fit") -> None:
-        """Raise FitError unless the fit is for a model of so many layers and columns."""
+        """Raise FitError unless the fit is for a model with these numbers of layers and columns."""
         if (layers, width) != (self.num_layers, self.hidden_size):
             raise FitError(
                 f"{name} is for {self.num_layers} layers of {self.hidden_size} columns, but the model has {layers} of "
@@ -181,7 +181,7 @@ class Fit(nn.Module):
             )
 
     def check_prompts(self, schedule: Schedule, name: object = "the fit") -> None:
-        """Raise FitError where only prompts of other schedules have maps, and those of this one would need some."""
+        """Raise FitError if prompts of this schedule need maps, and the fit has maps for other prompt sets only."""
         asked = schedule.prompt_layers()
         if schedule.projected and self.prompt_sets and asked not in self.prompt_sets:
             made = " or ".join(str(list(layers)) for layers in self.prompt_sets)
@@ -191,7 +191,7 @@ class Fit(nn.Module):
             )
 
     def digest(self) -> str:
-        """A short hash of the numbers and of what they are for: equal for equal fits alone."""
+        """A short hash of the tensors and their places; equal only for equal fits."""
         found = hashlib.sha256(repr((self.num_layers, self.prompt_sets, self.taps)).encode())
         for name, tensor in self.state_dict().items():
             found.update(f"{name} {tuple(tensor.shape)}".encode())
@@ -199,9 +199,9 @@ class Fit(nn.Module):
         return found.hexdigest()[:16]
 
     def save(self, path: Path | str, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the fit as a safetensors file of 16-bit numbers; raises OutputError where that cannot be written.
+        """Write the fit as a safetensors file of 16-bit numbers; raises OutputError if that fails.
 
-        `state` are its numbers where they are not its own, such as those gathered from several devices.
+        `state` replaces the fit's own tensors, such as by tensors gathered from several devices.
         """
         about = {
             "format": FIT_FORMAT,
@@ -217,7 +217,7 @@ class Fit(nn.Module):
 
     @classmethod
     def load(cls, path: Path | str) -> Fit:
-        """The fit of a file that `save` wrote; raises FitError naming the file and what is wrong."""
+        """The fit of a file that `save` wrote; a FitError names the file and the fault."""
         try:
             with safe_open(str(path), "pt") as file:
                 about = json.loads((file.metadata() or {}).get("skipdecode.fit", "null"))
@@ -282,7 +282,7 @@ class Fit(nn.Module):
 
 
 def keep_fit(model: Any, fit: Fit | None) -> None:
-    """Have a loaded model know its fit; None takes it away. Raises FitError if it is for another model."""
+    """Store a fit in a loaded model; None removes it. Raises FitError if the fit is for another model."""
     plain = unwrap(model)
     if fit is None:
         plain.__dict__.pop(_KEPT, None)
@@ -292,14 +292,14 @@ def keep_fit(model: Any, fit: Fit | None) -> None:
 
 
 def fit_of(model: Any) -> Fit | None:
-    """The fit that a loaded model knows; None if it has none."""
+    """The fit of a loaded model; None if it has none."""
     found: Fit | None = unwrap(model).__dict__.get(_KEPT)
     return found
 
 
 @contextlib.contextmanager
 def trainable_fit(model: Any) -> Iterator[None]:
-    """Within it the fit that a model knows is one of its modules, and its numbers are trained with the weights."""
+    """A context in which the fit of a model is one of its modules and is trained with the weights."""
     plain, fit = unwrap(model), fit_of(model)
     if fit is not None:
         plain.add_module(_TRAINED, fit.requires_grad_(True))
@@ -312,7 +312,7 @@ def trainable_fit(model: Any) -> Iterator[None]:
 
 
 def fit_state(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A model's state without the fit that is trained with it, and the fit's own state."""
+    """Split a model's state into the state without the trained fit, and the state of the fit."""
     weights, fitted = {}, {}
     for name, tensor in state.items():
         before, found, own = name.rpartition(f"{_TRAINED}.")

@@ -1,4 +1,4 @@
-"""`forward` and `generate` of an attached model: what is called in their place, and what they refuse by name."""
+"""`forward` and `generate` of an attached model: the replacements, and the options that they refuse by name."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 class ForwardSlot:
-    """Stands as `forward` on one model object, so that `model(...)` and `model.forward(...)` go the same way.
+    """Replaces `forward` on one model object, for both `model(...)` and `model.forward(...)`.
 
-    Its signature is that of the forward it stands for: trainers read it to choose columns. An object, not a closure, so
-    that a deep copy of the model calls the copy.
+    The signature is that of the replaced forward, because trainers read it to choose columns. The replacement is an
+    object and not a closure, so that a deep copy of the model calls the copy.
     """
 
     def __init__(self, model: Any, run: Callable[..., Any]) -> None:
@@ -53,7 +53,7 @@ class ForwardSlot:
         return self._run(self._forward, args, kwargs)
 
     def restore(self) -> None:
-        """Put the model's own forward back; where another tool has wrapped this one since, only stand aside."""
+        """Restore the model's own forward; if another tool has wrapped this one since, only pass calls through."""
         self._run = None
         if self._model.__dict__.get("forward") is self:
             del self._model.__dict__["forward"]
@@ -76,21 +76,21 @@ class CallArguments:
         return dict(zip(self._names, args, strict=False)) | kwargs
 
     def batch(self, call: dict[str, Any]) -> tuple[int, torch.device]:
-        """Rows of the input, and where it lies."""
+        """Number of rows of the input, and its device."""
         tokens = self._tokens(call)
         return int(tokens.shape[0]), tokens.device
 
     def columns(self, call: dict[str, Any]) -> int:
-        """Columns (tokens of a row) of the input."""
+        """Number of columns (tokens of a row) of the input."""
         return int(self._tokens(call).shape[1])
 
     def wants_cache(self, call: dict[str, Any]) -> bool:
-        """Whether the forward would make a cache."""
+        """Whether the forward would create a cache."""
         use = call.get("use_cache")
         return bool(getattr(self._config, "use_cache", True) if use is None else use)
 
     def check(self, call: dict[str, Any]) -> None:
-        """Refuse, by name, what a forward that skips layers cannot give.
+        """Refuse arguments that a forward with skipped layers does not support.
 
         Raises
         ------
@@ -127,14 +127,14 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """What the last `generate` call ran and held.
+    """Statistics of a `generate` call.
 
     Parameters
     ----------
     forwards : int
         Forward passes, the prompt's included.
     token_layers, token_layers_full : int
-        Sum over columns fed of the layers run, and the same at full depth (one row's worth: rows are in lockstep).
+        Sum over fed columns of the layers run, and the same at full depth. All rows run the same, so one row counts.
     kv_bytes, kv_bytes_full : int
         Bytes of keys and values held at the end, and what full depth would hold. Zero without a cache.
     """
@@ -147,20 +147,20 @@ class GenerationStats:
 
     @property
     def kv_bytes_saved(self) -> int:
-        """Bytes that full depth would hold on top."""
+        """Additional bytes that full depth would hold."""
         return self.kv_bytes_full - self.kv_bytes
 
 
 class GenerationOptions:
-    """The options of one `generate` call, wherever they were given.
+    """The options of one `generate` call from all sources.
 
     Parameters
     ----------
     given : dict
         Keyword arguments of the call.
     config, defaults : GenerationConfig
-        The call's config object, if any, and the model's own; transformers takes from the latter what the former leaves
-        open.
+        The config object of the call, if any, and that of the model. transformers uses the latter for options that the
+        former leaves open.
     """
 
     def __init__(self, given: dict[str, Any], config: Any, defaults: Any) -> None:
@@ -168,23 +168,23 @@ class GenerationOptions:
         self._sources = [config, defaults]
 
     def value(self, name: str) -> Any:
-        """An option's value; None where nobody set it."""
+        """The value of an option; None if it is not set."""
         values = [self._given.get(name), *(getattr(source, name, None) for source in self._sources)]
         return next((v for v in values if v is not None), None)
 
     def uses_cache(self) -> bool:
-        """Whether keys and values are cached. Text that begins as embeddings always is: it cannot be fed again."""
+        """Whether keys and values are cached. Input embeddings are always cached, because they cannot be fed again."""
         return self.value("use_cache") is not False or self._given.get("inputs_embeds") is not None
 
     def prompt_columns(self, inputs: Any) -> int | None:
-        """Columns of the prompt; None if the text starts from the model's own begin token."""
+        """Number of prompt columns; None if the text starts from the model's own begin token."""
         for candidate in (self._given.get("inputs_embeds"), inputs, self._given.get("input_ids")):
             if isinstance(candidate, Tensor):
                 return int(candidate.shape[1])
         return None
 
     def refusal(self) -> str | None:
-        """Why the call cannot run under a schedule, if so: the option that breaks cached skipping, and the reason."""
+        """The option that prevents the call from running under a schedule, and the reason; None if there is none."""
         advice = "leave it out, or detach first"
         for name, reason in _REFUSED_IF_SET.items():
             value = self.value(name)
@@ -203,7 +203,7 @@ class GenerationOptions:
 
 
 def foreign_cache(past: Any) -> str:
-    """Why a cache that is not ours is refused."""
+    """The error for a cache that is not a `SkipCache`."""
     return (
         f"past_key_values of type {type(past).__name__} is not supported: pass a cache that an attached model "
         "returned, or attachment.new_cache()"

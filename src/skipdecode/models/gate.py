@@ -1,8 +1,8 @@
-"""The gate: stands in front of a decoder layer, in the model's own layer list, and obeys the plan of the forward.
+"""The gate of a decoder layer: it follows the plan of the forward.
 
-A layer object becomes gated by taking a subclass of its own class that overrides `__call__`, and becomes plain again by
-taking its class back. The layer stays the same object with the same parameters, so state dicts, PEFT, hooks and device
-placement see nothing new, and gradient checkpointing recomputes the layer, not the gate.
+Gating changes the class of a layer object to a subclass that overrides `__call__`; ungating restores the class. The
+layer stays the same object with the same parameters in the model's own layer list. So state dicts, PEFT, hooks and
+device placement do not change, and gradient checkpointing recomputes the layer, not the gate.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 
 
 class GateState:
-    """Holds the plan of the forward under way (None: every layer runs on everything); all gates of a model share it.
+    """The plan of the current forward, shared by all gates of a model (None: every layer runs on all columns).
 
-    `scratch` makes the cache of a forward without one, for layers that project: within it, one layer's keys and values
-    of the columns that it does not run meet those that it runs. `maps` are the fit's for this schedule's prompts, by
-    layer, and `text` is what `text_columns` gives.
+    In a forward without a cache, `scratch` makes a cache for a layer that projects: it joins the keys and values of
+    projected columns and of those that the layer runs. `maps` are the fit's prompt maps of this schedule by layer, and
+    `text` is the result of `text_columns`.
     """
 
     def __init__(self, returns_tuple: bool, scratch: Callable[[], SkipCache]) -> None:
@@ -53,7 +53,7 @@ class GateState:
         self.text: tuple[Tensor, Tensor] | None = None
 
     def take_fit(self, fit: Fit | None, schedule: Schedule, layers: Sequence[nn.Module]) -> None:
-        """Use what a fit has for a schedule; raises FitError where the layers cannot be given keys and values."""
+        """Use the parts of a fit for a schedule; raises FitError if keys and values cannot be given to the layers."""
         numbers, prompt = range(schedule.num_layers), schedule.prompt_layers()
         if fit is None or schedule.is_full:
             self.bridges, self.maps = {}, {}
@@ -70,7 +70,7 @@ class GateState:
                 )
 
     def passed(self, index: int, hidden: Tensor) -> Tensor:
-        """The states (batch, columns, hidden_size) of tokens that do not run a layer, behind it."""
+        """The states (batch, columns, hidden_size), after a layer, of tokens that skip the layer."""
         plan, bridge = self.plan.layers[index], self.bridges.get(index)  # type: ignore[union-attr]
         if bridge is None or plan.bridged >= hidden.shape[1]:
             return hidden
@@ -82,7 +82,7 @@ class GateState:
 
 
 class _Gated:
-    """Mixed into a decoder layer's class; the layer's number and state are attributes of the object."""
+    """A mixin for a decoder layer's class; the number and the state of the layer are attributes of the object."""
 
     _skipdecode: tuple[int, GateState]
 
@@ -114,7 +114,7 @@ class _Gated:
         return (_merge(out[0], passed, plan), *out[1:])
 
     def _run_late(self, run: Callable[..., Any], state: GateState, hidden: Tensor, named: dict[str, Any]) -> Tensor:
-        """Project the columns before the plan's first, then run the rest on top of their keys and values."""
+        """Project the columns before the plan's start, then run the other columns, which attend to them."""
         index, _ = self._skipdecode
         plan, columns = state.plan.layers[index], hidden.shape[1]  # type: ignore[union-attr]
         layer: Any = self
@@ -126,7 +126,7 @@ class _Gated:
                     "gradient checkpointing with fitted keys and values of prompts is not supported: turn it off, or "
                     "leave the fit out"
                 )
-            # A checkpointed layer takes no cache: it runs on all columns, and what is only projected is dropped.
+            # A checkpointed layer takes no cache. It runs on all columns; the output of projected columns is dropped.
             out = run(hidden[:, : plan.count], **_columns(named, 0, plan.count, columns))
             out = out[0] if state.returns_tuple else out
             return _merge(out[:, plan.start :], passed, plan)
@@ -141,7 +141,7 @@ class _Gated:
                 return passed
             now = _columns(named, plan.start, plan.count, columns)
             now["attention_mask"] = _fitting(now.get("attention_mask"), cache.tokens_held(index), plan, hidden)
-            # In a ragged batch prompt tokens of longer rows are among the columns that run.
+            # In a ragged batch the columns that run include prompt tokens of longer rows.
             given = None if plan.keep is None else fitted
             with _given_keys(layer, given, slice(plan.start, plan.count), plan.keep):
                 out = run(hidden[:, plan.start : plan.count], **now)
@@ -151,7 +151,7 @@ class _Gated:
 
 
 def ungate_layer(layer: nn.Module) -> None:
-    """Make a gated layer plain again."""
+    """Restore the class of a gated layer."""
     base = type(layer).__dict__.get("_skipdecode_base")
     if base is not None:
         layer.__class__ = base
@@ -159,9 +159,9 @@ def ungate_layer(layer: nn.Module) -> None:
 
 
 def text_columns(mask: Tensor | None, columns: int) -> tuple[Tensor, Tensor] | None:
-    """Of the last columns of a padding mask (batch, all columns): where text is, and where it begins, both of bool.
+    """For the last columns of a padding mask (batch, all columns): which are text, and which begin a text (bool).
 
-    None where there is no such mask: all is text, and it begins in the first column of an empty cache.
+    None without such a mask: all columns are text, which begins in the first column of an empty cache.
     """
     if mask is None or mask.dim() != 2:
         return None
@@ -183,8 +183,8 @@ def is_gated(layer: nn.Module) -> bool:
 
 @functools.cache
 def with_mixin(mixin: Any, base: Any) -> Any:
-    """A subclass of `base`, under its name, with the methods of `mixin` in front of its own."""
-    # The name stays, because FSDP and device maps find decoder layers by it.
+    """A subclass of `base` with the same name, in which the methods of `mixin` come first."""
+    # The name stays the same, because FSDP and device maps find decoder layers by it.
     body = {"_skipdecode_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
     mixed: Any = type(base.__name__, (mixin, base), body)
     # transformers wraps `forward` of every subclass for checkpointing. Two wrappers would checkpoint twice when the
@@ -195,7 +195,7 @@ def with_mixin(mixin: Any, base: Any) -> Any:
 
 
 def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
-    """The layer's output on its tokens, what came in everywhere else."""
+    """The layer's output for the tokens that run it, and the input for all others."""
     if plan.keep is not None:
         out = torch.where(plan.keep.to(out.device).unsqueeze(-1), out, hidden[:, plan.start : plan.count])
     parts = [hidden[:, : plan.start], out, hidden[:, plan.count :]]
@@ -203,7 +203,7 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
 
 
 def query_projection(layer: nn.Module) -> Any:
-    """The module that makes a layer's queries alone; None where one makes queries, keys and values together."""
+    """The module of a layer's queries; None if one module computes queries, keys and values."""
     return projection(layer, "q_proj")
 
 
@@ -214,7 +214,7 @@ def projection(layer: nn.Module, name: str) -> Any:
 
 @contextlib.contextmanager
 def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it a call of the module calls `forward`."""
+    """A context in which calls of the module call `forward`."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -227,7 +227,7 @@ def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_queries(layer: nn.Module) -> Iterator[None]:
-    """Within it a layer's query projection, where it is a module of its own, gives zeros and computes nothing."""
+    """A context in which a layer's query projection, if it is a separate module, returns zeros without computing."""
     found = query_projection(layer)
     if found is None:
         yield
@@ -241,7 +241,7 @@ def _without_queries(layer: nn.Module) -> Iterator[None]:
 def _given_keys(
     layer: nn.Module, fitted: tuple[Tensor, Tensor] | None, columns: slice, keep: Tensor | None = None
 ) -> Iterator[None]:
-    """Within it the key and value projections give the fitted ones of these columns, but where `keep` holds."""
+    """A context in which key and value projections return the fitted values of these columns, except where `keep`."""
     if fitted is None:
         yield
         return
@@ -259,7 +259,7 @@ def _given_keys(
 
 
 def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache) -> tuple[Tensor, Tensor] | None:
-    """Keys and values that the fit has for the states at a layer; None where it has no map for it."""
+    """Fitted keys and values for the states at a layer; None if the fit has no map for the layer."""
     made = state.maps.get(index)
     if made is None:
         return None
@@ -269,7 +269,7 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
         first[:, :1] = cache.length == 0
     else:
         text, first = (marks[:, :columns].to(hidden.device) for marks in state.text)
-        states = states * text.unsqueeze(-1)  # padding is no token that a tap could see
+        states = states * text.unsqueeze(-1)  # taps do not see padding
     features, cache.taps[index] = with_taps(states, cache.taps.get(index), state.taps)
     keys, values = made(features, first)
     return keys, values
@@ -289,14 +289,14 @@ def _positional_names(layer_class: Any) -> tuple[str, ...]:
 def _leading(
     layer_class: type, count: int, columns: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A layer's arguments for the first `count` of `columns` columns."""
+    """The arguments of a layer, cut to the first `count` of `columns` columns."""
     names = _positional_names(layer_class)
     short = tuple(_cut(n, v, 0, count, columns) for n, v in zip(names, args, strict=False))
     return short, _columns(kwargs, 0, count, columns)
 
 
 def _columns(named: dict[str, Any], start: int, count: int, columns: int) -> dict[str, Any]:
-    """Arguments for the columns from `start` up to `count`, which see all those before them."""
+    """The arguments of a layer for the columns from `start` up to `count`, which attend to all earlier columns."""
     return {name: _cut(name, value, start, count, columns) for name, value in named.items()}
 
 
@@ -333,10 +333,10 @@ def _cut_mask(mask: Any, start: int, count: int, columns: int) -> Any:
 
 
 def _fitting(mask: Tensor | None, held: int, plan: LayerPlan, hidden: Tensor) -> Tensor | None:
-    """The mask for columns that come after `held` ones: a sliding layer holds fewer than the mask is for.
+    """The mask for columns after `held` columns; a layer with a sliding window holds fewer keys than the mask covers.
 
-    No mask means causal, which attention takes to begin at the first key, so where several columns follow others it is
-    written out.
+    No mask means a causal mask that begins at the first key. If several columns follow others, this would be wrong, so
+    the mask is written out.
     """
     queries = plan.count - plan.start
     if mask is not None:

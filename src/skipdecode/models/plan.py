@@ -1,8 +1,8 @@
-"""What each layer does with the tokens of one forward: from generation positions to the columns that run.
+"""The plan of a forward: for each layer, the columns that run, from the generation positions of the tokens.
 
-Along a row the positions never fall, so the tokens that run a layer stand together: the first ones of the row, or, for
-a layer that prompts do not run, those from the last prompt token on. What is before them is projected: the layer stores
-their keys and values and does nothing else.
+Positions never fall along a row, so the tokens that run a layer are contiguous. They are the first tokens of the row,
+or, for a layer that prompts skip, the tokens from the last prompt token on. The tokens before these are projected: the
+layer stores their keys and values and does nothing else.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ __all__ = [
 ]
 
 PROMPT = -2
-"""Position of a prompt token, the last one apart."""
+"""Position of a prompt token, except the last."""
 
 LAST_PROMPT = -1
 """Position of the last prompt token, from which the first new token is predicted."""
 
 AFTER = 2**40
-"""Position of every token that comes after the first response: it runs the schedule's last set."""
+"""Position of every token after the first response; such a token runs the schedule's last set."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one layer does: nothing with columns from `count` on, and before them it runs from column `start` on.
+    """The plan of one layer: it runs on the columns from `start` up to `count`, and skips those from `count` on.
 
-    Columns before `start` are projected: keys and values are stored, the states pass by. `keep` (batch, count - start)
-    marks the tokens that the layer is for; None where all of them are, which is always so in decoding. A ragged
-    teacher-forced batch is the one case in which columns beyond a row's own are computed, with the layer's other rows.
+    Columns before `start` are projected: their keys and values are stored, and their states pass unchanged. `keep`
+    (batch, count - start) marks the tokens that run the layer; None if all do, which is always so in decoding. Only in
+    a ragged teacher-forced batch does the layer compute columns that a row does not need, because other rows need them.
 
-    Tokens that skip the layer from column `bridged` on take its bridge, where a fit has one (`skipdecode.models.fit`);
-    `crosses` (batch, columns - bridged) marks them where rows differ. Prompt tokens do so only with prompt "max_exit",
-    the last one apart: with layers of their own they pass the others by.
+    Tokens that skip the layer from column `bridged` on take its bridge, if a fit has one (`skipdecode.models.fit`).
+    `crosses` (batch, columns - bridged) marks them if rows differ. Prompt tokens except the last take bridges only with
+    prompt "max_exit".
     """
 
     count: int
@@ -69,12 +69,12 @@ class StepPlan:
 
     @cached_property
     def token_layers(self) -> int:
-        """Sum over layers of the columns that run them."""
+        """Sum over layers of the number of columns that run the layer."""
         return sum(layer.count - layer.start for layer in self.layers)
 
     @classmethod
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:
-        """Plan for rows in lockstep; `positions` holds the generation position of each column."""
+        """Plan for rows with the same positions; `positions` has the generation position of each column."""
         plans = []
         for first, end, skipped in zip(*_bounds(schedule), strict=True):
             count = bisect_left(positions, end)
@@ -84,7 +84,7 @@ class StepPlan:
 
     @classmethod
     def of_rows(cls, schedule: Schedule, positions: Tensor) -> StepPlan:
-        """Plan for rows of their own; `positions` (batch, columns) of whole numbers, non-decreasing along a row."""
+        """Plan for rows with different positions; `positions` (batch, columns) never fall along a row."""
         bounds = (torch.tensor(bound, device=positions.device)[:, None, None] for bound in _bounds(schedule))
         first, end, skipped = bounds
         before, active, crosses = positions < first, positions < end, positions >= skipped
@@ -94,7 +94,7 @@ class StepPlan:
 
 
 def _bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
-    """For each layer the positions from which it runs, from which it does no more, and from which its bridge serves."""
+    """For each layer the positions at which it starts to run, stops running, and starts to use its bridge."""
     on_prompt, at_last = set(schedule.prompt_layers()), set(schedule.last_prompt_layers())
     first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]
     end, skipped = [], []
@@ -114,23 +114,23 @@ def _row_plan(starts: list[int], counts: list[int], bridged: list[int], active: 
 
 
 def label_positions(labels: Tensor) -> Tensor:
-    """Positions (batch, columns) from training labels (batch, columns), where -100 marks what is not response.
+    """Positions (batch, columns) from training labels (batch, columns); -100 marks tokens outside the response.
 
-    Response token j of a row is position j; tokens before it are prompt; everything after the first response segment
-    (later turns) is `AFTER`, as in cached decoding.
+    Response token j of a row has position j. Earlier tokens are prompt. All tokens after the first response segment
+    (later turns) are `AFTER`, as in cached decoding.
     """
     response = labels != -100
     count = response.cumsum(1)
     follows = response.roll(-1, 1)
     follows[:, -1] = False
     before = torch.where(follows, LAST_PROMPT, PROMPT)
-    # Positions that a response token follows directly: a gap after a response ends the first segment.
+    # A gap after response tokens ends the first segment.
     gap = (~response & (count > 0)).cumsum(1) > 0
     return torch.where(gap, AFTER, torch.where(count == 0, before, count - 1))
 
 
 def check_prompt_length(value: Any, columns: int, past: Any) -> None:
-    """Raise UnsupportedFeatureError unless `value` can be the prompt's columns: whole, 0 or more, one if cached."""
+    """Raise UnsupportedFeatureError unless `value` is a number of prompt columns: whole, 0 or more, one if cached."""
     numbers = value.tolist() if isinstance(value, Tensor) else [value]
     numbers = numbers if isinstance(numbers, list) else [numbers]
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers):
@@ -142,7 +142,7 @@ def check_prompt_length(value: Any, columns: int, past: Any) -> None:
 
 
 def length_positions(prompt_length: int | Tensor, batch: int, columns: int, device: torch.device) -> Tensor:
-    """Positions (batch, columns) when the first `prompt_length` columns (one number, or one a row) are prompt."""
+    """Positions (batch, columns) if the first `prompt_length` columns (one number, or one per row) are prompt."""
     lengths = torch.as_tensor(prompt_length, device=device).reshape(-1, 1)
     if lengths.shape[0] not in (1, batch):
         raise UnsupportedFeatureError(
@@ -155,14 +155,14 @@ def length_positions(prompt_length: int | Tensor, batch: int, columns: int, devi
 def cached_positions(columns: int, *, past: int, prompt_length: int | None, fed: int | None) -> list[int]:
     """Positions of the next `columns` columns of a cache that holds `past` columns.
 
-    `fed` counts the generated columns among them; None while the first response has not begun. A forward after it has
-    begun is one generated token, or a new turn: its first token is the last generated one, which had not been fed yet,
-    and takes the next position; the rest run the last set, and so does everything after them. A first forward that runs
-    past `prompt_length` is teacher-forced.
+    `fed` is the number of generated columns in the cache; None before the first response. After the response has begun,
+    a forward has one generated token or a new turn. The first token of a new turn is the last generated token, which
+    was not fed yet; it takes the next position. The other tokens, and all later ones, run the last set. A first forward
+    with more than `prompt_length` columns is teacher-forced.
     """
     if fed is not None:
         return [min(fed, AFTER)] + [AFTER] * (columns - 1)
     if prompt_length is None:
-        # By hand, without a stated prompt length: one token on a filled cache is generated, anything else is prompt.
+        # In a loop without a prompt length, one token on a filled cache is generated, and all else is prompt.
         return [0] if past and columns == 1 else [PROMPT] * (columns - 1) + [LAST_PROMPT]
     return [max(PROMPT, past + i - prompt_length) for i in range(columns)]
