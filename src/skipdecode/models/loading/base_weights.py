@@ -1,8 +1,7 @@
-"""Which weights an adapter was tuned on: a few numbers of its base model, kept in its recipe and compared when it is
-put on.
+"""Identifies the weights on which an adapter was tuned, by a sample of its base model's weights in the recipe.
 
-Numbers and no digest: they tell a cast (bf16 moves a weight by 0.4% at most) from a 4-bit copy (8%) and from another
-model (140%).
+Loading an adapter compares the sample with the model. A sample is better than a digest here: it distinguishes a cast
+(bf16 changes a weight by 0.4% at most) from a 4-bit copy (8%) and from another model (140%).
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ __all__ = ["base_entry", "base_sample", "check_base", "checkpoint_digest", "is_o
 _PLACES = 64
 _CAST = 0.004
 _OTHER_MODEL = 0.3
-_OF_THE_PLACE = ("_name_or_path", "transformers_version")  # entries of a config that decide no text
+_OF_THE_PLACE = ("_name_or_path", "transformers_version")  # entries of a config that do not affect the output
 
 
 def base_entry(model: Any, path: Path) -> dict[str, Any]:
-    """What a recipe says of the weights that a run starts from; JSON-ready.
+    """The entry of a recipe about the weights at the start of a run; JSON-ready.
 
     Parameters
     ----------
     model : transformers causal LM
         Without an adapter.
     path : Path
-        The directory it was loaded from, which says the source of the embedded model.
+        The directory of the model; for the embedded model it has the source of the weights.
     """
     source = path / SOURCE_FILE
     return {
@@ -49,14 +48,14 @@ def base_entry(model: Any, path: Path) -> dict[str, Any]:
 
 
 def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | None) -> None:
-    """Compare the base that an adapter goes on with the one it was tuned on, where its recipe knows that (`known`).
+    """Compare the base model of an adapter with the weights in the adapter's recipe (`known`), if there are any.
 
-    Other bits of the same weights get a note with how far they are apart.
+    If the weights differ by rounding only, a note says by how much.
 
     Raises
     ------
     ModelLoadError
-        If `model` holds other weights.
+        If `model` has other weights.
     """
     if known is None:
         return
@@ -75,7 +74,7 @@ def check_base(model: Any, base: str, adapter: Path, known: Mapping[str, Any] | 
 
 
 def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = ()) -> None:
-    """Have a loaded model use the fit of a file; `schedules` are the files of schedules that it lies beside.
+    """Load the fit of a file into a model; `schedules` are the schedule files in the directory of the fit.
 
     Raises
     ------
@@ -96,7 +95,7 @@ def put_fit(model: Any, file: Path, schedules: Sequence[Path | str] = ()) -> Non
 
 
 def checkpoint_digest(loaded: LoadedModel) -> dict[str, Any]:
-    """All of a checkpoint that decides its texts, JSON-ready: a run goes on only with the same."""
+    """Everything of a checkpoint that affects its output, JSON-ready: a run continues only if this is unchanged."""
     from skipdecode.models.fit import fit_of
 
     model, tokenizer = unwrap(loaded.model), loaded.tokenizer
@@ -124,12 +123,12 @@ def _digest(value: Any) -> str:
 
 
 def is_other_model(known: Any, now: list[float]) -> bool:
-    """Whether samples (`base_sample`) are of other weights, not of a cast or a 4-bit copy."""
+    """Whether two samples (`base_sample`) come from different weights and not from a cast or a 4-bit copy."""
     return _distance(known, now) > _OTHER_MODEL
 
 
 def base_sample(model: Any) -> list[float]:
-    """Numbers from places spread over the model's matrices, to six digits."""
+    """A sample of the model's weights from all its matrices, to six digits."""
     matrices = [(n, p) for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point()]
     # Steps of the golden ratio: no two matrices are read at the same place.
     shares = [(i * 0.6180339887 % 1, matrices[i * len(matrices) // _PLACES][1]) for i in range(_PLACES)]
@@ -138,7 +137,7 @@ def base_sample(model: Any) -> list[float]:
 
 
 def _distance(known: Any, now: list[float]) -> float:
-    """Root mean square of the differences over that of the known numbers; infinite if these are no such list."""
+    """Root mean square of the differences over that of the known numbers; infinite if `known` is not such a list."""
     if not isinstance(known, list) or len(known) != len(now) or not all(isinstance(x, int | float) for x in known):
         return math.inf
     return math.dist(known, now) / (math.hypot(*known) or math.inf)

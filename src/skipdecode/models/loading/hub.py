@@ -1,6 +1,6 @@
-"""Loads what a model's name stands for: weights, adapter and tokenizer.
+"""Loads a model by its name: weights, adapter and tokenizer.
 
-Knows nothing about how a schedule is applied; it only hands over the one a checkpoint carries.
+This module does not apply schedules; it only returns the schedule of the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["DTYPES", "LoadedModel", "choose_device", "load_model"]
 
 _NAMED_TENSORS = 2
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# Without one of these, transformers either fails or makes up an empty tokenizer.
+# Without one of these files, transformers either fails or makes an empty tokenizer.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -45,11 +45,11 @@ class LoadedModel:
     Parameters
     ----------
     model : transformers causal LM or peft.PeftModel
-        It is in eval mode and on its device.
+        In eval mode, on its device.
     tokenizer : transformers tokenizer or None
-        Pads on the left; its pad token is the end token where the checkpoint names none.
+        Pads on the left. The pad token is the end token if the checkpoint names none.
     ref : ModelRef
-        What its name stands for: the schedule that it carries, its recipe, the directory it was read from.
+        The resolved name: schedule, recipe and directory of the checkpoint.
     """
 
     model: Any
@@ -58,22 +58,22 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The name that was asked for."""
+        """The name by which the model was loaded."""
         return self.ref.name
 
     @property
     def path(self) -> Path:
-        """The directory it was read from; of a hub id, its snapshot in the hub's own cache."""
+        """The directory of the checkpoint; for a hub id, its snapshot in the hub's cache."""
         return self.ref.folder
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule that it carries."""
+        """The schedule of the checkpoint."""
         return self.ref.schedule
 
     @property
     def recipe(self) -> Recipe | None:
-        """The prompt and the schedules that it was tuned on; None where it does not say how it was tuned."""
+        """The prompt template and the schedules of the tuning; None if the checkpoint has no recipe."""
         return self.ref.recipe
 
     @property
@@ -82,7 +82,7 @@ class LoadedModel:
         return len(decoder_layers(unwrap(self.model)))
 
     def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:
-        """One line for users where its weights were not tuned under some of the schedules."""
+        """One line for users if the weights were not tuned under some of the schedules; else None."""
         return untuned_line(schedules, self.recipe, self.name, merge=self.ref.adapter is not None)
 
 
@@ -93,35 +93,35 @@ def load_model(
     device: str | None = None,
     require_tokenizer: bool = True,
 ) -> LoadedModel:
-    """A causal LM by name, with its tokenizer, the schedule that it carries and the fit that it uses.
+    """A causal LM by name, with its tokenizer, its schedule and its fit.
 
     Parameters
     ----------
     name : str, Path or ModelRef
-        A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or ``e2e-smollm2-135m``, the
-        bundled adapter on it. These two names go first: a directory of such a name is ``./smollm2-135m``.
+        A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or a bundled adapter on it, such
+        as ``e2e-smollm2-135m``. These names take precedence: a directory of such a name is ``./smollm2-135m``.
     dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
-        Type of the weights; "auto" is the checkpoint's own, but see `ModelRef.dtype`.
+        Dtype of the weights; "auto" is the checkpoint's own, with the exceptions of `ModelRef.dtype`.
     device : str, optional
-        A torch device such as "cpu" or "cuda:1"; by default the first GPU if there is one, else the CPU.
+        A torch device such as "cpu" or "cuda:1". Default: the first GPU if there is one, else the CPU.
     require_tokenizer : bool
-        Whether a checkpoint without tokenizer is an error; otherwise `LoadedModel.tokenizer` is None.
+        Whether a checkpoint without tokenizer is an error. If not, `LoadedModel.tokenizer` is None.
 
     Raises
     ------
     FitError
         If a fit is broken, or for another model.
     ModelLoadError
-        If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or they hold no
-        decoder-only causal LM.
+        If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or the model is
+        not a decoder-only causal LM.
     MissingExtraError
-        If peft is needed and absent.
+        If peft is needed and not installed.
     ScheduleError
-        If the schedule it carries is wrong or is for another number of layers.
+        If the schedule of the checkpoint is invalid or for another number of layers.
     DataError
-        If its recipe.json is broken.
+        If recipe.json is broken.
     UsageError
-        If `dtype` or `device` is not accepted, or schedules have several fits.
+        If `dtype` or `device` is not accepted, or if there are several fits.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
@@ -150,7 +150,7 @@ def load_model(
 
 
 def _tokenizer(ref: ModelRef, required: bool) -> Any | None:
-    """The adapter's tokenizer if it has one, else the model's; None without one unless `required`."""
+    """The adapter's tokenizer if it has one, else the model's; None if neither has one and it is not `required`."""
     from transformers import AutoTokenizer
 
     own = ref.adapter is not None and _has_tokenizer(ref.adapter)
@@ -180,7 +180,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def choose_device(device: str | None) -> Any:
-    """The torch device of that name, by default the first GPU or else the CPU; raises UsageError."""
+    """The torch device of this name, by default the first GPU, else the CPU; raises UsageError for other names."""
     import torch
 
     if device is None:
@@ -240,22 +240,23 @@ def _check_tensors(
     unexpected: Collection[str],
     mismatched: Collection[tuple[str, Any, Any]] = (),
 ) -> None:
-    """Refuse weights that are not what the model computes with.
+    """Raise an error if the loaded weights are not those of the model.
 
     Parameters
     ----------
     where : str
         The directory or hub id of the weights.
     tensors : iterable of (name, tensor)
-        The loaded tensors; checked for values that are not finite.
+        The loaded tensors, which must be finite.
     missing, unexpected : collection of str
-        Tensors that the model has and the file has not, and the reverse: a config with fewer layers, or other names.
+        Tensors of the model that the file lacks, and tensors of the file that the model lacks (a config with fewer
+        layers, or other names).
     mismatched : collection of (name, shape in the file, shape in the model)
 
     Raises
     ------
     ModelLoadError
-        Names the first tensors of each fault.
+        The message names the first tensors of each fault.
     """
     shapes = {
         name: f"{name} ({tuple(stored)} in the file, {tuple(own)} in the model)" for name, stored, own in mismatched

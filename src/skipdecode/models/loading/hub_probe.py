@@ -1,7 +1,7 @@
-"""One quick question to the hub before anything is fetched from it.
+"""One short request to the hub before any download.
 
-The hub's own client retries for half a minute when there is no network, once per file. One request with a short timeout
-first tells "not there" from "not reachable".
+Without a network the hub's client retries for half a minute per file. One request with a short timeout distinguishes
+"does not exist" from "not reachable" first.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["HubAnswer", "ask_hub"]
 
 TIMEOUT_SECONDS = 5.0
 _REMEMBERED_SECONDS = 60.0
-_unreachable: dict[str, tuple[float, HubAnswer]] = {}  # by address, so that a command waits once
+_unreachable: dict[str, tuple[float, HubAnswer]] = {}  # by address, so that a command waits only once
 
 
 @dataclass(frozen=True)
 class HubAnswer:
-    """What the hub says about a model: `absent` may also be one that this user may not read.
+    """The hub's answer about a model: `absent` includes models that this user may not read.
 
-    `reason` is for users, empty when found; `revision` is the commit when found.
+    `reason` is a text for users, empty if the model was found. `revision` is the commit of a found model.
     """
 
     state: Literal["found", "absent", "unreachable"]

@@ -1,6 +1,6 @@
-"""What a checkpoint's recipe.json says of its use: the prompt that it was tuned on, and the schedules.
+"""Reads a checkpoint's recipe.json: the prompt template and the schedules of the tuning.
 
-The one place that reads recipes; `skipdecode tune` writes them (`skipdecode.tuning.recipe`).
+`skipdecode tune` writes recipes (`skipdecode.tuning.recipe`). No other module reads them.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ RECIPE_KIND, RECIPE_FORMAT = "recipe", 1
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a checkpoint was tuned, as far as its use needs it.
+    """The facts about a checkpoint's tuning that its use needs.
 
     Parameters
     ----------
     prompt_template : str, optional
-        The prompt's text with fields of the record in braces; None where the recipe does not say it.
+        The prompt text with record fields in braces; None if the recipe has no template.
     responses : tuple of str
         Fields that may hold the response.
     chat : bool
-        The prompt went through the tokenizer's chat template.
+        Whether the prompt was formatted with the tokenizer's chat template.
     truncate, max_prompt_tokens
         See `skipdecode.data.records.Template`.
     tuned_under : tuple of Schedule
-        The schedules that the weights were tuned under, the target first.
+        The schedules under which the weights were tuned, the target first.
     base : dict, optional
-        The weights that the run started from; see `skipdecode.models.loading.base_weights`.
+        The weights at the start of the run; see `skipdecode.models.loading.base_weights`.
     """
 
     prompt_template: str | None = None
@@ -65,9 +65,9 @@ class Recipe:
 def untuned_line(
     schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL", *, merge: bool = False
 ) -> str | None:
-    """One line for users where weights were not tuned under some of the schedules; None where they bear them all.
+    """One line for users if weights were not tuned under some of the schedules, else None.
 
-    `merge`: the model is an adapter, and one on top of it is refused. The loss is measured in docs/results.md.
+    `merge`: the model is an adapter, and an adapter on an adapter is refused. docs/results.md has the measured loss.
     """
     known = () if recipe is None else recipe.tuned_under
     names = [schedule.name for schedule in schedules if not schedule.fits_weights(known)]
@@ -81,7 +81,7 @@ def untuned_line(
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """A recipe as `skipdecode tune` wrote it; raises DataError if the file cannot be read or is no recipe."""
+    """A recipe as `skipdecode tune` wrote it; raises DataError if the file cannot be read or is not a recipe."""
     recipe = read_json(path)
     if not isinstance(recipe, dict) or not isinstance(recipe.get("options"), dict):
         raise DataError(f"recipe {path}: a JSON object with the key 'options' is accepted")
@@ -93,16 +93,16 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def stored_recipe(folder: Path) -> dict[str, Any] | None:
-    """`read_recipe` of a checkpoint's directory; None where it has none."""
+    """`read_recipe` of a checkpoint's directory; None if it has no recipe."""
     path = folder / RECIPE_FILE
     return read_recipe(path) if path.is_file() else None
 
 
 def ran_in_bf16(folder: Path) -> bool:
-    """Whether the weights in a directory are of `skipdecode tune --full`, computing in bf16."""
+    """Whether the weights in a directory come from `skipdecode tune --full` with bf16 arithmetic."""
     try:
         recipe = stored_recipe(folder) or {"options": {}}
-    except DataError:  # another tool's, or broken: told by those who need it
+    except DataError:  # another tool's file, or broken: callers that need the recipe raise the error
         return False
     full, result = recipe["options"].get("full"), recipe.get("result")
     return bool(full) and isinstance(result, dict) and result.get("precision") == "bf16"
@@ -111,13 +111,13 @@ def ran_in_bf16(folder: Path) -> bool:
 def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> Recipe | None:
     """The recipe of a checkpoint, from the file beside its weights.
 
-    Without that file, or where it is another tool's, the schedule that the checkpoint carries is all that is known;
-    without that too there is no recipe.
+    If there is no such file, or another tool wrote it, the recipe has only the schedule of the checkpoint. Without a
+    schedule there is no recipe.
 
     Raises
     ------
     DataError
-        The file is broken; names it and what is wrong.
+        The file is broken; the message names the file and the fault.
     """
     document = read_json(path) if path.is_file() else None
     if not isinstance(document, dict) or not isinstance(document.get("options"), dict):
@@ -132,7 +132,7 @@ def checkpoint_recipe(path: Path, carried: Schedule | None, num_layers: int) -> 
 
 
 def _prompt(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the prompt, from the entry of its own."""
+    """The facts about the prompt, from the recipe's entry `prompt`."""
     responses = _of(entry, "responses", list) or []
     if not all(isinstance(name, str) for name in responses):
         raise DataError("'responses' is not a list of texts")
@@ -158,10 +158,10 @@ def _tuned_under(document: Mapping[str, Any], carried: Schedule | None, num_laye
 
 
 def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequence[str]) -> tuple[Schedule, ...]:
-    """What a run samples next to `target`: its order at each speed-up, with its own prompts and with each of `prompts`.
+    """The schedules that a run samples besides `target`: its order at each speed-up, with its prompts and `prompts`.
 
-    One that is named twice is there twice, but the first that is the target itself is left out. Two that differ have
-    names of their own. Raises ScheduleError for speed-ups and prompt layers that the target's order cannot have.
+    A schedule that is named twice is listed twice; the first that equals the target is left out. Different schedules
+    have different names. Raises ScheduleError for speed-ups and prompt layers that the target's order does not allow.
     """
     asked = [target.with_speedup(speedup) for speedup in speedups]
     asked = [target if (one.budgets, one.prompt) == (target.budgets, target.prompt) else one for one in asked]
@@ -171,7 +171,7 @@ def sampled_schedules(target: Schedule, speedups: Sequence[float], prompts: Sequ
     split = (one.with_prompt(own) for own in sets for one in (target, *asked) if not one.is_full)
     named, found = {target.name: target}, []
     for one in (*asked, *split):
-        while named.setdefault(one.name, one) != one:  # such as that of budgets of one's own and of linear ones
+        while named.setdefault(one.name, one) != one:  # such as a name shared by custom and linear budgets
             one = replace(one, name="", variant="-".join(filter(None, (one.variant, "sampled"))))
         found.append(one)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What a model's name stands for: base model, adapter, place, config, recipe, schedule and fit. Reads no weights."""
+"""Resolves a model's name: base model, adapter, place, config, recipe, schedule and fit. Reads no weights."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _HUB_WEIGHTS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where transformers finds a model.
+    """The place from which transformers loads a model.
 
     Parameters
     ----------
     where : str
         A directory or a hub id.
     local_only : bool
-        Whether it must not ask the hub.
+        Whether transformers must not contact the hub.
     """
 
     where: str
@@ -54,11 +54,11 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keywords for every ``from_pretrained``."""
+        """Keyword arguments for every ``from_pretrained``."""
         return {"local_files_only": self.local_only, "trust_remote_code": False}
 
     def folder(self) -> Path:
-        """The directory that holds its config; of a hub id whose config is loaded, the snapshot in the hub's cache."""
+        """The directory of the config; for a hub id whose config is loaded, the snapshot in the hub's cache."""
         from transformers.utils import cached_file
 
         return Path(cached_file(self.where, "config.json", local_files_only=True)).parent
@@ -66,11 +66,11 @@ class Place:
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A model by name: a directory, a hub id, ``smollm2-135m``; or a PEFT adapter, a bundled one by its name.
+    """A model by name: a directory, a hub id, ``smollm2-135m``, a PEFT adapter, or a bundled adapter.
 
-    Every property is found once, when it is first asked for; the hub is asked once. The names of the embedded model and
-    of bundled adapters go first: a directory of such a name is ``./smollm2-135m``. Properties raise as `load_model`.
-    `schedule_files` are the files of schedules that the model is to run.
+    Every property is computed once, at its first use, and the hub is contacted once. The names of the embedded model
+    and of bundled adapters take precedence: a directory of such a name is ``./smollm2-135m``. Properties raise the
+    errors of `load_model`. `schedule_files` are the files of the schedules that the model will run.
     """
 
     name: str
@@ -78,7 +78,7 @@ class ModelRef:
 
     @cached_property
     def adapter(self) -> Path | None:
-        """The directory of the adapter that the name stands for; None for a whole model."""
+        """The directory of the adapter; None for a whole model."""
         if self.name in _NAMES:
             return None if self.name == smollm2.NAME else _BUNDLED / self.name
         path = Path(self.name).expanduser()
@@ -86,7 +86,7 @@ class ModelRef:
 
     @cached_property
     def base(self) -> str:
-        """The name of the model that the adapter goes on; the name itself for a whole model."""
+        """The name of the adapter's base model; for a whole model, its own name."""
         if self.adapter is None:
             return self.name
         file = self.adapter / _ADAPTER_FILE
@@ -102,7 +102,7 @@ class ModelRef:
 
     @cached_property
     def place(self) -> Place:
-        """Where the base model is; the embedded model is fetched first if need be."""
+        """The place of the base model; the embedded model is downloaded first if necessary."""
         name = self.base
         if name == smollm2.NAME:
             return Place(str(smollm2.fetch()), local_only=True)
@@ -117,30 +117,30 @@ class ModelRef:
 
     @property
     def config(self) -> Any:
-        """A copy of the base model's transformers config; that of the embedded model is known before it is fetched."""
+        """A copy of the base model's transformers config; the config of the embedded model needs no download."""
         unfetched = self.base == smollm2.NAME and find_model(smollm2.NAME) is None
         return smollm2.known_config() if unfetched else copy.deepcopy(self._config)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, as the config says."""
+        """Number of decoder layers, from the config."""
         return layers_in(self.config)
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The schedule that the adapter carries, else its base model's."""
+        """The schedule of the adapter, else of its base model."""
         own = None if self.adapter is None else of_adapter(self.adapter, self.config)
         return own or of_config(self.config, self.base)
 
     @cached_property
     def recipe(self) -> Recipe | None:
-        """How the adapter, or the whole model, was tuned; None where nothing says so."""
+        """The recipe of the adapter or the whole model; None if there is none."""
         from transformers.utils import cached_file
 
         if self.name == smollm2.NAME and find_model(smollm2.NAME) is None:
             return None
         place = self.place if self.adapter is None else Place(str(self.adapter), local_only=True)
-        # Where the hub has none, or cannot be reached, this answers None.
+        # None if the hub has no such file, or cannot be reached.
         found = cached_file(
             place.where,
             RECIPE_FILE,
@@ -152,9 +152,9 @@ class ModelRef:
 
     @cached_property
     def fit(self) -> Path | None:
-        """The file of the fit that the model uses: the one beside `schedule_files`, else its own; None without one.
+        """The file of the model's fit: the one beside `schedule_files`, else the checkpoint's own; None without a fit.
 
-        Raises UsageError where schedules of several directories have fits: a model uses one.
+        Raises UsageError if schedules in several directories have fits, because a model uses only one.
         """
         folders = {Path(file).expanduser().resolve().parent for file in self.schedule_files}
         found = sorted(file for folder in folders if (file := folder / FIT_FILE).is_file())
@@ -168,14 +168,14 @@ class ModelRef:
 
     @property
     def folder(self) -> Path:
-        """The directory of the adapter, or of the whole model: of a hub id, its snapshot in the hub's cache."""
+        """The directory of the adapter, or of the whole model; for a hub id, its snapshot in the hub's cache."""
         return self.place.folder() if self.adapter is None else self.adapter
 
     def dtype(self, asked: str, device: Any) -> str:
-        """`asked`, or what "auto" means where it is not the checkpoint's own type: bf16 where the device multiplies it.
+        """The dtype `asked`, with two exceptions for "auto": then it is bf16 if the device multiplies bf16.
 
-        So it is for ``smollm2-135m``, for directories that `skipdecode tune --full` wrote after a run in bf16, whose
-        fp32 weights are the optimizer's, and for adapters on either.
+        The exceptions, and adapters on them, are ``smollm2-135m`` and directories that `skipdecode tune --full` wrote
+        after a run in bf16, whose fp32 weights are those of the optimizer.
         """
         if asked == "auto" and self.base == smollm2.NAME:
             return smollm2.running_dtype(device.type)
@@ -183,7 +183,7 @@ class ModelRef:
         return "bfloat16" if rounded else asked
 
     def has_weights(self) -> bool:
-        """Whether the weights lie on this machine, so that loading them fetches nothing."""
+        """Whether the weights are on this machine, so that loading needs no download."""
         if self.base == smollm2.NAME:
             return find_model(smollm2.NAME) is not None
         path = Path(self.base).expanduser()
@@ -199,7 +199,7 @@ class ModelRef:
 
     @cached_property
     def _config(self) -> Any:
-        """The config, if it is a decoder-only causal LM's."""
+        """The config; raises an error unless it is of a decoder-only causal LM."""
         from transformers import AutoConfig
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_LM
 
@@ -216,7 +216,7 @@ class ModelRef:
 
 
 def model_files(name: str) -> list[Path]:
-    """Directories and files on this machine that loading the model called `name` reads, as far as its name tells."""
+    """Directories and files on this machine that loading the model `name` reads, as far as the name determines them."""
     ref = ModelRef(name)
     if ref.adapter is None:
         path = find_model(name) if name == smollm2.NAME else Path(name).expanduser()
@@ -251,7 +251,7 @@ def _locate_on_hub(name: str) -> Place:
 
 @contextmanager
 def told(where: str, what: str) -> Iterator[None]:
-    """Anything a library raises over a user's files becomes one line; `--debug` shows the rest."""
+    """A context that turns any error of a library into one line; `--debug` shows the traceback."""
     try:
         yield
     except SkipDecodeError:
@@ -261,5 +261,5 @@ def told(where: str, what: str) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The text of a library's error, short enough for one line."""
+    """The text of a library's error, shortened to one line."""
     return " ".join(str(error).split())[:300] or type(error).__name__

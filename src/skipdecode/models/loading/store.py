@@ -1,7 +1,7 @@
-"""A store of model directories in the user's cache, each there whole or not at all.
+"""A store of model directories in the user's cache. A directory is complete or does not exist.
 
 A model is built in a hidden directory beside its final place, written through to the disk and renamed. Only one process
-builds at a time; whatever a killed one left behind is never listed, never loaded, and removed by the next.
+builds at a time. The remains of a killed process are never listed or loaded; the next process removes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CachedModel:
     bytes : int
         Size of all its files.
     source : str
-        The weights' origin in words; empty where that is not recorded.
+        The origin of the weights in words; empty if it is not recorded.
     """
 
     name: str
@@ -43,7 +43,7 @@ class CachedModel:
 
 
 def cached_models() -> list[CachedModel]:
-    """The models of the store by name; an empty list where there is none."""
+    """The models of the store by name; an empty list if there is no store."""
     root = _root()
     if not root.is_dir():
         return []
@@ -54,18 +54,18 @@ def cached_models() -> list[CachedModel]:
 
 
 def find_model(name: str) -> Path | None:
-    """The directory of a model of the store, or None."""
+    """The directory of a model in the store; None if the store does not have it."""
     path = _root() / name
     return path if path.is_dir() else None
 
 
 def add_model(name: str, build: Callable[[Path], str]) -> Path:
-    """The directory of `name`, built first where the store has none.
+    """The directory of `name`; it is built first if the store does not have it.
 
     Parameters
     ----------
     build : callable
-        Fills the empty directory it is given and returns the source of the weights, in words.
+        Fills the given empty directory and returns the source of the weights in words.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def _source(path: Path) -> str:
 
 
 def _locked(path: Path, name: str) -> AbstractContextManager[object]:
-    """The builder's lock, held until the end of the `with`; says so when another process has it."""
+    """A context that holds the builder's lock; prints a note if another process holds it."""
     lock = FileLock(path)
     try:
         return lock.acquire(timeout=0)
@@ -129,7 +129,7 @@ def _build(name: str, final: Path, build: Callable[[Path], str]) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Write a file or a directory through to the disk. Windows knows that for neither, opened like this."""
+    """Write a file or a directory through to the disk. Windows supports this for neither when opened like this."""
     if os.name == "nt":
         return
     handle = os.open(path, os.O_RDONLY)
