@@ -100,7 +100,7 @@ def same_tokens(document: dict[str, Any]) -> list[list[str]]:
         "decided by the copy",
         "other tokens than the full head's",
         "fell back",
-        "words left, mean",
+        "candidates, mean",
     ]
     return [
         [*head, "most"],
