@@ -24,6 +24,7 @@ from skipdecode import Schedule, attach
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
 from skipdecode.common.stopwatch import Stopwatch
+from skipdecode.engine.opening import Backend
 from skipdecode.performance.bench.workload import GEOMETRIES, build
 from skipdecode.performance.measure import measure_cost
 
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds; returns the result document."""
     model = build(options.geometry, getattr(torch, options.dtype))
     layers = model.config.num_hidden_layers
-    cost = measure_cost(model, batch=options.batch, prompt_len=options.prompt, reuse=False, progress=True)
+    cost = measure_cost(Backend(model), batch=options.batch, prompt_len=options.prompt, reuse=False, progress=True)
     schedules = {1.0: Schedule.full(layers)}
     schedules |= {s: Schedule.from_speedup(layers, s, options.new) for s in options.nominal}
     watch = Stopwatch[float, float](schedules)

@@ -45,7 +45,7 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
-from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
+from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.evaluation.methods.base import Generation
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
 from skipdecode.evaluation.metrics import METRICS
@@ -495,7 +495,7 @@ def measure_speed(options: argparse.Namespace) -> None:
     model, runs = setting.loaded.model, options.runs
     ours = made_fit(setting, runs / "fitted-chat-128-1.fit", 128, 1)
     fits = {"today": None, "fitted": without_taps(ours), "fitted, one tap": ours}
-    sources: dict[str, EngineSource] = {}
+    sources: dict[str, Backend] = {}
     for name, fit in fits.items():
         keep_fit(model, fit)
         sources[name] = open_engines(model, "fast", note)

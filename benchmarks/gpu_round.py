@@ -164,7 +164,7 @@ def _tests(made: Path) -> list[str]:
 def _bench(options: argparse.Namespace, geometry: str, batch: str, made: Path) -> list[str]:
     engines = ["gated", "transformers", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
     size = ["--prompt", "4", "--new", "4", "--rounds", "1"] if options.rehearse else ["--prompt", "64", "--new", "128"]
-    head = [*SKIPDECODE, "bench", "--geometry", geometry, "--batches", batch, *size]
+    head = [sys.executable, str(HERE / "rivals.py"), "--geometry", geometry, "--batches", batch, *size]
     return [*head, "--nominal", "1", *SPEEDUPS, "--engines", *engines, "--out", str(made)]
 
 

@@ -24,7 +24,7 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading
 from skipdecode.common.progress import progress_bar
-from skipdecode.engine.opening import EngineSource, open_engines
+from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled
@@ -47,16 +47,14 @@ def schedules(layers: int, new_tokens: int, speedups: Sequence[float], prompts: 
     ]
 
 
-def cell(
-    source: EngineSource, model: Any, lengths: str, batch: int, chosen: Sequence[Schedule]
-) -> list[dict[str, Any]]:
+def cell(source: Backend, model: Any, lengths: str, batch: int, chosen: Sequence[Schedule]) -> list[dict[str, Any]]:
     """The runs of one length and batch."""
     prompt_len, new_tokens = LENGTHS[lengths]
     rows = max(batch, 4)
     # Texts say nothing: what counts is how long they are. No two begin alike.
     prompts = [[3 + (7 * i + j) % 50 for j in range(prompt_len)] for i in range(rows)]
     forwards = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
-    meter = CostMeter(unwrap(model), source.fast, rows={1, batch}, prompt_len=prompt_len, prompts=forwards)
+    meter = CostMeter(source, rows={1, batch}, prompt_len=prompt_len, prompts=forwards)
     methods = [Full(source), *(Scheduled(schedule, source) for schedule in chosen)]
     meter.run(3, 0.1)
     with progress_bar(ROUNDS * rows, "row", name=f"{lengths} x {batch}") as bar:

@@ -26,12 +26,12 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.stopwatch import timed
 from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.opening import Backend
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
-from skipdecode.performance.bench.peers import Rows
-from skipdecode.performance.bench.peers.own import FastPeer
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_products
+from skipdecode.performance.timing import Shape, step_seconds
 
 ROWS = 512
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     model = unwrap(load_model(options.model, dtype="bfloat16", require_tokenizer=False).model)
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
     models = {"bfloat16": open_model(model), "w8a8": open_model(model, "w8a8")}
-    peers = {name: FastPeer(model, fast) for name, fast in models.items()}
+    backends = {name: Backend(model, fast) for name, fast in models.items()}
     full = Schedule.full(geometry.num_layers)
     calls = {(name, n): prompt_call(fast, n) for n in options.tokens for name, fast in models.items()}
     rates: dict[str, list[float]] = {"bfloat16": [], "w8a8": []}
@@ -88,8 +88,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for key, call in calls.items():
             prompts[key] += [min(timed(call) for _ in range(3))] * kept
         for name, batch in steps:
-            rows = Rows(batch, options.prompt, 9)
-            took = statistics.median(peers[name].step_seconds(full, rows))
+            shape = Shape(batch, options.prompt, 9)
+            took = statistics.median(step_seconds(backends[name], full, shape))
             steps[name, batch] += [took] * kept
     table = [_row(geometry, prompts, rates, *key) for key in prompts]
     table += [_step_row(steps, *key) for key in steps]

@@ -36,7 +36,7 @@ from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
-from skipdecode.engine.opening import end_tokens, open_fast
+from skipdecode.engine.opening import Backend, end_tokens, open_fast
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.cost import CostModel
@@ -133,7 +133,7 @@ def calibrated(
 ) -> tuple[Times, CostModel]:
     """A run, and what steps cost around it."""
     counts = {n for n in (*_ROWS, *range(32, rows, 16)) if n < rows} | {rows}
-    meter = CostMeter(job.loaded, engine.model, rows=counts, prompt_len=32, prompts=_PROMPTS)
+    meter = CostMeter(Backend(job.loaded, engine.model), rows=counts, prompt_len=32, prompts=_PROMPTS)
     meter.run(2)
     times = run_stream(engine, requests, arrivals)
     meter.run(2)

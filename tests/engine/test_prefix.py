@@ -17,7 +17,7 @@ from serve_tools import metric, offline, running, tiny_service, until
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request, Sampling
 from skipdecode.engine.depth import PromptLayers
-from skipdecode.engine.opening import EngineSource
+from skipdecode.engine.opening import Backend
 from skipdecode.engine.prefix import PrefixKV
 from skipdecode.schedule.order import top_down
 from skipdecode.serving.middleware import ApiKeys
@@ -305,7 +305,7 @@ def test_the_server_keeps_prompts_between_requests_unless_told_not_to(cached: bo
 
 
 def test_through_transformers_it_is_left_out():
-    engine = EngineSource(tiny_model("llama"), None).engine(PAPER, prefix_cache=True)
+    engine = Backend(tiny_model("llama"), None).engine(PAPER, prefix_cache=True)
     engine.decode([Request(PROMPTS[0], 3)] * 2)
     assert (engine.stats.prefix_hit_tokens, engine.cached_bytes) == (0, 0)
 

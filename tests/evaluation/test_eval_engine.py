@@ -11,7 +11,7 @@ from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.opening import EngineSource
+from skipdecode.engine.opening import Backend
 from skipdecode.evaluation.methods.calm import Calm
 from skipdecode.evaluation.methods.scheduled import Full, Scheduled, on_engine
 from skipdecode.evaluation.results import Run, load_run
@@ -35,7 +35,7 @@ def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, 
     model = tiny_model(family)
     ends = {method.generate(model, PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
     expected = method.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
-    fast = method.on(EngineSource(model, open_model(model)))
+    fast = method.on(Backend(model, open_model(model)))
     found = fast.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
     assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
         expected.tokens,

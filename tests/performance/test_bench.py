@@ -15,19 +15,19 @@ import torch
 from checkpoints import save_adapter
 from skipdecode import Schedule
 from skipdecode.cli import main
-from skipdecode.engine import Engine, GatedEngine
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.engine import Engine
+from skipdecode.engine.opening import Backend
+from skipdecode.errors import ScheduleError
 from skipdecode.performance import machine
 from skipdecode.performance.bench import measure as measure_module
-from skipdecode.performance.bench.measure import measure
-from skipdecode.performance.bench.peers import Peer, Rows, make_peer
+from skipdecode.performance.bench.measure import measure, open_backend
 from skipdecode.performance.bench.profile import profile
 from skipdecode.performance.bench.workload import Workload, build
 from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.timing import Shape, step_seconds
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, tiny_model
 
-CPU = torch.device("cpu")
 FIELDS = [
     "engine",
     "weights",
@@ -82,7 +82,7 @@ def test_prompts_run_the_layers_that_were_asked_for_and_are_left_out_on_demand(t
     assert [len(schedule.prompt_layers()) for schedule in schedules.values()] == [LAYERS, 2]
     with pytest.raises(ScheduleError, match="prompt layers '0-99'"):
         Workload((1,), (6,), 9, (2.0,), 1, prompt_layers="0-99").schedules(LAYERS)
-    (row,) = measure([make_peer("fast", model)], Workload((2,), (5,), 4, (), 1, prompts=False), LAYERS, CPU)["rows"]
+    (row,) = measure([open_backend("fast", model)], Workload((2,), (5,), 4, (), 1, prompts=False))["rows"]
     assert (row["prompt_seconds"], row["request_speedup"]) == ([], None)
     assert row["decode_speedup"] == 1
 
@@ -138,7 +138,7 @@ def test_document_has_all_figures_and_its_ratios_follow_from_the_seconds(tmp_pat
 @pytest.mark.parametrize("engine", ["gated", "fast"])
 def test_bytes_are_those_of_weights_head_and_cache(engine: str, family: str):
     model = tiny_model(family)
-    row = measure([make_peer(engine, model)], Workload((2,), (5,), 4, (), 1), LAYERS, CPU)["rows"][0]
+    row = measure([open_backend(engine, model)], Workload((2,), (5,), 4, (), 1))["rows"][0]
     geometry = ModelGeometry.from_config(model.config, 4)
     cache = (6 + 7 + 8) / 3 * 2 * geometry.kv_bytes_per_token()
     expected = geometry.fixed_bytes(2) + LAYERS * (geometry.layer_bytes(2) + cache)
@@ -148,11 +148,11 @@ def test_bytes_are_those_of_weights_head_and_cache(engine: str, family: str):
 
 def test_a_step_is_bound_by_its_operations_where_they_take_longer_than_its_bytes(monkeypatch: Any):
     model = tiny_model("llama", hidden_size=64)
-    geometry, peers = ModelGeometry.from_config(model.config, 4), [make_peer("fast", model)]
+    geometry, backends = ModelGeometry.from_config(model.config, 4), [open_backend("fast", model)]
     for rate, limit in ((1e12, "bytes"), (1e3, "arithmetic")):
         monkeypatch.setattr(measure_module, "measure_products", lambda kind, device, rate=rate: rate)
         monkeypatch.setattr(measure_module, "measure_bandwidth", lambda device: 1e6)
-        row = measure(peers, Workload((2,), (5,), 4, (), 1), LAYERS, CPU)["rows"][0]
+        row = measure(backends, Workload((2,), (5,), 4, (), 1))["rows"][0]
         attended = (6 + 7 + 8) / 3 * 2 * geometry.kv_flops_per_token()
         flops = 2 * geometry.fixed_flops() + LAYERS * (2 * geometry.layer_flops() + attended)
         wall = flops / 1e3 if limit == "arithmetic" else row["bytes_per_step"] / 1e6
@@ -163,16 +163,16 @@ def test_a_step_is_bound_by_its_operations_where_they_take_longer_than_its_bytes
 def test_rounds_alternate_between_engines_and_schedules():
     calls: list[tuple[str, int, float]] = []
 
-    class Noting(Peer):
-        def __init__(self, name: str, skips: bool) -> None:
-            super().__init__(tiny_model("llama"))
-            self.name, self.skips = name, skips
+    class Noting(Backend):
+        def __init__(self, name: str, runs_schedules: bool) -> None:
+            super().__init__(tiny_model("llama"), name=name)
+            self.runs_schedules = runs_schedules
 
-        def engine(self, schedule: Schedule, rows: Rows) -> Engine:
-            calls.append((self.name, rows.batch, schedule.mean_budget(8)))
-            return GatedEngine(self.model, schedule, max_rows=rows.batch)
+        def engine(self, schedule: Schedule | None = None, *, max_rows: int = 8, **options: Any) -> Engine:
+            calls.append((self.name, max_rows, schedule.mean_budget(8)))
+            return super().engine(schedule, max_rows=max_rows)
 
-    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2, prompts=False), LAYERS, CPU)
+    measure([Noting("a", True), Noting("b", False)], Workload((1, 4), (6,), 9, (2.0,), 2, prompts=False))
     mean = Schedule.from_speedup(LAYERS, 2, 8).mean_budget(8)
     there = [("a", 8), ("a", mean), ("b", 8)]  # an engine's schedules next to each other
     assert calls == [(n, b, d) for b in (1, 4) for n, d in (*there, *there[::-1])]
@@ -206,8 +206,8 @@ def test_geometries_are_those_of_the_models(geometry: str, billions: float):
 
 def test_quantized_weights_are_read_as_such():
     model = tiny_model("llama", hidden_size=64, intermediate_size=128)
-    peers = [make_peer(name, model) for name in ("fast", "fast-int8", "fast-int4")]
-    rows = measure(peers, Workload((1,), (6,), 5, (), 1), LAYERS, CPU)["rows"]
+    backends = [open_backend(name, model) for name in ("fast", "fast-int8", "fast-int4")]
+    rows = measure(backends, Workload((1,), (6,), 5, (), 1))["rows"]
     assert [(r["engine"], r["weights"]) for r in rows] == [
         ("fast", "float32"),
         ("fast-int8", "int8"),
@@ -220,10 +220,10 @@ def test_quantized_weights_are_read_as_such():
 
 def test_a_longer_prompt_than_a_forward_of_the_engine_keeps_rows_in_step():
     model = tiny_model("llama", max_position_embeddings=2048)
-    document = measure([make_peer("fast", model)], Workload((3,), (6, 900), 5, (), 1), LAYERS, CPU)
+    document = measure([open_backend("fast", model)], Workload((3,), (6, 900), 5, (), 1))
     short, long = document["rows"]
     assert (short["prompt"], long["prompt"]) == (6, 900)
-    assert len(make_peer("fast", model).step_seconds(Schedule.full(LAYERS), Rows(3, 900, 5))) == 4
+    assert len(step_seconds(open_backend("fast", model), Schedule.full(LAYERS), Shape(3, 900, 5))) == 4
     assert long["bytes_per_step"] > short["bytes_per_step"]
 
 
@@ -253,24 +253,12 @@ def test_profile_accounts_for_the_whole_step_and_opens_as_a_trace(tmp_path: Path
 @pytest.mark.parametrize("engine", ["fast", "transformers"])
 def test_a_profiled_model_is_left_as_it_was(engine: str):
     model = tiny_model("llama")
-    peer = make_peer(engine, model)
+    backend = open_backend(engine, model)
     before = {m: dict(m.__dict__) for m in model.modules()}
-    assert profile([peer], Workload((1,), (6,), 5, (), 1), LAYERS)["rows"]
+    assert profile([backend], Workload((1,), (6,), 5, (), 1))["rows"]
     for module, held in before.items():
         assert module.__dict__.keys() == held.keys()
-    assert peer.decode_seconds(Schedule.full(LAYERS), Rows(1, 6, 5)) > 0
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ("early-exit", "engine 'early-exit' is not known: accepted are fast, fast-int8"),
-        ("vllm", "needs vLLM, which is not installed"),
-    ],
-)
-def test_engines_that_cannot_run_say_why(engine: str, message: str):
-    with pytest.raises(UsageError, match=message):
-        make_peer(engine, tiny_model("llama"))
+    assert sum(step_seconds(backend, Schedule.full(LAYERS), Shape(1, 6, 5))) > 0
 
 
 def test_an_adapter_is_measured_as_it_decodes(tmp_path: Path):

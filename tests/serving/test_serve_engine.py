@@ -9,7 +9,7 @@ from kernel_reference import kernels_or_skip
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
 from skipdecode.engine.fast_model import open_model
-from skipdecode.engine.opening import EngineSource
+from skipdecode.engine.opening import Backend
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule.order import top_down
 from skipdecode.serving.groups import make_groups
@@ -48,7 +48,7 @@ def test_schedules_of_one_drop_order_share_a_batch():
 def test_a_running_row_of_the_server_waits_for_a_part_of_a_long_prompt():
     kernels_or_skip()
     model = tiny_model("llama", max_position_embeddings=1024)
-    source = EngineSource(model, open_model(model))
+    source = Backend(model, open_model(model))
     (group,) = make_groups(source, [SCHEDULES[1]], 4)
     engine = group._make()
     first, long = engine.submit([Request(PROMPTS[0], 20), Request(tuple(3 + i % 90 for i in range(600)), 1)])

@@ -11,6 +11,7 @@ in the same run.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,13 @@ from skipdecode.errors import UsageError
 from skipdecode.models.families import layers_in
 from skipdecode.models.loading.hub import choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef, model_files
-from skipdecode.performance.bench.workload import GEOMETRIES, PEERS, Workload, build
+from skipdecode.performance.bench.workload import ENGINES, GEOMETRIES, Workload, build
 
 if TYPE_CHECKING:
-    from skipdecode.performance.bench.peers import Peer
+    from skipdecode.engine.opening import Backend
+
+Open = Callable[[str, Any], "Backend"]
+"""From the name of an engine and a model to its backend."""
 
 __all__ = ["Config", "run"]
 
@@ -48,11 +52,9 @@ class Config(Workload, ThreadOptions):
     engines: tuple[str, ...] = option(
         "fast, fast-int8, fast-int4, fast-w8a8: the package's own, with the model's weights or quantized ones; "
         "transformers, transformers-static: its generate, untouched, with its dynamic or a static cache; gated: "
-        "transformers under the schedules; "
-        "llama.cpp-TYPE: llama.cpp with the same weights in that type (CPUs only); vllm: where installed. Only fast "
-        "ones and gated run schedules, the others full depth",
+        "transformers under the schedules. Only fast ones and gated run schedules, the others full depth",
         default=("fast", "transformers"),
-        choices=PEERS,
+        choices=ENGINES,
     )
     out: str | None = option("file for the results as JSON", default=None, path=Writes())
     png: str | None = option(
@@ -66,10 +68,10 @@ class Config(Workload, ThreadOptions):
     overwrite: bool = option(OVERWRITE, default=False)
 
 
-def run(config: Config) -> int:
-    """Measure; returns 0."""
+def run(config: Config, open_backend: Open | None = None) -> int:
+    """Measure what `open_backend` opens, by default the package's own backends; returns 0."""
     ref = _checked(config)
-    document, trace = _measured(config, ref)
+    document, trace = _measured(config, ref, open_backend)
     if config.profile is not None:
         write_whole(config.profile, json.dumps(trace | {"profile": document["profile"]}))
     if config.out is not None:
@@ -106,42 +108,37 @@ def _check_fits(config: Config, model_config: Any) -> None:
     config.schedules(layers_in(model_config))
 
 
-def _measured(config: Config, ref: ModelRef | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _measured(config: Config, ref: ModelRef | None, open_backend: Open | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The results, and the trace of the profile, if one was asked for."""
-    from skipdecode.performance.bench.measure import measure
+    from skipdecode.performance.bench import measure
     from skipdecode.performance.bench.profile import profile
 
     config.use_threads()
-    model, peers = _peers(config, ref)
-    layers = model.config.num_hidden_layers
+    model = _model(config, ref)
+    backends = [(open_backend or measure.open_backend)(name, model) for name in dict.fromkeys(config.engines)]
     try:
-        found = measure(peers, config, layers, model.device, progress=True)
+        found = measure.measure(backends, config, progress=True)
         settings = asdict(config) | {"command": command_line("bench", config)}
         document = heading("bench") | {"environment": environment(), "config": settings} | found
         if config.profile is None:
             return document, {}
-        steps = profile(peers, config, layers)
+        steps = profile(backends, config)
         return document | {"profile": steps["rows"]}, {"traceEvents": steps["traceEvents"], "displayTimeUnit": "ms"}
     finally:
-        for peer in peers:
-            peer.close()
+        for backend in backends:
+            backend.close()
 
 
-def _peers(config: Config, ref: ModelRef | None) -> tuple[Any, list[Peer]]:
-    """The model, and the engines that are to run it."""
+def _model(config: Config, ref: ModelRef | None) -> Any:
+    """The model; an adapter is merged into its weights."""
     import torch
-
-    from skipdecode.performance.bench.peers import make_peer
 
     if ref is None:
         model = build(str(config.geometry), getattr(torch, config.dtype), choose_device(config.device))
         _check_fits(config, model.config)
-    else:
-        loaded = load_model(ref, dtype=config.dtype, device=config.device, require_tokenizer=False)
-        model = loaded.model
-        if hasattr(model, "merge_and_unload"):
-            model = model.merge_and_unload()
-    return model, [make_peer(name, model) for name in dict.fromkeys(config.engines)]
+        return model
+    model = load_model(ref, dtype=config.dtype, device=config.device, require_tokenizer=False).model
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
 # ---------------------------------------------------------------------- report

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from skipdecode.data.run import Job
     from skipdecode.data.summary import RunSummary
     from skipdecode.engine.base import Engine
-    from skipdecode.engine.opening import EngineSource
+    from skipdecode.engine.opening import Backend
     from skipdecode.engine.router import Router
 
 __all__ = ["Config", "run"]
@@ -232,7 +232,7 @@ def _fingerprint(
     form: PromptForm,
     chosen: ScheduleChoice | Router,
     loaded: LoadedModel,
-    engines: EngineSource,
+    engines: Backend,
 ) -> dict[str, Any]:
     """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
     schedule = chosen.schedule if isinstance(chosen, ScheduleChoice) else chosen
@@ -257,7 +257,7 @@ def _fingerprint(
 
 
 def _job(
-    config: Config, loaded: LoadedModel, form: PromptForm, engines: EngineSource, chosen: ScheduleChoice | Router
+    config: Config, loaded: LoadedModel, form: PromptForm, engines: Backend, chosen: ScheduleChoice | Router
 ) -> Job:
     from skipdecode.data.detokenizer import TokenTexts
     from skipdecode.data.run import Job

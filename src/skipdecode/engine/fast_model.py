@@ -8,7 +8,7 @@ weights once for exactly the rows that need it, and no gather is necessary.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,15 @@ from skipdecode.engine.weights import QuantizedWeights, move_into_one_block
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.fit import EPSILON, Fit, fit_of
 
-__all__ = ["FastModel", "open_model"]
+__all__ = ["FastModel", "StepBytes", "open_model"]
+
+
+class StepBytes(NamedTuple):
+    """Bytes that a decode step reads: whatever its depth, of each layer, and of one cached token in one layer."""
+
+    fixed: float
+    layer: float
+    kv: float
 
 
 class FastModel:
@@ -77,6 +85,15 @@ class FastModel:
     def taps(self) -> int:
         """Number of preceding tokens that a prompt map takes as input."""
         return 0 if self.fit is None else self.fit.taps
+
+    def step_bytes(self, rows: int) -> StepBytes:
+        """Bytes that a greedy decode step of so many rows reads, of the weights as they are held."""
+        spec, embedding = self._spec, self._spec.embedding
+        layers = sum(linear.nbytes for x in spec.layers for linear in (x.qkv, x.out, x.mlp_in, x.mlp_out))
+        head = spec.head.nbytes - spec.head.weight.nbytes + self.head.bytes_read(rows)
+        attention = spec.layers[0].attention
+        kv = 2 * attention.kv_heads * attention.head_dim * self.dtype.itemsize
+        return StepBytes(head + rows * embedding.shape[1] * embedding.element_size(), layers / self.num_layers, kv)
 
     def new_kv(self, prefix_cache: bool = False) -> PagedKV:
         """An empty KV store with the sizes of this model."""

@@ -26,10 +26,17 @@ from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["BatchEngine", "GenerateEngine", "LayerCount", "TimedToken", "TokenClock"]
+__all__ = ["Around", "BatchEngine", "GenerateEngine", "TimedToken", "TokenClock", "no_context"]
 
 TimedToken = tuple[int, float]
 """A new token of a sequence, and the reading of `time.perf_counter` at its end."""
+Around = Callable[[frozenset[int]], AbstractContextManager[Any]]
+"""From the end tokens of a batch to a context that holds while the batch is generated; see `GenerateEngine`."""
+
+
+def no_context(ends: frozenset[int]) -> AbstractContextManager[Any]:
+    """The context of an untouched model."""
+    return nullcontext()
 
 
 class TokenClock:
@@ -49,31 +56,6 @@ class TokenClock:
     def times(self, prompt_tokens: int) -> list[float]:
         """The time of each token after the prompt."""
         return self._times[prompt_tokens:]
-
-
-class LayerCount:
-    """A context that counts layers x tokens by a hook on each layer (microseconds per call)."""
-
-    def __init__(self, model: Any) -> None:
-        model = unwrap(model)
-        self._modules = list(decoder_layers(model))
-        self._total = 0
-
-    def __enter__(self) -> LayerCount:
-        self._handles = [layer.register_forward_pre_hook(self._add, with_kwargs=True) for layer in self._modules]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def layers_of(self, rows: list[list[int]], prompt_tokens: int) -> int:
-        """Layers x tokens that ran, without the one pass of the prompts."""
-        return self._total - len(self._modules) * prompt_tokens
-
-    def _add(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._total += hidden.shape[0] * hidden.shape[1]
 
 
 class BatchEngine(Engine):
@@ -182,7 +164,7 @@ class GenerateEngine(BatchEngine):
         *,
         max_rows: int = 8,
         options: Mapping[str, Any] | None = None,
-        around: Callable[[frozenset[int]], AbstractContextManager[Any]] = lambda ends: nullcontext(),
+        around: Around = no_context,
     ) -> None:
         super().__init__(len(decoder_layers(unwrap(model))), max_rows)
         self._model, self._options, self._around = model, dict(options or {}), around

@@ -12,31 +12,59 @@ from typing import Any
 
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS, Engine
 from skipdecode.engine.fast import FastEngine
-from skipdecode.engine.fast_model import FastModel, open_model
+from skipdecode.engine.fast_model import FastModel, StepBytes, open_model
 from skipdecode.engine.gated import GatedEngine
+from skipdecode.engine.generate import Around, GenerateEngine, no_context
 from skipdecode.engine.scheduler import JOIN_BELOW, PROMPT_TOKENS
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["EngineSource", "end_tokens", "open_engines", "open_fast"]
+__all__ = ["Backend", "GenerateBackend", "end_tokens", "open_engines", "open_fast"]
 
 
-class EngineSource:
-    """Engines of one model, for any number of schedules. All share the weights.
+class Backend:
+    """What runs a model: opens engines for any number of schedules, which all share the model's weights.
 
-    They use the model's fast path, or transformers if there is none.
+    Parameters
+    ----------
+    model : PreTrainedModel or PeftModel
+    fast : FastModel, optional
+        The model's fast path. Default: transformers' forward with gates.
+    name : str, optional
+        Default: the engines' name, "fast" (with quantized weights "fast-int8" and the like) or "transformers".
+
+    Attributes
+    ----------
+    weights, arithmetic : str
+        Type in which the engines read the weights, and type in which they multiply.
+    runs_schedules : bool
+        False: the engines run at full depth only.
+    times_prompts : bool
+        False: the time of a prompt is not that of the backend's users.
+    warms_up : bool
+        Whether the first run of an engine compiles something.
     """
 
-    def __init__(self, model: Any, fast: FastModel | None) -> None:
-        self.model = model
-        self.fast = fast
-        self.num_layers = len(decoder_layers(unwrap(model)))
+    runs_schedules = True
+    times_prompts = True
+    warms_up = False
 
-    @property
-    def name(self) -> str:
-        """ "fast" (with quantised weights "fast-int8" and the like) or "transformers"."""
-        return GatedEngine.name if self.fast is None else self.fast.name
+    def __init__(self, model: Any, fast: FastModel | None = None, name: str | None = None) -> None:
+        self.model, self.fast = model, fast
+        self.name = name or (GatedEngine.name if fast is None else fast.name)
+        self.num_layers = len(decoder_layers(unwrap(model)))
+        self.weights = self.arithmetic = str(unwrap(model).dtype).removeprefix("torch.")
+        if fast is not None and fast.quantization is not None:
+            self.weights = fast.quantization
+            self.arithmetic = "w8a8" if self.weights == "w8a8" else self.arithmetic
+
+    def step_bytes(self, rows: int) -> StepBytes | None:
+        """Bytes that a decode step of so many rows reads; None: as many as the model's sizes say."""
+        return None if self.fast is None else self.fast.step_bytes(rows)
+
+    def close(self) -> None:  # most have nothing to give back
+        """Give back what is not Python's to collect."""
 
     def engine(
         self,
@@ -72,9 +100,26 @@ class EngineSource:
         return self.engine(stand_in, **options)
 
 
-def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> EngineSource:
-    """A model's engines; see `open_fast`."""
-    return EngineSource(model, open_fast(model, engine, note, quantization))
+class GenerateBackend(Backend):
+    """transformers' own `generate`, untouched: `options` are further arguments of it, `around` is as in its engine."""
+
+    runs_schedules = False
+
+    def __init__(
+        self, model: Any, name: str = GenerateEngine.name, around: Around = no_context, **options: Any
+    ) -> None:
+        super().__init__(model, name=name)
+        self._around, self._options = around, options
+        self.warms_up = "cache_implementation" in options and model.device.type != "cpu"
+
+    def engine(self, schedule: Schedule | None = None, *, max_rows: int = 8, **ignored: Any) -> Engine:
+        """A new engine, at full depth; what else `Backend.engine` takes makes no difference."""
+        return GenerateEngine(self.model, max_rows=max_rows, options=self._options, around=self._around)
+
+
+def open_engines(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> Backend:
+    """A model's backend; see `open_fast`."""
+    return Backend(model, open_fast(model, engine, note, quantization))
 
 
 def open_fast(model: Any, engine: str, note: Callable[[str], None], quantization: str = "none") -> FastModel | None:

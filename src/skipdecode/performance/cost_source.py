@@ -13,7 +13,7 @@ import torch
 
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
-from skipdecode.engine.opening import open_fast
+from skipdecode.engine.opening import open_engines
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
 from skipdecode.models.fit import keep_fit
@@ -114,9 +114,9 @@ def _measured_or_kept(
         return kept
     model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
     keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
-    fast = open_fast(model, engine, note, quantization)
-    cost = measure_cost(model, fast, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
-    found = _measured(unwrap(model), cost, "transformers" if fast is None else "the fast engine")
+    backend = open_engines(model, engine, note, quantization)
+    cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
+    found = _measured(unwrap(model), cost, "transformers" if backend.fast is None else "the fast engine")
     about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}
     with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a load, no more.
         write_whole(path, json.dumps(about, indent=1))

@@ -26,15 +26,14 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import context_length
 from skipdecode.engine import kernels
-from skipdecode.engine.fast_model import FastModel
+from skipdecode.engine.opening import Backend
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, OutputError, UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.performance.bench.peers import Rows
-from skipdecode.performance.bench.peers.own import FastPeer, GatedPeer
 from skipdecode.performance.cost import FORMAT, CostModel, PromptCost, StepCost
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.parts import tokens_read
+from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
 from skipdecode.schedule import Schedule
 
 __all__ = ["CostMeter", "fitted", "kernels_version", "machine_key", "measure_cost"]
@@ -46,8 +45,7 @@ _VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")
 
 
 def measure_cost(
-    model: Any,
-    fast: FastModel | None = None,
+    backend: Backend,
     *,
     batch: int = 1,
     prompt_len: int = 64,
@@ -56,15 +54,13 @@ def measure_cost(
     reuse: bool = True,
     progress: bool = False,
 ) -> CostModel:
-    """The cost model of a transformers causal LM on this machine, for steps of `batch` rows and of one.
+    """The cost model of a backend on this machine, for steps of `batch` sequences and of one.
 
     Kept per model, dtype, batch, prompt length, engine, machine and versions in the user's cache.
 
     Parameters
     ----------
-    model : PreTrainedModel or PeftModel
-        A causal LM of a supported family, on its device, in its dtype; nothing attached.
-    fast, prompt_len, steps
+    backend, prompt_len, steps
         See `CostMeter`.
     repeats : int
         Runs of each kind. The median over all of their steps counts.
@@ -80,10 +76,9 @@ def measure_cost(
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
-    inner = unwrap(model)
     prompts = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
-    meter = CostMeter(inner, fast, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
-    key = _key(inner, fast) | {"batch": batch, "prompt_len": prompt_len}
+    meter = CostMeter(backend, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
+    key = _key(backend) | {"batch": batch, "prompt_len": prompt_len}
     path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
     if reuse and (kept := _read(path, key)) is not None:
         return kept
@@ -94,8 +89,9 @@ def measure_cost(
     return cost
 
 
-def _key(model: Any, fast: FastModel | None) -> dict[str, Any]:
+def _key(backend: Backend) -> dict[str, Any]:
     """What a calibration holds for, rows aside: sizes and kernels, dtype, engine, machine, threads and versions."""
+    model, fast = unwrap(backend.model), backend.fast
     config = model.config
     settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
     engine = "transformers"
@@ -158,10 +154,8 @@ class CostMeter:
 
     Parameters
     ----------
-    model : transformers causal LM
-        Nothing attached.
-    fast : FastModel, optional
-        Its fast path: time the package's own engine. Default: transformers' forward.
+    backend : Backend
+        Of a model on its device with nothing attached.
     rows : iterable of int
         Numbers of rows to know.
     prompt_len : int
@@ -176,8 +170,7 @@ class CostMeter:
 
     def __init__(
         self,
-        model: Any,
-        fast: FastModel | None = None,
+        backend: Backend,
         *,
         rows: Iterable[int] = (1,),
         prompt_len: int = 64,
@@ -188,12 +181,12 @@ class CostMeter:
         for name, value in (("batch", min(rows)), ("prompt_len", prompt_len), ("steps", steps)):
             if value < 1:
                 raise UsageError(f"{name}={value} is not accepted: give 1 or more")
-        self._geometry = ModelGeometry.from_config(model.config)
+        self._geometry = ModelGeometry.from_config(unwrap(backend.model).config)
         layers = self._geometry.num_layers
         if layers < 2:
             raise UsageError("a model of one layer has nothing to skip: give a model with 2 layers or more")
         depths = {layers, (layers + 1) // 2, max(1, layers // 8)}
-        more = min(_LONGER, _room(model, prompt_len + steps + 2))
+        more = min(_LONGER, _room(unwrap(backend.model), prompt_len + steps + 2))
         self._length = steps
         # Step k of a run finds the prompt, the first token and the k tokens before it in the cache.
         self._grown = (steps + 1) / 2 + 1
@@ -207,7 +200,7 @@ class CostMeter:
         sizes = [(max(1, tokens // prompt_len), min(tokens, prompt_len)) for tokens in prompts]
         prompts_of = [_Kind("prompt", *size, depth) for size in sizes for depth in (layers, (layers + 1) // 2)]
         self._watch = Stopwatch[_Kind, list[float]](dict.fromkeys([*steps_of, *prompts_of]))
-        self._peer = GatedPeer(model) if fast is None else FastPeer(model, fast)
+        self._backend = backend
 
     def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
         """Time every kind `rounds` times after a warm-up, and on until each was timed for `least_seconds` in all.
@@ -233,9 +226,9 @@ class CostMeter:
         layers, run = self._geometry.num_layers, kind.depth
         if kind.work == "step":
             schedule = Schedule.constant(layers, run, warmup_layers=0)
-            return self._peer.step_seconds(schedule, Rows(kind.rows, kind.tokens + 1, self._length + 1))
+            return step_seconds(self._backend, schedule, Shape(kind.rows, kind.tokens + 1, self._length + 1))
         schedule = Schedule.full(layers) if run == layers else Schedule.split(layers, run, layers)
-        return [self._peer.prompt_seconds(schedule, kind.rows, kind.tokens)]
+        return [prompt_seconds(self._backend, schedule, kind.rows, kind.tokens)]
 
     def _all(self, kind: _Kind) -> list[float]:
         return [seconds for lap in self._watch.laps(kind) for seconds in lap]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from skipdecode.engine.base import Engine
-from skipdecode.engine.opening import EngineSource
+from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import StepOutput
 from skipdecode.schedule import Schedule
 from skipdecode.serving.request_state import Choice
@@ -98,7 +98,7 @@ class Group:
 
 
 def make_groups(
-    source: EngineSource, schedules: Iterable[Schedule], max_rows: int, prefix_cache: bool = True
+    source: Backend, schedules: Iterable[Schedule], max_rows: int, prefix_cache: bool = True
 ) -> list[Group]:
     """As few groups as take all of the schedules, of at most `max_rows` rows each; each keeps prompts of its own."""
     make = partial(

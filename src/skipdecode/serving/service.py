@@ -10,7 +10,7 @@ from skipdecode.data.forms import choose_form
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Template
 from skipdecode.engine.kv import KVLayout
-from skipdecode.engine.opening import EngineSource, end_tokens, open_engines
+from skipdecode.engine.opening import Backend, end_tokens, open_engines
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.performance.geometry import ModelGeometry
@@ -104,7 +104,7 @@ def _template_entry(template: Template, used: bool) -> TemplateEntry:
     return TemplateEntry(prompt=template.prompt, fields=list(template.fields), chat=template.chat, used=used)
 
 
-def _kv_layout(source: EngineSource) -> KVLayout:
+def _kv_layout(source: Backend) -> KVLayout:
     if source.fast is not None:
         return source.fast.new_kv().layout
     plain = unwrap(source.model)

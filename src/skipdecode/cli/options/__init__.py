@@ -21,7 +21,7 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 
 if TYPE_CHECKING:
-    from skipdecode.engine.opening import EngineSource
+    from skipdecode.engine.opening import Backend
 
 __all__ = [
     "MODEL",
@@ -113,7 +113,7 @@ class EngineOptions(NamedModel, ThreadOptions):
         self.use_threads()
         return load_model(self.ref, dtype=self.dtype, device=self.device)
 
-    def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> EngineSource:
+    def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> Backend:
         """What runs a model, as the options say; `tell` gets one line where the choice needs a word."""
         from skipdecode.engine.opening import open_engines
 

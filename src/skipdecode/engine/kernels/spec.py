@@ -53,6 +53,11 @@ class LinearSpec:
     eps: float = 0.0
     activation: Activation = "none"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that it holds."""
+        return self.weight.nbytes + sum(t.nbytes for t in (self.bias, self.gamma, self.beta) if t is not None)
+
 
 @dataclass(frozen=True)
 class AttentionSpec:

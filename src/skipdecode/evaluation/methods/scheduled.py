@@ -10,7 +10,7 @@ from typing import Any
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.gated import GatedEngine
-from skipdecode.engine.opening import EngineSource, open_engines
+from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import UsageError
 from skipdecode.evaluation.methods.base import Method, Untouched
 from skipdecode.models.families import decoder_layers, unwrap
@@ -26,16 +26,16 @@ class Scheduled(Method):
     ----------
     schedule : Schedule or None
         For a model of its number of layers; None: full depth, of any.
-    source : EngineSource, optional
+    source : Backend, optional
         Engines of the model that is decoded.
     """
 
-    def __init__(self, schedule: Schedule | None, source: EngineSource | None = None) -> None:
+    def __init__(self, schedule: Schedule | None, source: Backend | None = None) -> None:
         self.schedule, self._source = schedule, source
         self.name = "full" if schedule is None else schedule.name
         self.engine = GatedEngine.name if source is None else source.name
 
-    def on(self, source: EngineSource) -> Scheduled:
+    def on(self, source: Backend) -> Scheduled:
         """The same, decoded by the engines of a model."""
         return Scheduled(self.schedule, source)
 
@@ -60,10 +60,10 @@ class Full(Scheduled):
 
     full_depth = True
 
-    def __init__(self, source: EngineSource | None = None) -> None:
+    def __init__(self, source: Backend | None = None) -> None:
         super().__init__(None, source)
 
-    def on(self, source: EngineSource) -> Full:
+    def on(self, source: Backend) -> Full:
         return Full(source)
 
 

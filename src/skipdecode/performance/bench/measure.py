@@ -2,34 +2,58 @@
 
 A step's limit is the longer of two times: its bytes (weights of the layers that run, head, cache) over the bandwidth
 of a large read, before and after each run, and its operations over the rate of a large product in the type that the
-engine multiplies, in each round; in the same process, on the same threads. Memory that is shared with other users of a
-machine gives by turns more and less, so shares and ratios are formed within a round; medians over rounds count.
+engine multiplies, in each round; in the same process, on the same threads. Other users of a machine change the speed
+of its memory, so shares and ratios are formed within a round, and the median of the rounds counts.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
-from skipdecode.performance.bench.peers import Peer, Rows
-from skipdecode.performance.bench.workload import Workload
-from skipdecode.performance.machine import measure_bandwidth, measure_products
+from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.opening import Backend, GenerateBackend
+from skipdecode.errors import UnfitModelError, UsageError
+from skipdecode.performance.bench.workload import ENGINES, Workload
+from skipdecode.performance.cost import CostModel, StepCost
+from skipdecode.performance.geometry import ModelGeometry
+from skipdecode.performance.machine import Machine, measure_bandwidth, measure_products
+from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
 from skipdecode.schedule import Schedule
 
-__all__ = ["measure"]
+__all__ = ["measure", "open_backend", "step_reads"]
 
-_REFERENCES = ("transformers", "gated")
+_BASELINES = ("transformers", "gated")
+
+
+def open_backend(name: str, model: Any) -> Backend:
+    """A backend by one of the names of `skipdecode.performance.bench.workload.ENGINES`.
+
+    Raises UsageError if the name is not known, or the backend does not cover the model.
+    """
+    if name not in ENGINES:
+        raise UsageError(f"engine {name!r} is not known: accepted are {', '.join(ENGINES)}")
+    if name == "gated":
+        return Backend(model, name=name)
+    if name == "transformers":
+        return GenerateBackend(model, name)
+    if name == "transformers-static":
+        return GenerateBackend(model, name, cache_implementation="static")
+    kind: Any = name.partition("-")[2] or None
+    try:
+        return Backend(model, open_model(model, kind))
+    except UnfitModelError as e:
+        raise UsageError(f"the engine {name!r} does not cover this model: {e}; leave it out of --engines") from None
 
 
 class _Run(NamedTuple):
-    """What is timed: an engine at a nominal speed-up, under the schedule that it runs there."""
+    """What is timed: a backend at a nominal speed-up, under the schedule that it runs there."""
 
-    peer: Peer
+    backend: Backend
     nominal: float
     schedule: Schedule
 
@@ -51,76 +75,90 @@ class _Lap(NamedTuple):
 _Watch = Stopwatch[_Run, _Lap]
 
 
-def measure(
-    peers: Sequence[Peer], workload: Workload, num_layers: int, device: torch.device, *, progress: bool = False
-) -> dict[str, Any]:
-    """Measure engines of one model on a device, whose bandwidth counts; `progress` shows a bar on stderr.
+def measure(backends: Sequence[Backend], workload: Workload, *, progress: bool = False) -> dict[str, Any]:
+    """Measure backends of one model on its device, whose bandwidth counts; `progress` shows a bar on stderr.
 
     Returns
     -------
     dict
         ``bandwidth_gb_s``, the median of all reads; ``products_gflop_s``, of products by type; ``rows``, one for each
-        batch, prompt length, engine and nominal speed-up.
+        batch, prompt length, backend and nominal speed-up.
     """
-    schedules = workload.schedules(num_layers)
-    cells = [(Rows(*size, workload.new), _runs(peers, schedules)) for size in workload.sizes]
+    model = backends[0].model
+    geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
+    runs = [
+        _Run(backend, nominal, schedule)
+        for nominal, schedule in workload.schedules(geometry.num_layers).items()
+        for backend in backends
+        if backend.runs_schedules or nominal == 1
+    ]
     found = []
-    total = sum(len(runs) for _, runs in cells) * workload.rounds
-    with progress_bar(total, "run", shown=progress) as bar:
-        for rows, runs in cells:
-            # An engine's schedules in a row: memory's speed may change within a round.
-            watch = _Watch(sorted(runs, key=lambda run: peers.index(run.peer)))
+    with progress_bar(len(workload.sizes) * len(runs) * workload.rounds, "run", shown=progress) as bar:
+        for size in workload.sizes:
+            shape = Shape(*size, workload.new)
+            for run in runs:
+                if run.backend.warms_up:
+                    step_seconds(run.backend, run.schedule, shape)
+            # Schedules of one backend follow each other: memory's speed may change within a round.
+            watch = _Watch(sorted(runs, key=lambda run: backends.index(run.backend)))
             for _ in range(workload.rounds):
-                rates = {kind: measure_products(kind, device) for kind in {run.peer.arithmetic for run in runs}}
-                reads = [measure_bandwidth(device)]
+                rates = {kind: measure_products(kind, model.device) for kind in {r.backend.arithmetic for r in runs}}
+                reads = [measure_bandwidth(model.device)]
 
-                def lap(run: _Run, rows: Rows = rows, rates: Any = rates, reads: Any = reads) -> _Lap:
-                    steps = run.peer.decode_seconds(run.schedule, rows)
-                    timed = workload.prompts and run.peer.times_prompts
-                    prompts = run.peer.prompt_seconds(run.schedule, rows.batch, rows.prompt) if timed else None
-                    reads.append(measure_bandwidth(device))
+                def lap(run: _Run, shape: Shape = shape, rates: Any = rates, reads: Any = reads) -> _Lap:
+                    steps = sum(step_seconds(run.backend, run.schedule, shape))
+                    timed = workload.prompts and run.backend.times_prompts
+                    prompts = prompt_seconds(run.backend, run.schedule, *shape[:2]) if timed else None
+                    reads.append(measure_bandwidth(model.device))
                     bar.update()
-                    return _Lap(steps, prompts, sum(reads[-2:]) / 2, rates[run.peer.arithmetic])
+                    return _Lap(steps, prompts, sum(reads[-2:]) / 2, rates[run.backend.arithmetic])
 
                 watch.lap(lap)
-            found += [_row(rows, watch, run) for run in runs]
-    bandwidth = statistics.median(b for row in found for b in row["bandwidth_gb_s"])
-    kinds = {peer.name: peer.arithmetic for peer in peers}
-    products = {
-        kind: statistics.median(p for row in found if kinds[row["engine"]] == kind for p in row["products_gflop_s"])
-        for kind in dict.fromkeys(kinds[row["engine"]] for row in found)
-    }
+            found += [_row(geometry, shape, watch, run) for run in runs]
+    products: dict[str, list[float]] = {}
+    kinds = {backend.name: backend.arithmetic for backend in backends}
+    for row in found:
+        products.setdefault(kinds[row["engine"]], []).extend(row["products_gflop_s"])
     return {
-        "bandwidth_gb_s": bandwidth,
-        "products_gflop_s": products,
+        "bandwidth_gb_s": statistics.median(b for row in found for b in row["bandwidth_gb_s"]),
+        "products_gflop_s": {kind: statistics.median(rates) for kind, rates in products.items()},
         "rows": found,
     }
 
 
-def _runs(peers: Sequence[Peer], schedules: dict[float, Schedule]) -> list[_Run]:
-    return [_Run(p, n, s) for n, s in schedules.items() for p in peers if p.skips or n == 1]
+def step_reads(backend: Backend, geometry: ModelGeometry, batch: int) -> CostModel:
+    """What a decode step of `batch` sequences must read, as a cost model whose seconds are bytes."""
+    sizes, held = CostModel.predicted(geometry, Machine(1.0), batch), backend.step_bytes(batch)
+    return sizes if held is None else replace(sizes, steps=(StepCost(batch, *held),))
 
 
-def _row(rows: Rows, watch: _Watch, run: _Run) -> dict[str, Any]:
-    steps, peer, laps = rows.new - 1, run.peer, watch.laps(run)
-    full = {r.peer.name: r for r in watch.sides if r.nominal == 1}
-    reference = next((full[name] for name in _REFERENCES if name in full), None)
+def _step_flops(geometry: ModelGeometry, batch: int) -> CostModel:
+    """Operations of a decode step, of products and of attention over the cache, as `step_reads`."""
+    flops = batch * geometry.fixed_flops(), batch * geometry.layer_flops(), geometry.kv_flops_per_token()
+    return CostModel.of_step(geometry.num_layers, batch, *flops)
+
+
+def _row(geometry: ModelGeometry, shape: Shape, watch: _Watch, run: _Run) -> dict[str, Any]:
+    steps, backend, laps = shape.new - 1, run.backend, watch.laps(run)
+    full = {r.backend.name: r for r in watch.sides if r.nominal == 1}
+    baseline = next((full[name] for name in _BASELINES if name in full), None)
     median = watch.seconds(run, lambda lap: lap.steps)
-    read, flops = peer.step_bytes(run.schedule, rows), peer.step_flops(run.schedule, rows)
+    costs = step_reads(backend, geometry, shape.batch), _step_flops(geometry, shape.batch)
+    read, flops = (cost.sequence_seconds(run.schedule, *shape[1:]) / steps for cost in costs)
     limits = [(read / lap.bandwidth, flops / lap.products) for lap in laps]
     return {
-        "engine": peer.name,
-        "weights": peer.weights,
-        **rows._asdict(),
+        "engine": backend.name,
+        "weights": backend.weights,
+        **shape._asdict(),
         "nominal_speedup": run.nominal,
         "mean_layers": run.schedule.mean_budget(steps),
-        "request_speedup": _request_speedup(watch, full[peer.name], run),
-        "request_speedup_over_transformers": _request_speedup(watch, reference, run),
-        "decode_tokens_per_s": rows.batch * steps / median,
+        "request_speedup": _request_speedup(watch, full[backend.name], run),
+        "request_speedup_over_transformers": _request_speedup(watch, baseline, run),
+        "decode_tokens_per_s": shape.batch * steps / median,
         "ms_per_step": median / steps * 1e3,
-        "decode_speedup": watch.ratio(full[peer.name], run, lambda lap: lap.steps),
-        "speedup_over_transformers": reference and watch.ratio(reference, run, lambda lap: lap.steps),
-        "amdahl_bound": peer.reads(rows.batch).speedup(run.schedule, rows.prompt, rows.new),
+        "decode_speedup": watch.ratio(full[backend.name], run, lambda lap: lap.steps),
+        "speedup_over_transformers": baseline and watch.ratio(baseline, run, lambda lap: lap.steps),
+        "amdahl_bound": costs[0].speedup(run.schedule, *shape[1:]),
         "bytes_per_step": read,
         "flops_per_step": flops,
         "limit": "bytes" if statistics.median(a / b for a, b in limits) >= 1 else "arithmetic",

@@ -22,10 +22,9 @@ from skipdecode.engine import sampling
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.kernels.spec import StackInput
-from skipdecode.performance.bench.peers import Peer, Rows, replaced, token_times
-from skipdecode.performance.bench.peers.generate import TransformersPeer
-from skipdecode.performance.bench.peers.own import FastPeer, GatedPeer
+from skipdecode.engine.opening import Backend, GenerateBackend
 from skipdecode.performance.bench.workload import Workload
+from skipdecode.performance.timing import Shape, filled_in, open_engine, replaced, step_seconds, token_times
 from skipdecode.schedule import Schedule
 
 __all__ = ["profile"]
@@ -37,13 +36,13 @@ _STEPS = 16
 _SHOWN = 12
 
 
-def profile(peers: Sequence[Peer], workload: Workload, num_layers: int) -> dict[str, Any]:
-    """Run every engine that can be looked into once under each schedule, a few steps; the others are passed over.
+def profile(backends: Sequence[Backend], workload: Workload) -> dict[str, Any]:
+    """Run every backend on torch once under each schedule, a few steps; the others are passed over.
 
     Returns
     -------
     dict
-        ``rows``: one for each engine, batch, prompt length, nominal speed-up and kind of work, with its time a step;
+        ``rows``: one for each backend, batch, prompt length, nominal speed-up and kind of work, with its time a step;
         ``traceEvents``: Chrome's trace format.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes marks to stderr
@@ -51,32 +50,32 @@ def profile(peers: Sequence[Peer], workload: Workload, num_layers: int) -> dict[
     events: list[dict[str, Any]] = []
     runs = 0
     for batch, prompt in workload.sizes:
-        rows = Rows(batch, prompt, min(workload.new, _STEPS + 1))
-        for peer in peers:
-            if not isinstance(peer, FastPeer | GatedPeer | TransformersPeer):
+        shape = Shape(batch, prompt, min(workload.new, _STEPS + 1))
+        for backend in backends:
+            if type(backend) not in (Backend, GenerateBackend):
                 continue
-            for nominal, schedule in workload.schedules(num_layers).items():
-                if nominal > 1 and not peer.skips:
+            for nominal, schedule in workload.schedules(backend.num_layers).items():
+                if nominal > 1 and not backend.runs_schedules:
                     continue
-                table, trace = _recorded(peer, schedule, rows)
+                table, trace = _recorded(backend, schedule, shape)
                 runs += 1
-                what = {"engine": peer.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
-                name = {"name": f"{peer.name}, batch {batch}, prompt {prompt}, nominal {nominal:g}x"}
+                what = {"engine": backend.name, "batch": batch, "prompt": prompt, "nominal_speedup": nominal}
+                name = {"name": f"{backend.name}, batch {batch}, prompt {prompt}, nominal {nominal:g}x"}
                 found += [what | row for row in table]
                 events.append({"name": "process_name", "ph": "M", "pid": runs, "args": name})
                 events += [event | {"pid": runs} for event in trace if event["ph"] == "X"]
     return {"rows": found, "traceEvents": events}
 
 
-def _recorded(peer: Peer, schedule: Schedule, rows: Rows) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _recorded(backend: Backend, schedule: Schedule, shape: Shape) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The table and the trace of one run."""
-    peer.run(schedule, rows)
-    on_gpu = peer.model.device.type == "cuda"
-    engine, phases = peer.engine(schedule, rows), dict.fromkeys(_PHASES, 0.0)
+    step_seconds(backend, schedule, shape)  # warms up
+    on_gpu = backend.model.device.type == "cuda"
+    engine, phases = open_engine(backend, schedule, shape), dict.fromkeys(_PHASES, 0.0)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with peer.made_up(engine), _labelled(engine, phases), torch.profiler.profile(activities=activities) as recorded:
+    with filled_in(engine, shape), _labelled(engine, phases), torch.profiler.profile(activities=activities) as recorded:
         start = time.perf_counter()
-        first, *_, last = token_times(engine, peer.requests(rows))
+        first, *_, last = token_times(engine, shape)
     averages = {event.key: event for event in recorded.key_averages()}
     seconds = {k: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e6 for k, e in averages.items()}
     if any(phases.values()):
@@ -87,8 +86,8 @@ def _recorded(peer: Peer, schedule: Schedule, rows: Rows) -> tuple[list[dict[str
         recorded.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     if isinstance(engine, FastEngine):
-        return _table(seconds, calls, last - first, rows.new - 1), trace
-    return _table(seconds, calls, last - start, rows.new), trace  # the last token of the prompt has a step, too
+        return _table(seconds, calls, last - first, shape.new - 1), trace
+    return _table(seconds, calls, last - start, shape.new), trace  # the last token of the prompt has a step, too
 
 
 def _table(seconds: dict[str, float], calls: dict[str, int], total: float, steps: int) -> list[dict[str, Any]]:

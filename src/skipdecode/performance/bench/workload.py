@@ -6,23 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipdecode.common.options import Options, option
-from skipdecode.performance.bench.gguf_file import KINDS
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 
-__all__ = ["GEOMETRIES", "PEERS", "QUANTIZED", "Workload", "build"]
+__all__ = ["ENGINES", "GEOMETRIES", "Workload", "build"]
 
-QUANTIZED = ("fast-int8", "fast-int4", "fast-w8a8")
-PEERS = (
-    "fast",
-    *QUANTIZED,
-    "transformers",
-    "transformers-static",
-    "gated",
-    *(f"llama.cpp-{kind}" for kind in KINDS),
-    "vllm",
-)
-"""Engines under measurement."""
+ENGINES = ("fast", "fast-int8", "fast-int4", "fast-w8a8", "transformers", "transformers-static", "gated")
+"""Names of the backends that can be measured."""
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "opt-1.3b": {
