@@ -27,7 +27,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import read_result
 from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_engines
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
@@ -122,8 +122,8 @@ def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, 
     prompts = [tokenizer.apply_chat_template(t, add_generation_prompt=True, return_dict=True).input_ids for t in turns]
     lengths = [max(2, len(tokenizer(row["texts"]["base"]).input_ids)) for row in rows]
     source = open_engines(loaded.model, "fast", note)
-    methods = [Full(source), *(Scheduled(Schedule.load(str(file)), source) for file in schedules)]
-    turns = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=1)
+    methods = [Method(source), *(Method(source, Schedule.load(str(file))) for file in schedules)]
+    turns = time_equal_lengths(methods, prompts, lengths, batch_size=1)
     return {m.name: speed_entries(turns, m, methods[0], EvaluationSettings(), {}) for m in methods[1:]}
 
 

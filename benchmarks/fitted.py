@@ -46,8 +46,7 @@ from skipdecode.common.progress import note
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
-from skipdecode.evaluation.methods.base import Generation
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
@@ -408,11 +407,11 @@ class Measured:
         tokenizer: Any = setting.loaded.tokenizer
         ends = set(end_tokens(model, tokenizer)) | ({ids(tokenizer, setting.stop)[-1]} if setting.stop else set())
         source = open_engines(model, "fast" if setting.loaded.model.config.model_type == "llama" else "auto", note)
-        decode = Scheduled(schedule, source)
+        decode = Method(source, schedule)
         prompts = [list(prompt) for prompt, _ in (setting.held_out if setting.references else self._free)]
         most = 56 if setting.references else FREE_TOKENS
-        outputs = decode.generate(model, prompts, max_new_tokens=most, eos=ends, rows=16).tokens
-        probe = decode.generate(model, setting.probe.prompts, max_new_tokens=setting.probe.tokens, eos=ends, rows=16)
+        outputs = decode.generate(prompts, max_new_tokens=most, eos=ends, rows=16).tokens
+        probe = decode.generate(setting.probe.prompts, max_new_tokens=setting.probe.tokens, eos=ends, rows=16)
         texts = tokenizer.batch_decode(probe.tokens, skip_special_tokens=True)
         copied = [
             [sum(word in text for word in words), len(words)]
@@ -501,15 +500,15 @@ def measure_speed(options: argparse.Namespace) -> None:
         sources[name] = open_engines(model, "fast", note)
     keep_fit(model, None)
     schedules = {s.name: s for s in setting.schedules}
-    methods: list[Scheduled] = [Full(sources["today"])]
+    methods = [Method(sources["today"])]
     for word in options.sides:
         method, _, name = word.partition("/")
-        methods.append(Scheduled(replace(schedules[name], name=word), sources[method]))
+        methods.append(Method(sources[method], replace(schedules[name], name=word)))
     texts = setting.held_out[:16]
     prompts, lengths = [list(prompt) for prompt, _ in texts], [max(2, len(more)) for _, more in texts]
     about = {"sides": options.sides, "records": len(texts), "batch_size": 16, "threads": torch.get_num_threads()}
     kept = KeptValues(runs / "fitted-speed-turns.jsonl", about, pieces="turns", remedy="move it away")
-    turns = time_equal_lengths(model, methods, prompts, lengths, batch_size=16, kept=kept)
+    turns = time_equal_lengths(methods, prompts, lengths, batch_size=16, kept=kept)
     asked = EvaluationSettings()
     rows = {m.name: speed_entries(turns, m, methods[0], asked, about) for m in methods[1:]}
     full = turns.laps(methods[0])

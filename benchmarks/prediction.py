@@ -27,7 +27,7 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import SkipDecodeError
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
 from skipdecode.models.families import unwrap
@@ -47,7 +47,7 @@ def schedules(layers: int, new_tokens: int, speedups: Sequence[float], prompts: 
     ]
 
 
-def cell(source: Backend, model: Any, lengths: str, batch: int, chosen: Sequence[Schedule]) -> list[dict[str, Any]]:
+def cell(source: Backend, lengths: str, batch: int, chosen: Sequence[Schedule]) -> list[dict[str, Any]]:
     """The runs of one length and batch."""
     prompt_len, new_tokens = LENGTHS[lengths]
     rows = max(batch, 4)
@@ -55,11 +55,11 @@ def cell(source: Backend, model: Any, lengths: str, batch: int, chosen: Sequence
     prompts = [[3 + (7 * i + j) % 50 for j in range(prompt_len)] for i in range(rows)]
     forwards = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
     meter = CostMeter(source, rows={1, batch}, prompt_len=prompt_len, prompts=forwards)
-    methods = [Full(source), *(Scheduled(schedule, source) for schedule in chosen)]
+    methods = [Method(source), *(Method(source, schedule) for schedule in chosen)]
     meter.run(3, 0.1)
     with progress_bar(ROUNDS * rows, "row", name=f"{lengths} x {batch}") as bar:
         lengths_of = [new_tokens] * rows
-        turns = time_equal_lengths(model, methods, prompts, lengths_of, batch_size=batch, progress=bar.update)
+        turns = time_equal_lengths(methods, prompts, lengths_of, batch_size=batch, progress=bar.update)
     meter.run(3, 0.1)
     cost = meter.cost()
     about = {"lengths": lengths, "batch": batch, "prompt_len": prompt_len, "new_tokens": new_tokens}
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for batch in options.batches:
                 layers = unwrap(loaded.model).config.num_hidden_layers
                 chosen = schedules(layers, LENGTHS[lengths][1], options.speedups, PROMPTS)
-                runs += cell(source, loaded.model, lengths, batch, chosen)
+                runs += cell(source, lengths, batch, chosen)
                 worst = max(abs(run["request_error"]) for run in runs[-len(chosen) :])
                 print(f"{lengths}, batch {batch}: request speed-ups within {worst:.1%}", file=sys.stderr)
     except SkipDecodeError as e:

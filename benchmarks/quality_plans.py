@@ -270,7 +270,7 @@ PLANS = {
                 ["full", *files("calibrated", *_ALL), *files("pruned", 3, 5)],
             ),
             "even-b": tuned("even-5x", _SECOND, [*files("even", *_ALL), *files("unified", 3, 5)]),
-            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full", "calm"]),
+            "full-b": replace(full_depth("full-a", E2E_SEQ_LEN, 450), methods=["full"]),
             "top-b": tuned("early_termination-5x", _SECOND, files("early_termination", *_ALL)),
         },
         yardstick="full-b",

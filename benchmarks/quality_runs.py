@@ -180,7 +180,7 @@ class Steps:
             return
         head = ["skipdecode", "eval", self.checkpoint(name), "--task", self.plan.task]
         data = ["--data", self.data / "test.jsonl", "--dtype", "bfloat16", "--no-teacher-forced"]
-        if not {"full", "calm"} & set(methods):
+        if "full" not in methods:
             data.append("--no-full-depth")  # The yardstick is another checkpoint's, and speed is measured apart.
         about = ["--bertscore-model", "minilm", "--name", self.checkpoint(name).name]
         chosen = ["--out", out, "--methods", *map(self.place, methods)]

@@ -26,9 +26,9 @@ from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import heading, read_result
 from skipdecode.common.progress import progress_bar
-from skipdecode.engine.opening import open_engines
+from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import SkipDecodeError
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, Turns, medians_of, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
@@ -70,12 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkipDecodeError as e:
         print(f"schedule_speed: {e}", file=sys.stderr)
         return 1
-    methods = [Full(source), *(Scheduled(any_order(work), source) for work in works)]
-    methods += [Full()] if options.transformers else []
+    methods = [Method(source), *(Method(source, any_order(work)) for work in works)]
+    methods += [Method(Backend(loaded.model))] if options.transformers else []
     prompts, lengths = records_of(runs[0].path, options.limit)
     size = options.batch_size
     with progress_bar(ROUNDS * len(prompts), "record") as bar:
-        turns = time_equal_lengths(loaded.model, methods, prompts, lengths, batch_size=size, progress=bar.update)
+        turns = time_equal_lengths(methods, prompts, lengths, batch_size=size, progress=bar.update)
     about = {"records": len(prompts), "batch_size": size, "dtype": options.dtype, "engine": source.name}
     write_whole(options.out, json.dumps(document(turns, works, about), indent=1) + "\n")
     return 0

@@ -276,7 +276,7 @@ def test_eval_says_where_no_prompt_is_left(model: str, tuned: Path, tmp_path: Pa
     assert "no prompt is left" in told(capsys)
 
 
-@pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "calm"], ["--methods", "full"], ["--limit", "3"]])
+@pytest.mark.parametrize("more", [["--task", "e2e"], ["--methods", "full"], ["--limit", "3"]])
 def test_eval_refuses_options_that_self_does_not_take(
     tuned: Path, tmp_path: Path, capsys: Any, more: list[str]
 ) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from quality_runs import quality_runs
 from skipdecode import Schedule
+from skipdecode.engine.opening import Backend, GenerateBackend
 from skipdecode.evaluation.compare import compare_runs, pairs_table, runs_tables
-from skipdecode.evaluation.methods.base import Untouched
-from skipdecode.evaluation.methods.calm import Calm
-from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.results import Run, load_run
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import medians_of, speed_entries, time_equal_lengths
@@ -91,21 +88,19 @@ def test_a_file_of_an_older_version_is_read(runs: dict[str, Run], tmp_path: Path
     assert "whose lengths differ" in runs_tables([old])
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_every_method_gives_each_row_the_same_number_of_tokens(drafts: bool):
+def test_every_method_gives_each_row_the_same_number_of_tokens():
     """Though the model would end its rows sooner."""
     model = tiny_model("llama")
     prompts, lengths = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5, 6]], [9, 4, 6]
-    model.generation_config.eos_token_id = Full().generate(model, prompts[:1], max_new_tokens=3, eos=set()).tokens[0][2]
-    others: list[Any] = [PromptLookup(), SelfSpeculation(3)] if drafts else [Calm(0.0)]
-    methods = [Full(), Untouched(), Scheduled(Schedule.constant(LAYERS, 4)), *others]
-    size = 1 if drafts else 2
+    full = Method(Backend(model))
+    model.generation_config.eos_token_id = full.generate(prompts[:1], max_new_tokens=3, eos=set()).tokens[0][2]
+    methods = [full, Method(GenerateBackend(model)), Method(Backend(model), Schedule.constant(LAYERS, 4))]
     seen: list[int] = []
-    turns = time_equal_lengths(model, methods, prompts, lengths, batch_size=size, progress=seen.append)
+    turns = time_equal_lengths(methods, prompts, lengths, batch_size=2, progress=seen.append)
     assert sum(seen) == 3 * len(prompts)
     for method in methods:
-        assert len(turns.rounds(method)) == (3 if drafts else 2)
-        found = speed_entries(turns, method, methods[0], EvaluationSettings(resamples=20), {})
+        assert len(turns.rounds(method)) == 2
+        found = speed_entries(turns, method, full, EvaluationSettings(resamples=20), {})
         assert found["speed"]["fed_tokens"] == sum(lengths) - len(lengths)
         assert found["measured_speedup"] > 0 < found["measured_speedup_with_prompt"]
     assert medians_of(turns, methods[2])["layers_per_token"] == 4

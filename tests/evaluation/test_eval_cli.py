@@ -110,10 +110,8 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     ("more", "message"),
     [
         (["--max-new-tokens", "100"], "leaves no room for a prompt"),
-        (["--method", "self_speculation", "--exit-layer", "8"], "exit_layer=8 is not accepted"),
         (["--schedule", "{place}/nine.json"], "layers"),
         (["--methods", "skipdecode:2", "skipdecode:2"], "names skipdecode-2x twice"),
-        (["--methods", "skipdecode:2", "calm", "--engine", "fast"], "--engine fast does not run calm"),
     ],
 )
 def test_values_are_checked_before_weights_are_loaded(
@@ -140,13 +138,9 @@ def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path
     assert load_run(tmp_path / "run").outputs == load_run(place / "skip").outputs
 
 
-@pytest.mark.parametrize("method", ["early_termination", "even", "calm", "self_speculation", "prompt_lookup"])
+@pytest.mark.parametrize("method", ["early_termination", "even"])
 def test_methods_by_name(place: Path, tmp_path: Path, method: str):
-    more = (
-        []
-        if method in ("calm", "self_speculation", "prompt_lookup")
-        else ["--nominal-speedup", "1.5", "--seq-len", "6"]
-    )
+    more = ["--nominal-speedup", "1.5", "--seq-len", "6"]
     assert main(arguments(place, "--out", str(tmp_path), "--method", method, "--limit", "2", *more)) == 0
     assert load_run(tmp_path).data["config"]["method"]["name"].startswith(method.replace("_", "-"))
 
@@ -202,7 +196,7 @@ def test_a_drop_order_is_for_the_methods_that_take_one(place: Path, tmp_path: Pa
     order = [3, 5, 1, 6, 2, 4]
     (tmp_path / "order.json").write_text(Schedule.constant(8, 4, drop_order=order).to_json())
     call = arguments(place, "--out", str(tmp_path / "out"), "--seq-len", "6", "--limit", "2", "--no-teacher-forced")
-    words = ["full", "static_pruning:2", "unified:2", "d3:2", "calm"]
+    words = ["full", "static_pruning:2", "unified:2", "d3:2"]
     assert main([*call, "--methods", *words, "--drop-order", str(tmp_path / "order.json")]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "layers in the order of" in line]
     assert [line.split(": ")[1] for line in told] == ["static-pruning-2x", "d3-2x"]
@@ -258,7 +252,6 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
         (["--out", "{place}/x", "--method", "even"], 2, "--method even needs --nominal-speedup"),
         (["--out", "{place}/x", "--method", "full", "--nominal-speedup", "2"], 2, "--method full has no schedule"),
         (["--out", "{place}/x", "--method", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
-        (["--out", "{place}/x", "--exit-layer", "2"], 2, "--exit-layer belongs to --method self_speculation"),
         (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order belongs to --nominal-speedup"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,8 +11,7 @@ from skipdecode import Schedule
 from skipdecode.cli import main
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
-from skipdecode.evaluation.methods.calm import Calm
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled, on_engine
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.results import Run, load_run
 from textgen_tools import save_tiny_model, write_rows
 from tiny import LAYERS, tiny_model
@@ -30,13 +28,14 @@ def _native() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "qwen3"])
-@pytest.mark.parametrize("method", [Full(), Scheduled(SCHEDULE)], ids=["full", "schedule"])
-def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, method: Any):
+@pytest.mark.parametrize("schedule", [None, SCHEDULE], ids=["full", "schedule"])
+def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, schedule: Schedule | None):
     model = tiny_model(family)
-    ends = {method.generate(model, PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
-    expected = method.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
-    fast = method.on(Backend(model, open_model(model)))
-    found = fast.generate(model, PROMPTS, max_new_tokens=12, eos=ends)
+    method = Method(Backend(model), schedule)
+    ends = {method.generate(PROMPTS, max_new_tokens=12, eos=set()).tokens[1][4]}
+    expected = method.generate(PROMPTS, max_new_tokens=12, eos=ends)
+    fast = Method(Backend(model, open_model(model)), schedule)
+    found = fast.generate(PROMPTS, max_new_tokens=12, eos=ends)
     assert (found.tokens, found.layer_tokens, found.fed_tokens) == (
         expected.tokens,
         expected.layer_tokens,
@@ -44,18 +43,6 @@ def test_a_method_gives_the_same_tokens_and_layers_on_both_engines(family: str, 
     )
     assert found.prompt_seconds > 0 < found.decode_seconds
     assert (fast.name, fast.settings(), fast.full_depth) == (method.name, method.settings(), method.full_depth)
-
-
-def test_other_methods_and_families_stay_on_transformers():
-    notes: list[str] = []
-    calm, full = Calm(), Full()
-    methods, beside = on_engine([full, calm], tiny_model("llama"), "auto", notes.append)
-    assert [(m.name, m.engine) for m in methods] == [("full", "fast"), (calm.name, "generate")]
-    assert {m.engine for m in beside} == {"fast", "generate"}
-    assert notes == [f"{calm.name}: no schedule, so it runs through transformers, next to full depth there"]
-    methods, beside = on_engine([full], tiny_model("bloom"), "auto", notes.append)
-    assert [m.engine for m in (*methods, *beside)] == ["transformers", "transformers", "generate"]
-    assert "no fast path for model type 'bloom'" in notes[-1]
 
 
 # ---------------------------------------------------------------------- the verb
@@ -102,16 +89,3 @@ def test_both_engines_give_one_result(place: Path, tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "engine fast" in printed
     assert "engine transformers" in printed
-
-
-def test_each_method_is_measured_against_full_depth_on_its_own_engine(place: Path, tmp_path: Path):
-    assert evaluate(place, "--out", str(tmp_path), "--methods", "skipdecode:2", "calm", "--seq-len", "8") == 0
-    one, two = runs(tmp_path)["skipdecode-2x"], next(r for n, r in runs(tmp_path).items() if n.startswith("calm"))
-    assert (one.data["engine"], two.data["engine"]) == ("fast", "generate")
-    assert one.measured_speedup > 0 < two.measured_speedup
-    assert one.data["full_depth_speed"] != two.data["full_depth_speed"]
-
-
-def test_fast_is_refused_for_what_it_cannot_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert evaluate(place, "--out", str(tmp_path / "x"), "--engine", "fast", "--method", "calm") == 2
-    assert "--engine fast does not run calm-softmax-0.9: give --engine auto" in capsys.readouterr().err

@@ -18,11 +18,10 @@ from skipdecode.common.kinds import heading
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
+from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
-from skipdecode.evaluation.methods.base import Method, Untouched
-from skipdecode.evaluation.methods.drafting import SelfSpeculation
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, buckets_of, check_free, load_run
 from skipdecode.evaluation.run import evaluate
@@ -48,12 +47,16 @@ def model() -> Any:
     return tiny_model("llama", vocab_size=259)
 
 
-def evaluated(model: Any, out: Path, method: Method, **settings: Any) -> Run:
+def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True, **settings: Any) -> Run:
+    """The run of a method, with full depth beside it unless that is left out."""
     out.mkdir(parents=True, exist_ok=True)
-    subject = Subject(model, byte_tokenizer(), {2}, context=256, full=(Full(), Untouched()))
+    beside = {} if method.full_depth or not full_depth else {out / "beside": Method(Backend(model))}
+    subject = Subject(model, byte_tokenizer(), {2}, context=256)
     options = EvaluationSettings(**{"batch_size": 3, "resamples": 50, **settings})
     metrics = make_metrics(["bleu", "rougeL"])
-    (run,) = evaluate(subject, {out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"})
+    *_, run = evaluate(
+        subject, {**beside, out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"}
+    )
     return run
 
 
@@ -114,7 +117,7 @@ def test_free_running_fidelity_by_hand():
 
 
 def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
-    run = load_run(evaluated(model, tmp_path / "run", Scheduled(SCHEDULE)).path)
+    run = load_run(evaluated(model, tmp_path / "run", Method(Backend(model), SCHEDULE)).path)
     data = run.data
     assert data["n"] == len(run.outputs) == 7
     assert data["nominal_speedup"] == SCHEDULE.nominal_speedup
@@ -144,21 +147,23 @@ def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
 
 
 def test_outputs_do_not_depend_on_the_batch(model: Any, tmp_path: Path):
-    runs = [evaluated(model, tmp_path / str(size), Scheduled(SCHEDULE), batch_size=size) for size in (1, 3, 7)]
+    runs = [
+        evaluated(model, tmp_path / str(size), Method(Backend(model), SCHEDULE), batch_size=size) for size in (1, 3, 7)
+    ]
     tokens = [[row["tokens"] for row in run.outputs] for run in runs]
     assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_same_seed_same_result(model: Any, tmp_path: Path):
-    first, second = (evaluated(model, tmp_path / name, Scheduled(SCHEDULE)) for name in "ab")
+    first, second = (evaluated(model, tmp_path / name, Method(Backend(model), SCHEDULE)) for name in "ab")
     for key in ("metrics", "buckets", "samples", "config", "n", "nominal_speedup"):
         assert first.data[key] == second.data[key], key
     assert first.outputs == second.outputs
-    other = evaluated(model, tmp_path / "c", Scheduled(SCHEDULE), seed=1)
+    other = evaluated(model, tmp_path / "c", Method(Backend(model), SCHEDULE), seed=1)
     assert other.data["metrics"]["kl"]["interval"] != first.data["metrics"]["kl"]["interval"]
 
 
-class Killed(Full):
+class Killed(Method):
     """Full depth that dies in its second batch."""
 
     calls = 0
@@ -171,14 +176,14 @@ class Killed(Full):
 
 
 def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
-    unbroken = evaluated(model, tmp_path / "whole", Full())
+    unbroken = evaluated(model, tmp_path / "whole", Method(Backend(model)))
     with pytest.raises(KeyboardInterrupt):
-        evaluated(model, tmp_path / "run", Killed())
+        evaluated(model, tmp_path / "run", Killed(Backend(model)))
     partial = tmp_path / "run" / "unfinished.jsonl"
     assert len(partial.read_text().splitlines()) == 2
     with partial.open("a") as file:
         file.write('["batch 1", [{"tokens"')  # A line cut off by the kill.
-    counted = Counted()
+    counted = Counted(Backend(model))
     run = evaluated(model, tmp_path / "run", counted)
     # Two of three batches.
     assert counted.calls == 2
@@ -186,7 +191,7 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
     assert not partial.exists()
 
 
-class Counted(Full):
+class Counted(Method):
     """Full depth that counts its batches."""
 
     calls = 0
@@ -198,35 +203,28 @@ class Counted(Full):
 
 def test_what_another_run_left_is_not_taken_over(model: Any, tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
-        evaluated(model, tmp_path, Killed())
-    counted = Counted()
+        evaluated(model, tmp_path, Killed(Backend(model)))
+    counted = Counted(Backend(model))
     evaluated(model, tmp_path, counted, max_new_tokens=5)
     assert counted.calls == 3
 
 
 def test_full_depth_is_the_yardstick(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, Full())
+    run = evaluated(model, tmp_path, Method(Backend(model)))
     assert run.measured_speedup == run.data["nominal_speedup"] == 1
     assert run.data["full_depth_speed"] is None
     assert "kl" not in run.data["metrics"]
 
 
-def test_a_lossless_method_matches_full_depth_exactly(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, SelfSpeculation(3))
-    assert run.score("full_depth_agreement") == run.score("token_agreement") == 100
-    assert run.data["config"]["settings"]["batch_size"] == 1
-    assert run.data["nominal_speedup"] is None
-
-
 def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, Scheduled(SCHEDULE), full_depth=False)
+    run = evaluated(model, tmp_path, Method(Backend(model), SCHEDULE), full_depth=False)
     assert run.measured_speedup is None
     assert set(run.data["metrics"]) == {"bleu", "rougeL", "loss"}
     assert "full_output" not in run.outputs[0]
 
 
 def test_buckets_cover_the_records_once(model: Any, tmp_path: Path):
-    data = evaluated(model, tmp_path, Scheduled(SCHEDULE)).data
+    data = evaluated(model, tmp_path, Method(Backend(model), SCHEDULE)).data
     for axis in ("prompt_tokens", "reference_tokens"):
         found = data["buckets"][axis]
         assert sum(b["n"] for b in found) == 7
@@ -258,8 +256,8 @@ def test_settings_out_of_range_are_refused(name: str):
 
 
 def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
-    first = evaluated(model, tmp_path / "a", Full())
-    second = evaluated(model, tmp_path / "b", Scheduled(SCHEDULE))
+    first = evaluated(model, tmp_path / "a", Method(Backend(model)))
+    second = evaluated(model, tmp_path / "b", Method(Backend(model), SCHEDULE))
     pairs = compare_runs([first, second], resamples=50)
     assert [(p.metric, p.a, p.b) for p in pairs] == [(m, "full", "skipdecode") for m in ("bleu", "rougeL", "loss")]
     assert compare_runs([first, first], ["bleu"])[0].comparison.difference.estimate == 0
@@ -274,7 +272,7 @@ def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
 
 
 def test_files_that_are_no_run_are_refused(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, Full())
+    run = evaluated(model, tmp_path, Method(Backend(model)))
     with pytest.raises(OutputError, match="holds a run already: give --overwrite"):
         check_free(tmp_path, overwrite=False)
     check_free(tmp_path, overwrite=True)

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from skipdecode import Schedule, attach
-from skipdecode.engine.opening import end_tokens
+from skipdecode.engine.opening import Backend, end_tokens
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
-from skipdecode.evaluation.methods import METHODS
-from skipdecode.evaluation.methods.calm import Calm
-from skipdecode.evaluation.methods.drafting import PromptLookup, SelfSpeculation
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.evaluation.methods import Method
 from skipdecode.schedule import PUBLISHED
 from tiny import LAYERS, tiny_model
 
@@ -36,7 +33,7 @@ def reference(model: Any, prompt: list[int], eos: set[int]) -> list[int]:
 
 
 def test_full_depth_is_greedy_decoding_and_counts_every_layer(model: Any):
-    result = Full().generate(model, PROMPTS, max_new_tokens=NEW, eos=set())
+    result = Method(Backend(model)).generate(PROMPTS, max_new_tokens=NEW, eos=set())
     assert result.tokens == [reference(model, p, set()) for p in PROMPTS]
     assert result.fed_tokens == 2 * (NEW - 1)
     assert result.layer_tokens == LAYERS * result.fed_tokens
@@ -48,124 +45,31 @@ def test_full_depth_is_greedy_decoding_and_counts_every_layer(model: Any):
 def test_rows_end_with_their_end_token(model: Any):
     long = reference(model, PROMPTS[0], set())
     end = next(t for t in long[1:] if t != long[0])
-    result = Full().generate(model, PROMPTS, max_new_tokens=NEW, eos={end})
+    result = Method(Backend(model)).generate(PROMPTS, max_new_tokens=NEW, eos={end})
     assert result.tokens[0] == long[: long.index(end) + 1]
     assert result.tokens == [reference(model, p, {end}) for p in PROMPTS]
 
 
 def test_a_schedule_is_decoded_and_counted(model: Any):
     schedule = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=6)
-    method = Scheduled(schedule)
-    method.check(model)
-    result = method.generate(model, PROMPTS, max_new_tokens=NEW, eos=set())
+    method = Method(Backend(model), schedule)
+    result = method.generate(PROMPTS, max_new_tokens=NEW, eos=set())
     with attach(model, schedule):
         expected = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert result.tokens[0] == expected[0, len(PROMPTS[0]) :].tolist()
-    assert result.tokens != Full().generate(model, PROMPTS, max_new_tokens=NEW, eos=set()).tokens
+    assert result.tokens != Method(Backend(model)).generate(PROMPTS, max_new_tokens=NEW, eos=set()).tokens
     assert result.layer_tokens == 2 * sum(schedule.budget(i) for i in range(NEW - 1))
     # Left as it was: nothing is attached any more.
-    assert Full().generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set()).tokens[0] == reference(
+    assert Method(Backend(model)).generate(PROMPTS[:1], max_new_tokens=NEW, eos=set()).tokens[0] == reference(
         model, PROMPTS[0], set()
     )
 
 
 def test_a_schedule_for_another_depth_is_refused(model: Any):
     with pytest.raises(ScheduleError):
-        Scheduled(Schedule.full(LAYERS + 1)).check(model)
+        Method(Backend(model), Schedule.full(LAYERS + 1)).generate(PROMPTS, max_new_tokens=NEW, eos=set())
     with pytest.raises(UnsupportedModelError):
-        Full().check(torch.nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("method", [PromptLookup(4), SelfSpeculation(3)], ids=lambda m: m.name)
-def test_drafting_is_lossless_and_counts_its_drafts(model: Any, method: Any):
-    method.check(model)
-    for prompt in PROMPTS:
-        result = method.generate(model, [prompt], max_new_tokens=NEW, eos={2})
-        assert result.tokens == [reference(model, prompt, {2})]
-        # Every token of the output but the last ran every layer at least once.
-        assert result.layer_tokens >= LAYERS * (NEW - 1) / 2
-    with pytest.raises(UsageError, match="1 row at a time"):
-        method.generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
-
-
-def test_self_speculation_counts_the_drafting_layers(model: Any):
-    """Of a random model most drafts are wrong: it must cost more layers than full depth, and the figure must say so."""
-    full = Full().generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set())
-    drafted = SelfSpeculation(4).generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set())
-    assert drafted.layer_tokens > full.layer_tokens
-
-
-@pytest.mark.parametrize("exit_layer", [0, LAYERS])
-def test_self_speculation_refuses_impossible_exits(model: Any, exit_layer: int):
-    with pytest.raises(UsageError, match=f"give 1 to {LAYERS - 1}"):
-        SelfSpeculation(exit_layer).check(model)
-
-
-# ---------------------------------------------------------------------- CALM
-
-
-@pytest.mark.parametrize("measure", ["softmax", "state"])
-def test_calm_without_exits_is_full_depth(model: Any, measure: str):
-    calm = Calm(1.01, measure)
-    result = calm.generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
-    full = Full().generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
-    assert (result.tokens, result.layer_tokens) == (full.tokens, full.layer_tokens)
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_calm_copies_states_to_the_layers_above(family: str):
-    """With every token leaving after layer 3, cached decoding equals a parallel forward that copies the states up."""
-    model = tiny_model(family)
-    result = Calm(0, min_exit_layer=3).generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set())
-    prompt = len(PROMPTS[0])
-
-    def copy_up(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        return torch.cat([output[:, :prompt], hidden[:, prompt:]], dim=1)
-
-    hooks = [layer.register_forward_hook(copy_up, with_kwargs=True) for layer in model.model.layers[3:]]
-    try:
-        assert result.tokens[0] == reference(model, PROMPTS[0], set())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    assert result.layer_tokens == 3 * (NEW - 1)
-
-
-@pytest.mark.parametrize(("threshold", "measure"), [(0.1, "softmax"), (0.9, "state")])
-def test_calm_rows_do_not_depend_on_their_neighbours_but_pay_for_them(model: Any, threshold: float, measure: str):
-    calm = Calm(threshold, measure)
-    together = calm.generate(model, PROMPTS, max_new_tokens=NEW, eos={2})
-    alone = [calm.generate(model, [prompt], max_new_tokens=NEW, eos={2}) for prompt in PROMPTS]
-    assert together.tokens == [one.tokens[0] for one in alone]
-    own = sum(one.layer_tokens for one in alone)
-    assert own < LAYERS * together.fed_tokens
-    assert own <= together.layer_tokens <= LAYERS * together.fed_tokens
-
-
-def test_calm_leaves_the_model_as_it_was(model: Any):
-    Calm(0.5).generate(model, PROMPTS, max_new_tokens=4, eos={2})
-    assert not any("forward" in layer.__dict__ for layer in model.model.layers)
-    assert Full().generate(model, PROMPTS[:1], max_new_tokens=NEW, eos=set()).tokens[0] == reference(
-        model, PROMPTS[0], set()
-    )
-
-
-def test_calm_refuses_what_it_cannot_do(model: Any):
-    with pytest.raises(UsageError, match="softmax, state"):
-        Calm(0.5, "guess")
-    with pytest.raises(UsageError, match="give 0 or more"):
-        Calm(-1)
-    with pytest.raises(UsageError, match=f"give 1 to {LAYERS}"):
-        Calm(0.5, min_exit_layer=LAYERS + 1).check(model)
-    with pytest.raises(UnsupportedModelError, match="CALM is not supported for opt"):
-        Calm().check(tiny_model("opt"))
-
-
-def test_methods_are_found_by_name():
-    assert METHODS.get("full") is Full
-    with pytest.raises(UsageError, match="unknown method 'calf'"):
-        METHODS.get("calf")
+        Backend(torch.nn.Linear(2, 2))
 
 
 def test_end_tokens_are_the_models_and_the_tokenizers(model: Any):

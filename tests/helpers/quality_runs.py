@@ -12,8 +12,8 @@ from skipdecode import Schedule
 from skipdecode.data.records import Record
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.evaluation.methods.base import Generation, Method, Untouched
-from skipdecode.evaluation.methods.scheduled import Full, Scheduled
+from skipdecode.engine.opening import Backend
+from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.run import evaluate
@@ -48,22 +48,23 @@ RECIPE = {
 }
 
 
-def says(base: type[Full] | type[Scheduled], words: int, *arguments: Any) -> Method:
+class Says(Method):
     """A method that says the first words of the reference, and takes time by its layers."""
 
-    class Says(base):  # type: ignore[misc, valid-type]
-        def generate(
-            self, model: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: Any, eos: set[int], rows: int = 0
-        ) -> Generation:
-            tokenizer = byte_tokenizer()
-            numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]
-            texts = [tokenizer(" ".join(REFERENCES[i].split()[:words])).input_ids for i in numbers]
-            layers = LAYERS if self.schedule is None else self.schedule.budget(0)
-            lengths = [len(row) for row in texts] if isinstance(max_new_tokens, int) else max_new_tokens
-            fed = sum(length - 1 for length in lengths)
-            return Generation(texts, 0.1, SECONDS_A_LAYER * layers * fed, layers * fed, fed, fed)
+    def __init__(self, model: Any, words: int, schedule: Schedule | None = None) -> None:
+        super().__init__(Backend(model), schedule)
+        self.words = words
 
-    return Says(*arguments)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: Any, eos: set[int], rows: int = 0
+    ) -> Generation:
+        tokenizer = byte_tokenizer()
+        numbers = [int(tokenizer.decode(p).strip(":")) for p in prompts]
+        texts = [tokenizer(" ".join(REFERENCES[i].split()[: self.words])).input_ids for i in numbers]
+        layers = self.schedule.budget(0)
+        lengths = [len(row) for row in texts] if isinstance(max_new_tokens, int) else max_new_tokens
+        fed = sum(length - 1 for length in lengths)
+        return Generation(texts, 0.1, SECONDS_A_LAYER * layers * fed, layers * fed, fed, fed)
 
 
 def flat(speedup: int) -> Schedule:
@@ -73,16 +74,17 @@ def flat(speedup: int) -> Schedule:
 
 def quality_runs(place: Path) -> dict[str, Run]:
     """Runs by directory: full depth says 7 of 8 words, the flat 2x schedule too, the flat 4x one 5."""
-    methods = {
-        place / "full": says(Full, 7),
-        place / "flat-2x": says(Scheduled, 7, flat(2)),
-        place / "flat-4x": says(Scheduled, 5, flat(4)),
+    model = tiny_model("llama", vocab_size=259)
+    methods: dict[Path, Method] = {
+        place / "full": Says(model, 7),
+        place / "flat-2x": Says(model, 7, flat(2)),
+        place / "flat-4x": Says(model, 5, flat(4)),
     }
     encoder = place / "encoder"
     save_tiny_encoder(encoder, REFERENCES)
     metrics = make_metrics(TASK.metrics, MetricOptions(str(encoder), 1))
     records = Records(tuple(Record(i, i, f"r{i}", f"{i}:", references=(text,)) for i, text in enumerate(REFERENCES)))
-    subject = Subject(tiny_model("llama", vocab_size=259), byte_tokenizer(), {2}, full=(Full(), Untouched()))
+    subject = Subject(model, byte_tokenizer(), {2})
     about = {"model": "/secret/place/checkpoint", "recipe": RECIPE, "data": "d.jsonl", "dtype": "x", "device": "cpu"}
     settings = EvaluationSettings(batch_size=3, resamples=50)
     place.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,7 @@ of full depth comes first. Speed is measured on a few batches whose outputs get 
 OUT/run.json and OUT/outputs.jsonl, both for full depth in OUT/full, and OUT/report.html; if it is interrupted, the same
 command goes on.
 The second does so for several methods, which share full depth; each gets a directory of its own in OUT.
-Full depth and schedules run on the fast engine where it covers the model (--engine); calm, self_speculation and
-prompt_lookup run through transformers, and are timed next to full depth there.
+All run on the fast engine where it covers the model, else through transformers (--engine).
 The third form reads such runs and compares all of them to the first.
 The fourth needs no records: KL to the base model, its perplexity of the schedules' texts, instructions followed.
 """
@@ -24,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skipdecode.cli.options import ScheduleChoice
 from skipdecode.cli.options.evaluation import EVAL_DIRECTORY, Config, choose_method, each_method
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
@@ -37,12 +37,12 @@ from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Su
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import Recipe, stored_recipe
+from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from skipdecode.evaluation.compare import Pair
-    from skipdecode.evaluation.methods.base import Method
     from skipdecode.evaluation.metrics import Metric
     from skipdecode.evaluation.results import Run
 
@@ -123,23 +123,15 @@ def _evaluate(config: Config) -> int:
     return 0
 
 
-def _checked_methods(
-    config: Config, each: Sequence[Config], task: Task, directory: Path
-) -> dict[Path, tuple[Method, str]]:
-    """The methods; refuses, before weights are loaded, what does not fit the model's config or cannot be written."""
-    from skipdecode.evaluation.methods.scheduled import off_engine
-
-    shape = config.ref.config
-    prompt_room(context_length(shape), config.max_new_tokens or task.max_new_tokens)
+def _checked_methods(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
+    """The schedules; refuses, before weights are loaded, what does not fit the model's config or cannot be written."""
+    prompt_room(context_length(config.ref.config), config.max_new_tokens or task.max_new_tokens)
     methods = _chosen(config, each, task, directory)
-    for method, _ in methods.values():
-        method.check_shape(shape.model_type, config.ref.num_layers)
     _check_places(config, methods, directory)
-    off_engine([method for method, _ in methods.values()], config.engine)
     return methods
 
 
-def _check_places(config: Config, methods: dict[Path, tuple[Method, str]], directory: Path) -> None:
+def _check_places(config: Config, methods: dict[Path, ScheduleChoice], directory: Path) -> None:
     """Refuse, unless --overwrite is given, places that hold a finished run or what no run wrote."""
     from skipdecode.evaluation.results import check_free, is_unfinished
 
@@ -152,40 +144,37 @@ def _check_places(config: Config, methods: dict[Path, tuple[Method, str]], direc
         return
     for place in {*methods, directory / "full"}:
         EVAL_DIRECTORY.check(place, resume=True)
-    for place, (method, _) in methods.items():
-        if not method.full_depth or len(methods) == 1:
+    for place, (schedule, _) in methods.items():
+        if not schedule.is_full or len(methods) == 1:
             check_free(place, overwrite=False)
 
 
 def _runs(
     config: Config,
-    chosen: dict[Path, tuple[Method, str]],
+    chosen: dict[Path, ScheduleChoice],
     task: Task,
     records: Records,
     metrics: Sequence[Metric],
     directory: Path,
 ) -> list[Run]:
     from skipdecode.engine.opening import end_tokens
-    from skipdecode.evaluation.methods.scheduled import on_engine
+    from skipdecode.evaluation.methods import Method
     from skipdecode.evaluation.run import evaluate
 
     loaded = config.load()
     recipe = _recipe(loaded)
     _check_template(loaded.recipe, task)
     _tell(chosen, loaded)
-    given = [method for method, _ in chosen.values()]
-    bound, full = on_engine(given, loaded.model, config.engine, note, config.quantization)
-    note("engine: " + ", ".join(dict.fromkeys(method.engine for method in bound)))
-    methods = dict(zip(chosen, bound, strict=True))
-    if config.full_depth and not any(method.full_depth for method in bound):
-        # On the first method's engine; what others need beside it runs there too and is not shown.
-        methods = {directory / "full": next(f for f in full if f.engine == bound[0].engine), **methods}
+    backend = config.engines(loaded)
+    note(f"engine: {backend.name}")
+    methods = {place: Method(backend, schedule) for place, (schedule, _) in chosen.items()}
+    if config.full_depth and not any(method.full_depth for method in methods.values()):
+        methods = {directory / "full": Method(backend), **methods}
     subject = Subject(
         loaded.model,
         loaded.tokenizer,
         set(end_tokens(loaded.model, loaded.tokenizer)),
         context_length(loaded.model.config),
-        full,
     )
     about = {
         "name": config.name,
@@ -213,31 +202,34 @@ def _runs(
     )
 
 
-def _tell(chosen: dict[Path, tuple[Method, str]], loaded: LoadedModel) -> None:
+def _tell(chosen: dict[Path, ScheduleChoice], loaded: LoadedModel) -> None:
     """Where each method is from, and which schedules the weights were not tuned under."""
-    for method, origin in chosen.values():
-        note(f"{method.name}: {origin}")
-    schedules = [method.schedule for method, _ in chosen.values() if method.schedule is not None]
+    for schedule, origin in chosen.values():
+        note(f"{_name(schedule)}: {origin}")
+    schedules = [schedule for schedule, _ in chosen.values() if not schedule.is_full]
     if line := loaded.untuned_line(schedules):
         note(line)
 
 
-def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, tuple[Method, str]]:
-    """The methods, and where each is from in words, by the directory of their results."""
+def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
+    """The schedules, and where each is from in words, by the directory of their results."""
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
-    methods: dict[Path, tuple[Method, str]] = {}
+    methods: dict[Path, ScheduleChoice] = {}
     for one in each:
-        method, origin = choose_method(one, config.ref.num_layers, carried=config.ref.schedule, default_seq_len=seq_len)
-        place = directory / _folder(method.name) if config.methods else directory
+        choice = choose_method(one, config.ref.num_layers, carried=config.ref.schedule, default_seq_len=seq_len)
+        name = _name(choice.schedule)
+        # Names of schedules are free text.
+        folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
+        place = directory / folder if config.methods else directory
         if place in methods:
-            raise UsageError(f"--methods names {method.name} twice: leave one out, or give the schedules other names")
-        methods[place] = method, origin
+            raise UsageError(f"--methods names {name} twice: leave one out, or give the schedules other names")
+        methods[place] = choice
     return methods
 
 
-def _folder(name: str) -> str:
-    """A method's name as one folder's: names of schedules are free text."""
-    return re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
+def _name(schedule: Schedule) -> str:
+    """What tables call a schedule."""
+    return "full" if schedule.is_full else schedule.name
 
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:

@@ -7,13 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures, table
-from skipdecode.cli.options import ScheduleChoice, with_prompt_layers
+from skipdecode.cli.options import with_prompt_layers
 from skipdecode.cli.options.evaluation import Config, choose_method, each_method
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import read_objects
@@ -35,12 +34,10 @@ from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import row_seed
 from skipdecode.errors import ModelLoadError, UsageError
-from skipdecode.evaluation.methods import METHODS
-from skipdecode.evaluation.methods.base import Method
-from skipdecode.evaluation.methods.scheduled import Full, on_engine
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.results import OUTPUTS_FILE, check_free, is_unfinished, keep_unfinished, save_run
 from skipdecode.evaluation.run import note_left_out
-from skipdecode.evaluation.self_generated import SelfEvaluation, Variant
+from skipdecode.evaluation.self_generated import SelfEvaluation
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.base_weights import checkpoint_digest
@@ -85,29 +82,28 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     except ModelLoadError as e:
         raise type(e)(f"the base model: {e} (--base names another)") from None
-    document, rows = _measured(config, prompts, loaded, base, *_methods(config, each, loaded))
+    document, rows = _measured(config, prompts, loaded, base, _methods(config, each, loaded))
     save_run(out, document, rows)
     forget_prompts(out)
     print(json.dumps(document, indent=1) if config.json else "\n".join(_lines(document, out)))
     return 0
 
 
-def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> tuple[list[Method], Method]:
-    """The schedules that are asked for, or all that the checkpoint was tuned under; and full depth on their engine."""
+def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> list[Method]:
+    """The schedules that are asked for, or all that the checkpoint was tuned under."""
     named = config.methods or config.method or config.schedule or config.nominal_speedup
     if named or loaded.recipe is None:
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
-        found = [choose_method(one, loaded.num_layers, **kind)[0] for one in each]
+        choices = [choose_method(one, loaded.num_layers, **kind) for one in each]
     else:
-        tuned = (ScheduleChoice(schedule, "tuned under") for schedule in loaded.recipe.tuned_under)
-        found = [METHODS.get("schedule")(with_prompt_layers(config, *choice).schedule) for choice in tuned]
-    found = [method for method in found if not method.full_depth and not (method.schedule and method.schedule.is_full)]
-    if not found or any(method.schedule is None for method in found):
+        choices = [with_prompt_layers(config, schedule, "tuned under") for schedule in loaded.recipe.tuned_under]
+    schedules = [schedule for schedule, _ in choices if not schedule.is_full]
+    if not schedules:
         raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")
-    if len(found) > len({method.name for method in found}):
+    if len(schedules) > len({schedule.name for schedule in schedules}):
         raise UsageError("two of --methods have the same name: give the schedules other names")
-    bound, full = on_engine(found, loaded.model, config.engine, note, config.quantization)
-    return bound, next(method for method in full if method.engine == bound[0].engine)
+    backend = config.engines(loaded)
+    return [Method(backend, schedule) for schedule in schedules]
 
 
 def _measured(
@@ -116,13 +112,13 @@ def _measured(
     loaded: LoadedModel,
     base: LoadedModel,
     methods: list[Method],
-    full: Method,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The document, and the texts as rows."""
-    note(f"base model: {base.name}; engine: {full.engine}")
-    yardstick = full if base is loaded else Full(config.engines(base))
-    reference = Variant("base", base.model, yardstick)
-    template, records, prompts = _prompts(config, source, loaded, base, partial(yardstick.make_engine, base.model))
+    backend = methods[0].backend
+    note(f"base model: {base.name}; engine: {backend.name}")
+    reference = Method(backend if base is loaded else config.engines(base), name="base")
+    full = reference if base is loaded else Method(backend)
+    template, records, prompts = _prompts(config, source, loaded, base, reference.make_engine)
     settings = replace(config.part(EvaluationSettings), max_new_tokens=config.self_tokens)
     about = {name: getattr(config, name) for name in ("name", "model", "quantization")} | {
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
@@ -137,8 +133,7 @@ def _measured(
         "device": str(loaded.model.device),
         "tuned": (stored_recipe(loaded.path) or {}).get("result"),
     }
-    beside = [] if base is loaded else [full]
-    variants = [reference, *(Variant(method.name, loaded.model, method) for method in (*beside, *methods))]
+    variants = list(dict.fromkeys([reference, full, *methods]))
     tokenizer: Any = base.tokenizer
     ends = end_tokens(base.model, tokenizer)
     out, whole = Path(config.out or ""), about | {"prompts": prompts}
@@ -148,10 +143,10 @@ def _measured(
         texts = {variant: comparison.texts(variant) for variant in variants}
         rows = comparison.rows(texts, chat=template.chat)
         lengths = [len(text) for text in texts[reference]]
-        speeds = measured_speeds(loaded.model, [full, *methods], prompts, lengths, settings, kept, True)
+        speeds = measured_speeds([full, *methods], prompts, lengths, settings, kept, True)
         kept.remove()
     for variant, row in zip(variants, rows, strict=True):
-        row |= speeds.get(variant.method, {})
+        row |= speeds.get(variant, {})
     said = {one.name: tokenizer.batch_decode(texts[one], skip_special_tokens=True) for one in variants}
     document = heading("self-generated") | {"n": len(prompts), "engine": full.engine, "rows": rows}
     document |= {"outputs": OUTPUTS_FILE, "config": about, "environment": environment()}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from skipdecode.common.journal import KeptValues
-from skipdecode.evaluation.methods.base import Generation, Method
+from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.speed import batches, timing_of
 
 __all__ = ["Outputs", "generate_all"]
@@ -33,7 +32,6 @@ class Outputs:
 
 
 def generate_all(
-    model: Any,
     sides: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     kept: KeptValues,
@@ -45,7 +43,7 @@ def generate_all(
 ) -> list[Outputs]:
     """Run methods over all prompts; what each gave, in their order.
 
-    `sides` have full depth among them, unless that is left out. `kept` has batches that an earlier, interrupted run
+    `kept` has batches that an earlier, interrupted run
     finished, and takes those of this one; `progress` is told how many records each had.
     """
     tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
@@ -56,7 +54,7 @@ def generate_all(
         rows, together = [prompts[i] for i in indices], min(batch_size, len(indices))
         done = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
         if not done:
-            done = [side.generate(model, rows, max_new_tokens=max_new_tokens, eos=eos, rows=together) for side in sides]
+            done = [side.generate(rows, max_new_tokens=max_new_tokens, eos=eos, rows=together) for side in sides]
             kept.put(f"batch {number}", [asdict(g) for g in done])
         for generation, generations, outputs in zip(done, taken, tokens, strict=True):
             generations.append(replace(generation, tokens=[]))

@@ -27,7 +27,7 @@ from skipdecode.evaluation.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from skipdecode.evaluation.generate import Outputs
-    from skipdecode.evaluation.methods.base import Method
+    from skipdecode.evaluation.methods import Method
     from skipdecode.evaluation.scores import Scored
     from skipdecode.evaluation.settings import EvaluationSettings
 
@@ -214,12 +214,11 @@ def run_document(
     draws = {"resamples": settings.resamples, "seed": settings.seed}
     there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
     yardstick = {name: table(name) for name, table in there.items() if name in scored.tables}
-    nominal = None if method.schedule is None else method.schedule.nominal_speedup
     return {
         **heading("evaluation"),
         "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
         "n": len(rows),
-        "nominal_speedup": 1.0 if method.full_depth else nominal,
+        "nominal_speedup": method.schedule.nominal_speedup,
         **dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0 if method.full_depth else None),
         **dict.fromkeys(("speed", "full_depth_speed")),
         "engine": method.engine,

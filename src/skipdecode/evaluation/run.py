@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
 from skipdecode.evaluation.generate import Outputs, generate_all
-from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
     RUN_FILE,
@@ -37,8 +37,6 @@ from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.speed import batches, measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
-from skipdecode.models.families import decoder_layers, unwrap
-from skipdecode.schedule import Schedule
 
 __all__ = ["evaluate", "note_left_out"]
 
@@ -71,9 +69,9 @@ def evaluate(
     overwrite, skip_bad : bool
         Replace runs that are there; leave out records whose prompt is too long, and say which.
 
-    Raises SkipDecodeError for a method that does not fit, prompts that are too long, results that cannot be written.
+    Raises SkipDecodeError for prompts that are too long and results that cannot be written.
     """
-    settings = _settled(subject, list(methods.values()), task, settings)
+    settings = replace(settings, max_new_tokens=settings.max_new_tokens or task.max_new_tokens)
     records, prompts = _encoded(subject, task, records, settings, skip_bad)
     about = _about(config, task, records, settings)
     work = _Work(subject, task, records.items, prompts, settings, progress)
@@ -82,8 +80,8 @@ def evaluate(
     runs: dict[Path, Run] = {}
     with closing(_begun(out, about, methods, taken, prompts, overwrite)) as kept:
         given = work.generate(methods, taken, kept)
-        sides = [*methods.values(), *work.beside(methods.values())]
-        speeds = measured_speeds(subject.model, sides, prompts, work.reference_tokens, settings, kept, progress)
+        sides = list(methods.values())
+        speeds = measured_speeds(sides, prompts, work.reference_tokens, settings, kept, progress)
         # Before anything is scored: a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
         # The yardstick first.
@@ -104,20 +102,6 @@ def evaluate(
 
 
 # ---------------------------------------------------------------------- steps
-
-
-def _settled(
-    subject: Subject, methods: Sequence[Method], task: Task, settings: EvaluationSettings
-) -> EvaluationSettings:
-    """The settings with what the task and the methods say; raises SkipDecodeError for a method that does not fit."""
-    for method in methods:
-        method.check(subject.model)
-    most = min(method.max_batch or settings.batch_size for method in methods)
-    return replace(
-        settings,
-        max_new_tokens=settings.max_new_tokens or task.max_new_tokens,
-        batch_size=min(settings.batch_size, most),
-    )
 
 
 def _encoded(
@@ -198,12 +182,10 @@ class _Work:
     def generate(
         self, methods: Mapping[Path, Method], taken: Mapping[Path, Run], kept: KeptValues
     ) -> dict[Method, Outputs]:
-        """The outputs of each method that is not `taken`, next to those of full depth on the same engine."""
+        """The outputs of each method that is not `taken`, next to those of full depth."""
         sides = [method for directory, method in methods.items() if directory not in taken]
-        sides += self.beside(methods.values())
         with self._bar("generate") as bar:
             found = generate_all(
-                self.subject.model,
                 sides,
                 self.prompts,
                 kept,
@@ -212,18 +194,13 @@ class _Work:
                 eos=self.subject.eos,
                 progress=bar.update,
             )
-        full = {methods[directory].engine: [row["tokens"] for row in run.outputs] for directory, run in taken.items()}
-        full |= {side.engine: given.tokens for side, given in zip(sides, found, strict=True) if side.full_depth}
+        full = [[row["tokens"] for row in run.outputs] for run in taken.values()]
+        full += [given.tokens for side, given in zip(sides, found, strict=True) if side.full_depth]
         # Full depth is not compared with itself.
         return {
-            side: given if side.full_depth else replace(given, full=full.get(side.engine, []))
+            side: given if side.full_depth or not full else replace(given, full=full[0])
             for side, given in zip(sides, found, strict=True)
         }
-
-    def beside(self, methods: Collection[Method]) -> list[Method]:
-        """Full depth on each engine that methods use and that has none among them."""
-        wanted = {m.engine for m in methods} - {m.engine for m in methods if m.full_depth}
-        return [full for full in self.subject.full if full.engine in wanted and self.settings.full_depth]
 
     @cached_property
     def reference_tokens(self) -> list[int]:
@@ -283,11 +260,7 @@ class _Work:
         return [self.task.cut(decode(tokens, skip_special_tokens=True)) for tokens in rows]
 
     def _teacher_forced(self, method: Method, outputs: Outputs) -> dict[str, Table]:
-        """The loss of references, fidelity along full depth's outputs if there are any; nothing without a schedule."""
-        model = self.subject.model
-        schedule = Schedule.full(len(decoder_layers(unwrap(model)))) if method.full_depth else method.schedule
-        if schedule is None:
-            return {}
+        """The loss of references, and fidelity along full depth's outputs if there are any."""
         texts: list[tuple[Callable[..., dict[str, Table]], list[list[int]]]]
         texts = [(reference_loss, self._first_references())]
         if outputs.full:
@@ -297,7 +270,7 @@ class _Work:
             for measure, given in texts:
                 for indices in batches([len(p) for p in self.prompts], self.settings.batch_size):
                     rows, forced = [self.prompts[i] for i in indices], [given[i] for i in indices]
-                    for name, table in measure(model, schedule, rows, forced).items():
+                    for name, table in measure(self.subject.model, method.schedule, rows, forced).items():
                         tables.setdefault(name, np.zeros((len(self.prompts), 2)))[indices] = table
                     bar.update(len(indices))
         return tables

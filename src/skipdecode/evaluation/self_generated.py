@@ -24,15 +24,13 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.evaluation.methods.base import Method
+from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.scores import ratio_score, table_of
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import batches
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
-from skipdecode.models.families import decoder_layers, unwrap
-from skipdecode.schedule import Schedule
 
-__all__ = ["SelfEvaluation", "Variant", "followed", "instructions"]
+__all__ = ["SelfEvaluation", "followed", "instructions"]
 
 _BATCHES = 4  # go to an engine together, and are kept together
 _FIRST_BUCKET = 16
@@ -75,28 +73,14 @@ def followed(answer: str, checks: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A model under a method, by a name for tables."""
-
-    name: str
-    model: Any
-    method: Method
-
-    @property
-    def schedule(self) -> Schedule:
-        """The method's; full depth where it has none."""
-        return self.method.schedule or Schedule.full(len(decoder_layers(unwrap(self.model))))
-
-
-@dataclass(frozen=True)
 class SelfEvaluation:
-    """What variants are measured on: texts to the same prompts (token ids), with the same random numbers.
+    """What methods are measured on: texts to the same prompts (token ids), with the same random numbers.
 
-    `base` is the yardstick, the base model at full depth. `settings` have `max_new_tokens`; `kept` has
-    texts that an earlier, interrupted run made.
+    `base` is the base model at full depth, with which the others are compared. `settings` have `max_new_tokens`; `kept`
+    has texts that an earlier, interrupted run made.
     """
 
-    base: Variant
+    base: Method
     tokenizer: Any
     prompts: list[list[int]]
     sampling: Sampling
@@ -104,21 +88,21 @@ class SelfEvaluation:
     settings: EvaluationSettings
     kept: KeptValues
 
-    def texts(self, variant: Variant) -> list[list[int]]:
-        """New tokens of a variant's texts, the end token included."""
-        return self._decoded("texts", variant, self.prompts, self.sampling)
+    def texts(self, method: Method) -> list[list[int]]:
+        """New tokens of a method's texts, the end token included."""
+        return self._decoded("texts", method, self.prompts, self.sampling)
 
-    def obeyed(self, variant: Variant) -> Table:
+    def obeyed(self, method: Method) -> Table:
         """Whether a chat model follows each of `instructions`, (instructions, 2); it says the likeliest tokens."""
         wanted = instructions()
         records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
         prompts = [p.token_ids for p in PromptEncoder(self.tokenizer, None, chat=True).encode(records)]
-        answers = self._decoded("instructions", variant, prompts, Sampling())
+        answers = self._decoded("instructions", method, prompts, Sampling())
         texts = (self.tokenizer.decode(answer, skip_special_tokens=True) for answer in answers)
         return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
 
-    def rows(self, texts: Mapping[Variant, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
-        """What a result says of each variant, from all their texts; `chat`: also of instructions. JSON-ready."""
+    def rows(self, texts: Mapping[Method, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
+        """What a result says of each method, from all their texts; `chat`: also of instructions. JSON-ready."""
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
         losses = {one: self._along(f"perplexity, {one.name}", token_losses, self.base, texts[one]) for one in texts}
         obeyed = {one: self.obeyed(one) for one in texts} if chat else {}
@@ -134,7 +118,7 @@ class SelfEvaluation:
                 "by_position": {"perplexity": _by_position(losses[one], _perplexity)},
             }
             if one is not self.base:
-                measure = partial(token_fidelity, teacher=self.base.model)
+                measure = partial(token_fidelity, teacher=self.base.backend.model)
                 tokens = self._along(f"fidelity, {one.name}", measure, one, texts[self.base])
                 for name in ("kl", "top1_agreement"):
                     values, score = [row[name] for row in tokens], partial(ratio_score, name)
@@ -146,33 +130,31 @@ class SelfEvaluation:
             found.append(row)
         return found
 
-    def _decoded(self, what: str, variant: Variant, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
+    def _decoded(self, what: str, method: Method, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         most, size = self.settings.max_new_tokens or 1, self.settings.batch_size
         rows: list[list[int]] = []
-        with progress_bar(len(prompts), "text", name=f"{what}, {variant.name}") as bar:
+        with progress_bar(len(prompts), "text", name=f"{what}, {method.name}") as bar:
             for start in range(0, len(prompts), _BATCHES * size):
-                key, part = f"{what} {variant.name} {start}", prompts[start : start + _BATCHES * size]
+                key, part = f"{what} {method.name} {start}", prompts[start : start + _BATCHES * size]
                 given = self.kept.get(key)
                 if given is None:
                     requests = [
                         Request(tuple(ids), most, sampling.for_row(i), self.ends) for i, ids in enumerate(part, start)
                     ]
-                    given = [row.tokens for row in variant.method.make_engine(variant.model, size).decode(requests)]
+                    given = [row.tokens for row in method.make_engine(size).decode(requests)]
                     self.kept.put(key, given)
                 rows += given
                 bar.update(len(given))
         return rows
 
-    def _along(
-        self, name: str, measure: Callable[..., list[Any]], variant: Variant, texts: list[list[int]]
-    ) -> list[Any]:
-        """What a measure of a variant gives along each of some texts."""
+    def _along(self, name: str, measure: Callable[..., list[Any]], method: Method, texts: list[list[int]]) -> list[Any]:
+        """What a measure of a method gives along each of some texts."""
         found: dict[int, Any] = {}
         lengths = [len(ids) + len(text) for ids, text in zip(self.prompts, texts, strict=True)]
         with progress_bar(len(texts), "text", name=name) as bar:
             for indices in batches(lengths, self.settings.batch_size):
                 rows = [[given[i] for i in indices] for given in (self.prompts, texts)]
-                found |= zip(indices, measure(variant.model, variant.schedule, *rows), strict=True)
+                found |= zip(indices, measure(method.backend.model, method.schedule, *rows), strict=True)
                 bar.update(len(indices))
         return [found[i] for i in range(len(texts))]
 

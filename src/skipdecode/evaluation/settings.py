@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skipdecode.common.options import Options, option
-
-if TYPE_CHECKING:
-    from skipdecode.evaluation.methods.base import Method
 
 __all__ = ["EvaluationSettings", "MetricOptions", "Subject"]
 
@@ -61,12 +57,9 @@ class Subject:
         Tokens that end an output.
     context : int, optional
         Tokens that the model's positions reach.
-    full : sequence of Method
-        Full depth on every engine that methods use: each method is compared with the one on its own.
     """
 
     model: Any
     tokenizer: Any
     eos: set[int]
     context: int | None = None
-    full: Sequence[Method] = ()

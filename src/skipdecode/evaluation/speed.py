@@ -14,7 +14,7 @@ from typing import Any
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
-from skipdecode.evaluation.methods.base import Generation, Method
+from skipdecode.evaluation.methods import Generation, Method
 from skipdecode.evaluation.settings import EvaluationSettings
 
 __all__ = [
@@ -64,7 +64,6 @@ def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def time_equal_lengths(
-    model: Any,
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -88,11 +87,11 @@ def time_equal_lengths(
             turns.add(dict(zip(methods, (Generation(**g) for g in done), strict=True)), number)
         else:
             for method in () if warm else methods:
-                method.generate(model, rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
+                method.generate(rows, max_new_tokens=_WARM_UP_TOKENS, eos=set())
             warm = True
 
             def generate(method: Method, rows: Any = rows, each: Any = each) -> Generation:
-                return replace(method.generate(model, rows, max_new_tokens=each, eos=set()), tokens=[])
+                return replace(method.generate(rows, max_new_tokens=each, eos=set()), tokens=[])
 
             found = turns.lap(generate, number)
             if kept is not None:
@@ -110,7 +109,6 @@ def medians_of(turns: Turns, method: Method) -> dict[str, float | None]:
 
 
 def measured_speeds(
-    model: Any,
     methods: Sequence[Method],
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -123,7 +121,8 @@ def measured_speeds(
     Nothing, unless full depth is there and another method too. Rows get 2 new tokens at least, and at most as many as
     outputs may have. The rest is as in `time_equal_lengths`.
     """
-    if len({method.full_depth for method in methods}) < 2:
+    full = next((method for method in methods if method.full_depth), None)
+    if full is None or len(methods) < 2:
         return {}
     size = settings.batch_size
     wanted = min(len(prompts), max(_BATCHES * size, _LEAST_ROWS))
@@ -131,14 +130,9 @@ def measured_speeds(
     rows, most = [prompts[i] for i in chosen], settings.max_new_tokens or 2
     each = [min(max(lengths[i], 2), most) for i in chosen]
     with progress_bar(ROUNDS * wanted, "record", name="speed", shown=progress) as bar:
-        turns = time_equal_lengths(model, methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
+        turns = time_equal_lengths(methods, rows, each, batch_size=size, kept=kept, progress=bar.update)
     about = {"what": WHAT, "records": wanted, "batch_size": size, "rounds": ROUNDS, "new_tokens": sum(each)}
-    full = {method.engine: method for method in methods if method.full_depth}
-    return {
-        method: speed_entries(turns, method, method if method.full_depth else full[method.engine], settings, about)
-        for method in methods
-        if method.engine in full
-    }
+    return {method: speed_entries(turns, method, full, settings, about) for method in methods}
 
 
 def speed_entries(

@@ -1,15 +1,15 @@
-"""Options of `skipdecode eval`, and the decoding methods that they name: schedules, and methods that are none."""
+"""Options of `skipdecode eval`, and the schedules that they name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import (
     MODEL,
     EngineOptions,
+    ScheduleChoice,
     ScheduleOptions,
     choose_schedule,
     named_schedule,
@@ -22,20 +22,14 @@ from skipdecode.common.registry import near
 from skipdecode.data.self_generated import ABOUT_FILE, SelfGeneratedOptions
 from skipdecode.data.tasks import task_file
 from skipdecode.errors import OptionError, UsageError
-from skipdecode.evaluation.methods import METHODS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
-if TYPE_CHECKING:
-    from skipdecode.evaluation.methods.base import Method
-
 __all__ = ["EVAL_DIRECTORY", "Config", "choose_method", "each_method"]
 
-_OTHERS = tuple(name for name in METHODS if name != "schedule")
-_SCHEDULES = tuple(name for name in PUBLISHED if name not in _OTHERS)
-_TAKE_ORDER = tuple(name for name in _SCHEDULES if name not in ORDER_OF_ITS_OWN)
-_ONE_ONLY = ("schedule", "nominal_speedup", "method", "exit_layer")
+_TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
+_ONE_ONLY = ("schedule", "nominal_speedup", "method")
 EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",
     {"run.json": "kind", "*/run.json": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
@@ -66,7 +60,7 @@ class MethodOptions(ScheduleOptions):
         "how to decode; schedules by name need --nominal-speedup (default: what --schedule, --nominal-speedup or the "
         "checkpoint say)",
         default=None,
-        choices=(*_OTHERS, *_SCHEDULES),
+        choices=PUBLISHED,
     )
     warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1, least=0)
     drop_order: str | None = option(
@@ -75,15 +69,6 @@ class MethodOptions(ScheduleOptions):
         default=None,
         path=Reads(),
     )
-    threshold: float = option("confidence at which calm lets a token exit, 0 to 1", default=0.9, least=0)
-    confidence: str = option(
-        "of calm; softmax: difference of the two likeliest tokens' probabilities; state: similarity of a layer's "
-        "output to its input",
-        default="softmax",
-        choices=("softmax", "state"),
-    )
-    exit_layer: int | None = option("layers that draft in self_speculation (default: a third)", default=None, least=1)
-    draft_tokens: int = option("longest draft of prompt_lookup", default=10, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +88,8 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         path=Reads(),
     )
     methods: tuple[str, ...] = option(
-        "several in one run: methods by name (calm), schedules with their nominal speed-up (skipdecode:2) and prompt "
-        "layers (skipdecode:3:15), schedule files (*.json)",
+        "several in one run: full, schedules with their nominal speed-up (skipdecode:2) and prompt layers "
+        "(skipdecode:3:15), schedule files (*.json)",
         default=(),
         path=Reads(_schedule_file),
     )
@@ -141,7 +126,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
 def each_method(options: Config) -> list[Config]:
     """The options of each method of --methods, or the one that the options name.
 
-    --methods has words such as ``full`` and ``calm``, ``even:3`` (a schedule by name and nominal speed-up),
+    --methods has the word ``full``, words such as ``even:3`` (a schedule by name and nominal speed-up),
     ``even:3:15`` (its prompt layers too) and schedule files (*.json). Raises UsageError if one is not understood, if
     other options name a method too, or a drop order that none of them takes, or if options contradict each other.
     """
@@ -169,10 +154,9 @@ def _from_word(options: Config, word: str) -> Config:
         return replace(options, schedule=word, seq_len=None, drop_order=None)
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
-    if name not in (*_OTHERS, *_SCHEDULES):
-        hint = near(name, (*_OTHERS, *_SCHEDULES))
-        accepted = f"{', '.join((*_OTHERS, *_SCHEDULES))} and schedule files (*.json)"
-        raise UsageError(f"--methods {word}: unknown method {name!r}{hint}: accepted are {accepted}")
+    if name not in PUBLISHED:
+        accepted = f"{', '.join(PUBLISHED)} and schedule files (*.json)"
+        raise UsageError(f"--methods {word}: unknown method {name!r}{near(name, PUBLISHED)}: accepted are {accepted}")
     if not colon:
         return replace(options, method=name, seq_len=None, drop_order=None, prompt_layers=None)
     order = options.drop_order if name in _TAKE_ORDER else None
@@ -188,11 +172,11 @@ def _from_word(options: Config, word: str) -> Config:
 def _check_method(options: Config) -> None:
     """Refuse, before a model is loaded, options that contradict each other."""
     named_schedule(options)
-    if options.method in _OTHERS:
+    if options.method == "full":
         for name in ("schedule", "nominal_speedup", "prompt_layers"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--method {options.method} has no schedule: leave out {flag(name)}")
-    if options.method in _SCHEDULES and options.nominal_speedup is None:
+    elif options.method is not None and options.nominal_speedup is None:
         raise UsageError(f"--method {options.method} needs --nominal-speedup")
     if options.drop_order is not None and options.nominal_speedup is None:
         raise UsageError("--drop-order belongs to --nominal-speedup: give both, or neither")
@@ -201,21 +185,12 @@ def _check_method(options: Config) -> None:
             "static_pruning drops layers by their influence, which is measured: give --drop-order FILE, such as the "
             "schedule that skipdecode calibrate wrote"
         )
-    if options.exit_layer is not None and options.method != "self_speculation":
-        raise UsageError("--exit-layer belongs to --method self_speculation")
 
 
 def choose_method(
     options: Config, num_layers: int, *, carried: Schedule | None, default_seq_len: int
-) -> tuple[Method, str]:
-    """The method of one of `each_method`, and where it is from in words; the rest is as in `choose_schedule`."""
-    if options.method == "self_speculation":
-        exit_layer = max(1, num_layers // 3) if options.exit_layer is None else options.exit_layer
-        return METHODS.get("self_speculation")(exit_layer), f"drafts from {exit_layer} of {num_layers} layers"
-    if options.method == "calm":
-        return METHODS.get("calm")(options.threshold, options.confidence), f"exit at {options.confidence} confidence"
-    if options.method == "prompt_lookup":
-        return METHODS.get("prompt_lookup")(options.draft_tokens), f"drafts of up to {options.draft_tokens} tokens"
+) -> ScheduleChoice:
+    """The schedule of one of `each_method`, and where it is from in words; the rest is as in `choose_schedule`."""
     if options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.published(
@@ -228,11 +203,7 @@ def choose_method(
         )
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
-        schedule, origin = with_prompt_layers(options, schedule, origin)
-    elif options.method == "full":
-        schedule, origin = Schedule.full(num_layers), "every layer"
-    else:
-        schedule, origin = choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
-    if schedule.is_full:
-        return METHODS.get("full")(), origin
-    return METHODS.get("schedule")(schedule), origin
+        return with_prompt_layers(options, schedule, origin)
+    if options.method == "full":
+        return ScheduleChoice(Schedule.full(num_layers), "every layer")
+    return choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
