@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """All rounds; returns the result document."""
     model = build(options.geometry, getattr(torch, options.dtype))
     layers = model.config.num_hidden_layers
-    cost = measure_cost(Backend(model), batch=options.batch, prompt_len=options.prompt, reuse=False, progress=True)
+    cost = measure_cost(Backend(model), batch=options.batch, prompt_len=options.prompt, progress=True)
     schedules = {1.0: Schedule.full(layers)}
     schedules |= {s: Schedule.from_speedup(layers, s, options.new) for s in options.nominal}
     watch = Stopwatch[float, float](schedules)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfi
 from counted import CACHED, FIXED, LAYER, STORED, TOKEN, count_time
 from skipdecode import Schedule, attach
 from skipdecode.engine.fast_model import open_model
+from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, ScheduleError, TargetError, UsageError
 from skipdecode.models.families import decoder_layers
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost
@@ -233,34 +234,18 @@ def test_json_round_trip(cost):
         assert CostModel.from_dict(json.loads(json.dumps(each.to_dict()))) == each
 
 
-def test_a_cost_model_of_the_first_format_is_read():
-    old = {"num_layers": 30, "batch": 4, "fixed_seconds": 0.5, "layer_seconds": 0.25, "kv_seconds": 0.004}
-    cost = CostModel.from_dict({"format": 1, "source": "measured", "residual": 0.02, "window": 0} | old)
-    assert cost.step == (4, 0.5, 0.25, 0.001)
-    assert cost.step_seconds(10, 20) == pytest.approx(0.5 + 10 * (0.25 + 20 * 0.004))
-    assert (cost.source, cost.residual) == ("measured", 0.02)
-
-
-def test_a_cost_model_without_projections_is_read_and_never_too_hopeful():
-    old = replace(smollm2(), prompts=(PromptCost(512, 2.0, 0.1),)).to_dict() | {"format": 2}
-    del old["prompts"][0]["projection_seconds"]
-    assert CostModel.from_dict(old).prompt_layer_seconds(512) == (2.0, 2.0)
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "3",
         "[]",
         "{}",
-        '{"format": 1}',
-        '{"format": 1, "num_layers": "x"}',
-        '{"format": 9}',
-        '{"format": 1, "y": 2}',
-        '{"format": 1, "num_layers": 4, "batch": 0, "fixed_seconds": 1, "layer_seconds": 1, "kv_seconds": 1}',
-        '{"format": 2, "num_layers": 4, "batch": 1}',
-        '{"format": 2, "num_layers": 4, "batch": 1, "steps": []}',
-        '{"format": 2, "num_layers": 4, "batch": 1, "steps": [{"rows": "x", "fixed_seconds": 1, "layer_seconds": 1}]}',
+        '{"format": 2, "num_layers": 4, "batch": 1, "steps": [{"rows": 1, "fixed_seconds": 1, "layer_seconds": 1}]}',
+        '{"format": 3, "num_layers": 4}',
+        '{"format": 3, "y": 2}',
+        '{"format": 3, "num_layers": 4, "batch": 1, "steps": []}',
+        '{"format": 3, "num_layers": 4, "batch": 0, "steps": [{"rows": 1, "fixed_seconds": 1, "layer_seconds": 1}]}',
+        '{"format": 3, "num_layers": 4, "batch": 1, "steps": [{"rows": "x", "fixed_seconds": 1, "layer_seconds": 1}]}',
     ],
 )
 def test_what_is_no_cost_model_is_refused(text):
@@ -534,7 +519,7 @@ def test_a_fit_of_nonsense_is_refused():
 def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatch):
     count_time(monkeypatch)
     model = tiny_model("llama")
-    meter = CostMeter(model, open_model(model), rows=(1, 5), prompt_len=8, prompts=(8, 40), steps=4)
+    meter = CostMeter(Backend(model, open_model(model)), rows=(1, 5), prompt_len=8, prompts=(8, 40), steps=4)
     with pytest.raises(UsageError, match="run a round first"):
         meter.cost()
     meter.run(1)
@@ -546,73 +531,33 @@ def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatc
         assert found == pytest.approx((tokens, LAYER + tokens * TOKEN, (tokens - ends) * STORED))
 
 
-def test_calibration_is_kept_and_a_broken_file_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    clock = count_time(monkeypatch)
+def test_the_prompts_and_rows_of_a_calibration_are_those_of_its_batch(monkeypatch):
+    count_time(monkeypatch)
     model = tiny_model("llama")
     before = dict(model.__dict__)
-
-    def measured(**options):
-        start = clock.now
-        cost = measure_cost(model, repeats=1, steps=3, **options)
-        return cost, clock.now > start
-
-    first, _ = measured(batch=2, prompt_len=8)
-    assert (first.num_layers, first.batch, first.source) == (LAYERS, 2, "measured")
-    assert first.step == pytest.approx((2, 0.0, 1.0, 0.0), abs=1e-9), "transformers' layers, a second each"
+    cost = measure_cost(Backend(model), batch=2, prompt_len=8, repeats=1, steps=3)
+    assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 2, "measured")
+    assert cost.step == pytest.approx((2, 0.0, 1.0, 0.0), abs=1e-9), "transformers' layers, a second each"
+    assert [prompt.tokens for prompt in cost.prompts] == [8, 16]
+    assert [step.rows for step in cost.steps] == [1, 2], "a prompt's end is a step of one row"
     assert model.__dict__.keys() == before.keys(), "the model is as it was"
-    assert measured(batch=2, prompt_len=8) == (first, False)
-    assert measured(batch=2, prompt_len=8, reuse=False)[1]
-    (file,) = (tmp_path / "costs").iterdir()
-    file.write_text('{"key": ')
-    assert measured(batch=2, prompt_len=8)[1]
-    assert [prompt.tokens for prompt in first.prompts] == [8, 16]
-    assert [step.rows for step in first.steps] == [1, 2], "a prompt's end is a step of one row"
-    assert measured(batch=1, prompt_len=8)[1]
-    longer, again = measured(batch=2, prompt_len=20)
-    assert again
-    assert [prompt.tokens for prompt in longer.prompts] == [20, 40]
-    assert len(list((tmp_path / "costs").iterdir())) == 3
-
-
-def test_calibrations_of_both_engines_are_kept_apart(tmp_path, monkeypatch):
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
-    clock = count_time(monkeypatch)
-    model = tiny_model("llama")
-    fast = open_model(model)
-    own = measure_cost(model, fast, batch=2, prompt_len=40, repeats=1, steps=4)
-    theirs = measure_cost(model, batch=2, prompt_len=40, repeats=1, steps=4)
-    assert own.step.layer_seconds == pytest.approx(LAYER + 2 * TOKEN)
-    assert theirs.step.layer_seconds == pytest.approx(1.0)
-    start = clock.now
-    assert measure_cost(model, fast, batch=2, prompt_len=40) == own
-    assert clock.now == start
-    assert len(list((tmp_path / "costs").iterdir())) == 2
-
-
-def test_a_cache_that_cannot_be_written_does_not_stop_a_calibration(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "file"))
-    count_time(monkeypatch)
-    assert measure_cost(tiny_model("llama"), prompt_len=4, repeats=1, steps=3).source == "measured"
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_bigcode", "bloom", "qwen3_moe"])
-def test_calibration_of_other_families(family, tmp_path, monkeypatch):
-    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path))
+def test_calibration_of_other_families(family, monkeypatch):
     count_time(monkeypatch)
-    cost = measure_cost(tiny_model(family), batch=2, prompt_len=12, repeats=1, steps=4)
+    cost = measure_cost(Backend(tiny_model(family)), batch=2, prompt_len=12, repeats=1, steps=4)
     assert cost.step_seconds(3, 12) == pytest.approx(3.0)
 
 
 def test_calibration_refuses_what_does_not_fit():
     model = tiny_model("llama")
     with pytest.raises(UsageError, match="context is 256"):
-        measure_cost(model, prompt_len=300, reuse=False)
+        measure_cost(Backend(model), prompt_len=300)
     with pytest.raises(UsageError, match="batch=0"):
-        measure_cost(model, batch=0)
+        measure_cost(Backend(model), batch=0)
     with pytest.raises(UsageError, match="one layer"):
-        measure_cost(tiny_model("llama", num_hidden_layers=1), reuse=False)
+        measure_cost(Backend(tiny_model("llama", num_hidden_layers=1)))
 
 
 def test_this_machine_reaches_something_plausible():

@@ -203,6 +203,32 @@ def test_the_engine_is_measured_that_will_run_and_again_on_demand(model_dir, cap
     assert other["cost"] != first["cost"]
 
 
+def test_a_measured_cost_is_kept_for_models_of_the_same_sizes(model_dir, tmp_path, capsys, monkeypatch):
+    clock, costs = count_time(monkeypatch), tmp_path / "cache" / "costs"
+    tiny_model("llama").save_pretrained(tmp_path / "other")
+
+    def measured(*command: str) -> bool:
+        start = clock.now
+        plan(capsys, *command, "--nominal-speedup", "2", "--seq-len", "8")
+        return clock.now > start
+
+    assert measured(model_dir)
+    assert not measured(str(tmp_path / "other"))
+    for other in (("--batch", "2"), ("--prompt-len", "20"), ("--dtype", "bfloat16")):
+        assert measured(model_dir, *other)
+    assert len(list(costs.iterdir())) == 4
+    for file in costs.iterdir():
+        file.write_text('{"key": ')
+    assert measured(model_dir), "a broken file is measured again"
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_calibration(model_dir, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SKIPDECODE_CACHE", str(tmp_path / "file"))
+    count_time(monkeypatch)
+    assert "measured here" in plan(capsys, model_dir, "--nominal-speedup", "2", "--seq-len", "8")
+
+
 def test_remeasure_needs_weights_and_no_contradiction(config_file, model_dir, capsys):
     assert "leave out --remeasure" in refused(capsys, config_file, "--nominal-speedup", "2", "--remeasure")
     assert "give one" in refused(capsys, model_dir, "--nominal-speedup", "2", "--remeasure", "--no-measure")

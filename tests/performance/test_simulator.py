@@ -18,17 +18,7 @@ from skipdecode.cli import main
 from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost
 from skipdecode.performance.simulation import POLICIES, capacity, simulate, spread
-from skipdecode.performance.traces import (
-    Arrival,
-    all_at_once,
-    bursts,
-    constant,
-    empirical,
-    lognormal,
-    make_trace,
-    parse_lengths,
-    uniform,
-)
+from skipdecode.performance.traces import Arrival, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
 LAYERS = 8
@@ -153,7 +143,7 @@ def test_a_wave_of_whole_requests_equals_the_cost_model(prompt):
 
 
 def test_continuous_with_one_row_equals_waves_of_one():
-    trace = list(make_trace(50, bursts(3, 1, 1), uniform(1, 40), constant(9), seed=1))
+    trace = list(make_trace(50, bursts(3, 1, 1), parse_lengths("uniform:1:40"), parse_lengths("9"), seed=1))
     continuous, waves = (simulate(trace, COST, PAPER, max_rows=1, policy=p) for p in ("continuous", "waves"))
     assert continuous.seconds == pytest.approx(waves.seconds)
     assert continuous.stats.steps == waves.stats.steps == 50 * 8
@@ -163,7 +153,7 @@ def test_continuous_with_one_row_equals_waves_of_one():
 def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
     service = simulate(requests((0, 10, 20)), COST, PAPER, max_rows=1).seconds
     load = 0.7
-    trace = make_trace(40_000, bursts(load / service, 1, 3), constant(10), constant(20))
+    trace = make_trace(40_000, bursts(load / service, 1, 3), parse_lengths("10"), parse_lengths("20"))
     result = simulate(trace, COST, PAPER, max_rows=1)
     # M/D/1 (Pollaczek-Khinchine): mean wait = load · service / (2 (1 - load)).
     wait = sum(result.whole) / len(result.whole) - service
@@ -172,7 +162,7 @@ def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
 
 
 def test_least_loaded_routing_shares_the_work():
-    trace = list(make_trace(64, all_at_once(), constant(8), constant(10)))
+    trace = list(make_trace(64, None, parse_lengths("8"), parse_lengths("10")))
     alone = simulate(trace[:8], COST, PAPER)
     shared = simulate(trace, COST, PAPER, workers=8)
     assert shared.seconds == pytest.approx(alone.seconds)
@@ -182,7 +172,7 @@ def test_least_loaded_routing_shares_the_work():
 
 def test_mixed_ages_make_a_falling_schedule_run_more_layers_than_its_flat_twin():
     def stream(schedule):
-        trace = make_trace(600, all_at_once(), uniform(8, 16), uniform(4, 20))
+        trace = make_trace(600, None, parse_lengths("uniform:8:16"), parse_lengths("uniform:4:20"))
         return simulate(trace, COST, schedule, max_rows=8)
 
     falling, flat = stream(PAPER), stream(PAPER.flattened())
@@ -192,9 +182,9 @@ def test_mixed_ages_make_a_falling_schedule_run_more_layers_than_its_flat_twin()
 
 def test_capacity_is_what_an_overloaded_worker_finishes():
     def trace(n, times):
-        return make_trace(n, times, uniform(5, 50), uniform(5, 50))
+        return make_trace(n, times, parse_lengths("uniform:5:50"), parse_lengths("uniform:5:50"))
 
-    most = capacity(trace(10**9, all_at_once()), COST, FULL)
+    most = capacity(trace(10**9, None), COST, FULL)
     assert simulate(trace(3000, bursts(3 * most, 1)), COST, FULL).requests_per_second == pytest.approx(most, rel=0.05)
     calm = simulate(trace(3000, bursts(0.5 * most, 1)), COST, FULL)
     assert calm.requests_per_second == pytest.approx(0.5 * most, rel=0.1)
@@ -243,7 +233,11 @@ def test_percentiles_are_values_that_the_share_does_not_exceed(values):
 
 def test_traces_depend_on_the_seed_alone():
     def trace(seed, rate=5.0):
-        return list(make_trace(300, bursts(rate, 3, seed), lognormal(50, 0.5), empirical([3, 9]), seed=seed))
+        return list(
+            make_trace(
+                300, bursts(rate, 3, seed), parse_lengths("lognormal:50:0.5"), parse_lengths("uniform:3:9"), seed=seed
+            )
+        )
 
     assert trace(1) == trace(1) != trace(2)
     assert [a[1:] for a in trace(1)] == [a[1:] for a in trace(1, rate=50)]
@@ -262,13 +256,14 @@ def test_lengths_in_words(tmp_path):
     assert {parse_lengths("uniform:2:4")(rng) for _ in range(50)} == {2, 3, 4}
     drawn = sorted(parse_lengths("lognormal:100:0.3")(rng) for _ in range(999))
     assert drawn[499] == pytest.approx(100, rel=0.1)
-    for wrong in ("", "0", "x", "uniform:4:2", "uniform:1", "lognormal:0:1", "file:/nowhere"):
+    path.write_text("[4, 0]")
+    for wrong in ("", "0", "x", f"file:{path}", "uniform:4:2", "uniform:1", "lognormal:0:1", "file:/nowhere"):
         with pytest.raises(UsageError):
             parse_lengths(wrong)
 
 
 def test_a_limit_hides_lengths_from_the_scheduler():
-    trace = list(make_trace(50, all_at_once(), constant(4), uniform(1, 30), limit=20))
+    trace = list(make_trace(50, None, parse_lengths("4"), parse_lengths("uniform:1:30"), limit=20))
     assert {a.limit for a in trace} == {20}
     assert max(a.new_tokens for a in trace) == 20
     hidden = simulate(trace, COST, FULL, policy="waves")
@@ -280,7 +275,7 @@ def test_busy_is_no_load_but_occupancy_counts_rows():
     """One long request keeps a worker of eight rows busy all the time, with an eighth of its rows."""
     result = simulate(requests((0, 4, 50)), COST, FULL)
     assert (result.busy, result.occupancy) == (pytest.approx(1), pytest.approx(1 / 8))
-    saturated = simulate(make_trace(800, all_at_once(), constant(4), constant(50)), COST, FULL)
+    saturated = simulate(make_trace(800, None, parse_lengths("4"), parse_lengths("50")), COST, FULL)
     assert saturated.occupancy == pytest.approx(1)
 
 

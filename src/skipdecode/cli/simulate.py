@@ -168,7 +168,7 @@ def _positions(config: Config) -> int:
 
 
 def _trace(config: Config, rate: float | None, requests: int | None = None) -> Iterator[traces.Arrival]:
-    times = traces.all_at_once() if rate is None else traces.bursts(rate, config.burst, config.seed)
+    times = None if rate is None else traces.bursts(rate, config.burst, config.seed)
     count = config.requests if requests is None else requests
     prompts, outputs = traces.parse_lengths(config.prompt_len), traces.parse_lengths(config.new_tokens)
     return traces.make_trace(count, times, prompts, outputs, limit=config.limit, seed=config.seed)

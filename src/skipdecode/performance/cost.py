@@ -15,23 +15,72 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.errors import DataError, UsageError
-from skipdecode.performance.parts import PromptCost, StepCost, between, tokens_read
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:  # both bring torch, which costs read from files do without
     from skipdecode.performance.geometry import ModelGeometry
     from skipdecode.performance.machine import Machine
 
-__all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use"]
+__all__ = ["FORMAT", "CostModel", "Phase", "PromptCost", "StepCost", "Use", "between", "tokens_read"]
 
 Use = Literal["lockstep", "continuous"]
 Phase = Literal["request", "decode"]
 _OF_THE_LARGEST = ("prompts", "window", "window_share", "source", "residual", "bridge_share", "taps")
-FORMAT = 3  # 2 knew no projections; 1 held one number of rows, its cache read for all of them together, and no prompts
+FORMAT = 3
+_ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer than its weights' read
+
+
+class StepCost(NamedTuple):
+    """Seconds of the parts of a decode step of `rows` rows.
+
+    `fixed_seconds` do not depend on depth: embeddings, head, sampling, the host's loop. `layer_seconds` are those of
+    one layer on all rows without the cache read, `kv_seconds` of its attention over one cached token of one row.
+    """
+
+    rows: int
+    fixed_seconds: float
+    layer_seconds: float
+    kv_seconds: float = 0.0
+
+
+class PromptCost(NamedTuple):
+    """Seconds of one layer in a forward over `tokens` tokens of prompts, where they run it and where they project it.
+
+    A layer that is projected stores the tokens' keys and values and does nothing else.
+    """
+
+    tokens: float
+    layer_seconds: float
+    projection_seconds: float = 0.0
+
+    @classmethod
+    def of_token(cls, token_seconds: float, least_seconds: float, projection_share: float = 0.0) -> Self:
+        """From a token's time in a layer, and the least that a layer takes: the read of its weights.
+
+        `projection_share` is that of a projection in both.
+        """
+        tokens = max(1.0, least_seconds / token_seconds) if token_seconds else _ENDLESS
+        layer = max(least_seconds, token_seconds) if token_seconds else least_seconds
+        return cls(tokens, layer, projection_share * layer)
+
+
+def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
+    """Cached tokens of a row that a layer reads, averaged over full and sliding-window attention."""
+    return kv_tokens - window_share * max(0, kv_tokens - window)
+
+
+def between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]:
+    """Values at `place` on straight lines between `known`, each a place and its values; level before the first."""
+    right = bisect_left(known, (place,))
+    if right == 0 or known[right][0] == place:
+        return known[right][1:]
+    (low, *below), (high, *above) = known[right - 1 : right + 1]
+    share = (place - low) / (high - low)
+    return [least + share * (most - least) for least, most in zip(below, above, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -302,30 +351,18 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """A cost model from `to_dict`'s dictionary, of this format or one before; raises DataError on all else.
-
-        Where a file knows no projections, they are taken to cost what the layer does, an upper bound.
-        """
-        if not isinstance(data, dict) or data.get("format") not in range(1, FORMAT + 1):
-            raise DataError(f"not a cost model: a JSON object with format 1 to {FORMAT} is needed")
+        """A cost model from `to_dict`'s dictionary; raises DataError on all else."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise DataError(f"not a cost model: a JSON object with format {FORMAT} is needed")
         values = {name: value for name, value in data.items() if name != "format"}
+        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
+            raise DataError(f"unknown cost model field {unknown[0]!r}")
         try:
-            if data["format"] == 1:
-                values["steps"] = [_first_format(values)]
-            if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
-                raise DataError(f"unknown cost model field {unknown[0]!r}")
             values["steps"] = tuple(StepCost(**step) for step in values["steps"])
-            prompts = ({"projection_seconds": p["layer_seconds"]} | p for p in values.get("prompts", ()))
-            values["prompts"] = tuple(PromptCost(**prompt) for prompt in prompts)
+            values["prompts"] = tuple(PromptCost(**prompt) for prompt in values.get("prompts", ()))
             return cls(**values)
-        except (KeyError, TypeError, ZeroDivisionError, UsageError) as e:
+        except (KeyError, TypeError, UsageError) as e:
             raise DataError(f"not a cost model: {e}") from None
-
-
-def _first_format(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes the only step of format 1 out of `values`."""
-    step = {name: values.pop(name) for name in ("fixed_seconds", "layer_seconds", "kv_seconds") if name in values}
-    return step | {"rows": values["batch"], "kv_seconds": step.get("kv_seconds", 0.0) / values["batch"]}
 
 
 def _decode_steps(prompt_len: int, new_tokens: int) -> int:

@@ -10,24 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
+from skipdecode.common.environment import cpu_model, usable_cores
 from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
-from skipdecode.engine.opening import open_engines
+from skipdecode.engine import kernels
+from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
 from skipdecode.models.fit import keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.performance.cost import CostModel
+from skipdecode.performance.cost import FORMAT, CostModel
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import measure_machine
-from skipdecode.performance.measure import kernels_version, machine_key, measure_cost
+from skipdecode.performance.measure import measure_cost
 
 __all__ = ["CostSource", "find_cost", "find_geometry"]
 
 _NOISY = 0.1  # of a fit: above, a plan is worth a second measurement
 _UNKNOWN_DTYPE = torch.bfloat16
+_VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")  # of a config: no size depends on it
 
 
 @dataclass(frozen=True)
@@ -92,53 +96,56 @@ def find_cost(
         raise UsageError(f"{ref.name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and ref.has_weights()):
         target = choose_device(device)
-        asked = (ref.dtype(dtype, target), engine, quantization, batch, prompt_len)
-        return _measured_or_kept(ref, target, asked, remeasure=remeasure)
+        asked = ref.dtype(dtype, target), engine, quantization, batch, prompt_len
+        return _kept_or_measured(ref, target, asked, remeasure)
     if quantization != "none":
         raise UsageError(f"the cost of --quantization {quantization} is measured, not predicted: add --measure")
     return _predicted(ref, batch, dtype, device)
 
 
-def _measured_or_kept(
-    ref: ModelRef,
-    device: torch.device,
-    asked: tuple[str, str, str, int, int],
-    *,
-    remeasure: bool,
+def _kept_or_measured(
+    ref: ModelRef, device: torch.device, asked: tuple[str, str, str, int, int], remeasure: bool
 ) -> CostSource:
-    """What an earlier call of the same found, without loading weights; else measured, and kept for the next."""
+    """What an earlier call found for a model of these sizes, without its weights; else measured, and kept."""
     dtype, engine, quantization, batch, prompt_len = asked
     key = _key(ref, asked, device)
-    path = cache_dir() / "plans" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
-    if not remeasure and (kept := _kept(path, key, ref, device)) is not None:
-        return kept
-    model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
-    keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
-    backend = open_engines(model, engine, note, quantization)
-    cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, reuse=not remeasure, progress=True)
-    found = _measured(unwrap(model), cost, "transformers" if backend.fast is None else "the fast engine")
-    about = {"key": key, "cost": cost.to_dict(), "dtype": found.dtype, "origin": found.origin}
-    with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a load, no more.
-        write_whole(path, json.dumps(about, indent=1))
-    return found
+    path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    if remeasure or (found := _kept(path, key)) is None:
+        model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
+        keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
+        backend = open_engines(model, engine, note, quantization)
+        cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, progress=True)
+        found = cost, _dtype_name(unwrap(model).dtype), _measured_origin(backend, cost, device)
+        about = {"key": key, "cost": cost.to_dict(), "dtype": found[1], "origin": found[2]}
+        with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a calibration.
+            write_whole(path, json.dumps(about, indent=1))
+    cost, kind, origin = found
+    return CostSource(cost, find_geometry(ref, kind, device)[0], kind, origin)
 
 
-def _key(ref: ModelRef, asked: tuple[str | int, ...], device: torch.device) -> list[Any]:
-    """All that a cost found by a model's name holds for: what was asked, the files, the machine and the versions."""
-    folders = dict.fromkeys([ref.place.folder(), ref.folder])
-    files = [file for folder in folders for file in sorted(folder.iterdir()) if file.is_file()]
-    stamps = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    return [list(asked), kernels_version(), machine_key(device), stamps]
+def _key(ref: ModelRef, asked: tuple[str | int, ...], device: torch.device) -> Any:
+    """All that a measured cost holds for: what was asked, sizes, kernels, machine and versions; JSON-ready."""
+    sizes = {name: value for name, value in ref.config.to_dict().items() if name not in _VOLATILE}
+    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
+    here = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "costs": FORMAT,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    model = json.dumps(sizes, sort_keys=True, default=str), ref.adapter and str(ref.adapter)
+    return json.loads(json.dumps([asked, model, hashlib.sha256(sources).hexdigest(), here]))
 
 
-def _kept(path: Path, key: list[Any], ref: ModelRef, device: torch.device) -> CostSource | None:
-    """What an earlier call found; the sizes come from the config, so that no weights are loaded."""
+def _kept(path: Path, key: Any) -> tuple[CostModel, str, str] | None:
+    """The cost model kept at `path` with its dtype and origin, if there is one for this key that can be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["key"] != key:
-            return None
-        geometry, _ = find_geometry(ref, data["dtype"], device)
-        return CostSource(CostModel.from_dict(data["cost"]), geometry, data["dtype"], data["origin"])
+        found = CostModel.from_dict(data["cost"]), str(data["dtype"]), str(data["origin"])
+        return found if data["key"] == key else None
     except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
 
@@ -150,13 +157,14 @@ def find_geometry(ref: ModelRef, dtype: str, device: torch.device) -> tuple[Mode
     return ModelGeometry.from_config(config, kind.itemsize), kind
 
 
-def _measured(model: Any, cost: CostModel, engine: str) -> CostSource:
+def _measured_origin(backend: Backend, cost: CostModel, device: torch.device) -> str:
+    """Where a measured cost is from, in words."""
     within = "" if cost.residual is None else f", fit within {cost.residual:.0%}"
     if cost.residual is not None and cost.residual > _NOISY:
         within += ": noisy, so use --remeasure when the machine is quiet"
-    where = f"threads: {torch.get_num_threads()}" if model.device.type == "cpu" else f"device: {model.device.type}"
-    geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
-    return CostSource(cost, geometry, _dtype_name(model.dtype), f"measured here with {engine} ({where}{within})")
+    where = f"threads: {torch.get_num_threads()}" if device.type == "cpu" else f"device: {device.type}"
+    engine = "transformers" if backend.fast is None else "the fast engine"
+    return f"measured here with {engine} ({where}{within})"
 
 
 def _predicted(ref: ModelRef, batch: int, dtype: str, device: str | None) -> CostSource:

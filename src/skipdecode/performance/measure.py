@@ -7,132 +7,49 @@ computed: only how many there are matters to the time.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-import transformers
-
-from skipdecode.common.environment import cpu_model, usable_cores
-from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.data.prompts import context_length
-from skipdecode.engine import kernels
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.scheduler import PROMPT_TOKENS
-from skipdecode.errors import DataError, OutputError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.models.families import unwrap
-from skipdecode.performance.cost import FORMAT, CostModel, PromptCost, StepCost
+from skipdecode.performance.cost import CostModel, PromptCost, StepCost, tokens_read
 from skipdecode.performance.geometry import ModelGeometry
-from skipdecode.performance.parts import tokens_read
 from skipdecode.performance.timing import Shape, prompt_seconds, step_seconds
 from skipdecode.schedule import Schedule
 
-__all__ = ["CostMeter", "fitted", "kernels_version", "machine_key", "measure_cost"]
+__all__ = ["CostMeter", "fitted", "measure_cost"]
 
 _LONGER = 512  # cached tokens on top, from which the cost of the cache read follows
 _LEAST_SECONDS = 0.1  # timed of each kind of step
 _MOST_REPEATS = 20
-_VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")
 
 
 def measure_cost(
-    backend: Backend,
-    *,
-    batch: int = 1,
-    prompt_len: int = 64,
-    repeats: int = 3,
-    steps: int = 8,
-    reuse: bool = True,
-    progress: bool = False,
+    backend: Backend, *, batch: int = 1, prompt_len: int = 64, repeats: int = 3, steps: int = 8, progress: bool = False
 ) -> CostModel:
     """The cost model of a backend on this machine, for steps of `batch` sequences and of one.
-
-    Kept per model, dtype, batch, prompt length, engine, machine and versions in the user's cache.
 
     Parameters
     ----------
     backend, prompt_len, steps
-        See `CostMeter`.
+        See `CostMeter`, whose errors this raises too.
     repeats : int
         Runs of each kind. The median over all of their steps counts.
-    reuse : bool
-        Return the figures of an earlier calibration of all the same, if there are any.
-
-    Raises
-    ------
-    UsageError
-        A number is out of range, the text does not fit the model's context, or the figures make no sense.
-    UnsupportedModelError, AlreadyAttachedError
-        The model cannot be gated.
     """
     if repeats < 1:
         raise UsageError(f"repeats={repeats} is not accepted: give 1 or more")
     prompts = (prompt_len, min(batch * prompt_len, PROMPT_TOKENS))
     meter = CostMeter(backend, rows={1, batch}, prompt_len=prompt_len, prompts=prompts, steps=steps)
-    key = _key(backend) | {"batch": batch, "prompt_len": prompt_len}
-    path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]}.json"
-    if reuse and (kept := _read(path, key)) is not None:
-        return kept
     meter.run(repeats, _LEAST_SECONDS, progress=progress)
-    cost = meter.cost()
-    with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next run a calibration, no more.
-        write_whole(path, json.dumps({"key": key, "cost": cost.to_dict()}, indent=1))
-    return cost
-
-
-def _key(backend: Backend) -> dict[str, Any]:
-    """What a calibration holds for, rows aside: sizes and kernels, dtype, engine, machine, threads and versions."""
-    model, fast = unwrap(backend.model), backend.fast
-    config = model.config
-    settings = {k: v for k, v in config.to_dict().items() if k not in _VOLATILE}
-    engine = "transformers"
-    if fast is not None:
-        engine = f"fast, kernels {kernels_version()}, {fast.quantization or 'own'} weights"
-    return {
-        "model": hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest(),
-        "attention": str(config._attn_implementation),
-        "dtype": str(model.dtype),
-        "engine": engine,
-        **machine_key(model.device),
-    }
-
-
-def kernels_version() -> str:
-    """Short for the sources of the fast engine's kernels."""
-    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
-    return hashlib.sha256(sources).hexdigest()[:16]
-
-
-def machine_key(device: torch.device) -> dict[str, Any]:
-    """The part of a calibration's key that says where it was made, and with which versions."""
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "cpu": cpu_model(),
-        "cores": usable_cores(),
-        "costs": FORMAT,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _read(path: Path, key: dict[str, Any]) -> CostModel | None:
-    """The cost model kept at `path`, if there is one for this key that can be read and knows prompts."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        kept = CostModel.from_dict(data["cost"])
-        return kept if data["key"] == key and kept.prompts else None
-    except (OSError, ValueError, KeyError, TypeError, DataError):
-        return None
+    return meter.cost()
 
 
 class _Kind(NamedTuple):

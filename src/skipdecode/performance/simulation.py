@@ -27,8 +27,7 @@ from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.engine.sequence import Sequence as EngineSequence
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import CostModel
-from skipdecode.performance.parts import tokens_read
+from skipdecode.performance.cost import CostModel, tokens_read
 from skipdecode.performance.traces import Arrival
 from skipdecode.schedule import Schedule
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from skipdecode.errors import TargetError
-from skipdecode.performance.cost import CostModel, Phase, Use
-from skipdecode.performance.parts import between
+from skipdecode.performance.cost import CostModel, Phase, Use, between
 from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.schedule.schedule import PromptDepth

@@ -9,28 +9,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate, chain, islice, repeat
 from pathlib import Path
 from typing import NamedTuple
 
 from skipdecode.errors import UsageError
 
-__all__ = [
-    "Arrival",
-    "Lengths",
-    "all_at_once",
-    "bursts",
-    "constant",
-    "empirical",
-    "lognormal",
-    "make_trace",
-    "parse_lengths",
-    "uniform",
-]
+__all__ = ["Arrival", "Lengths", "bursts", "make_trace", "parse_lengths"]
 
-MOST_TOKENS = 1_000_000
-"""Longest prompt or output of a trace."""
+_MOST_TOKENS = 1_000_000  # of a prompt or an output
 _MOST_SIGMA = 4
 Lengths = Callable[[random.Random], int]
 """Draws one length, 1 or more."""
@@ -48,42 +36,9 @@ class Arrival(NamedTuple):
     limit: int
 
 
-# ---------------------------------------------------------------------- lengths
-
-
-def constant(length: int) -> Lengths:
-    """Always `length`."""
-    _check(1 <= length <= MOST_TOKENS, f"length {length}", f"1 to {MOST_TOKENS}")
-    return lambda _: length
-
-
-def uniform(least: int, most: int) -> Lengths:
-    """Whole numbers from `least` to `most`, all equally often."""
-    _check(1 <= least <= most <= MOST_TOKENS, f"uniform:{least}:{most}", f"1 to {MOST_TOKENS}, the smaller first")
-    return lambda rng: rng.randint(least, most)
-
-
-def lognormal(median: float, sigma: float) -> Lengths:
-    """exp of a normal variable, rounded, from 1 to MOST_TOKENS; `sigma` is its standard deviation."""
-    _check(
-        1 <= median <= MOST_TOKENS and 0 <= sigma <= _MOST_SIGMA,
-        f"lognormal:{median}:{sigma}",
-        f"a median of 1 to {MOST_TOKENS}, sigma from 0 to {_MOST_SIGMA}",
-    )
-    centre = math.log(median)
-    return lambda rng: min(MOST_TOKENS, max(1, round(math.exp(rng.gauss(centre, sigma)))))
-
-
-def empirical(lengths: Sequence[int]) -> Lengths:
-    """Drawn from measured lengths, with replacement."""
-    measured = tuple(lengths)
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n <= MOST_TOKENS for n in measured)
-    _check(bool(measured) and whole, "this list of lengths", f"whole numbers from 1 to {MOST_TOKENS}, at least one")
-    return lambda rng: rng.choice(measured)
-
-
 def parse_lengths(text: str) -> Lengths:
-    """Lengths from text: ``64``, ``uniform:16:128``, ``lognormal:MEDIAN:SIGMA``, ``file:PATH`` (a JSON list).
+    """Lengths from text: ``64``; ``uniform:16:128``, all equally often; ``lognormal:MEDIAN:SIGMA``, rounded: sigma is
+    the standard deviation of the logarithm; ``file:PATH``, drawn from a JSON list of measured lengths.
 
     Raises
     ------
@@ -93,16 +48,19 @@ def parse_lengths(text: str) -> Lengths:
     kind, _, rest = text.partition(":")
     try:
         if kind == "uniform":
-            least, most = rest.split(":")
-            return uniform(int(least), int(most))
+            least, most = map(int, rest.split(":"))
+            _check(1 <= least <= most <= _MOST_TOKENS, text, f"1 to {_MOST_TOKENS}, the smaller first")
+            return lambda rng: rng.randint(least, most)
         if kind == "lognormal":
-            median, sigma = rest.split(":")
-            return lognormal(float(median), float(sigma))
-        if kind == "file":
-            values = json.loads(Path(rest).read_text(encoding="utf-8"))
-            _check(isinstance(values, list), rest, "a file with a JSON list of lengths")
-            return empirical(values)
-        return constant(int(text))
+            median, sigma = map(float, rest.split(":"))
+            accepted = f"a median of 1 to {_MOST_TOKENS}, sigma from 0 to {_MOST_SIGMA}"
+            _check(1 <= median <= _MOST_TOKENS and 0 <= sigma <= _MOST_SIGMA, text, accepted)
+            return lambda rng: min(_MOST_TOKENS, max(1, round(math.exp(rng.gauss(math.log(median), sigma)))))
+        if kind != "file":
+            length = int(text)
+            _check(1 <= length <= _MOST_TOKENS, f"length {length}", f"1 to {_MOST_TOKENS}")
+            return lambda _: length
+        measured = json.loads(Path(rest).read_text(encoding="utf-8"))
     except OSError as e:
         raise UsageError(f"cannot read the lengths {rest}: {e.strerror or e}") from None
     except ValueError:
@@ -110,14 +68,9 @@ def parse_lengths(text: str) -> Lengths:
             f"{text!r} is no length: give a whole number, uniform:LEAST:MOST, lognormal:MEDIAN:SIGMA, or file:PATH "
             "with a JSON list of lengths"
         ) from None
-
-
-# ---------------------------------------------------------------------- arrivals
-
-
-def all_at_once() -> Iterator[float]:
-    """Arrival times of a batch job: all 0."""
-    return repeat(0.0)
+    whole = isinstance(measured, list) and all(type(n) is int and 1 <= n <= _MOST_TOKENS for n in measured)
+    _check(whole and bool(measured), rest, f"a JSON list of whole numbers from 1 to {_MOST_TOKENS}, at least one")
+    return lambda rng: rng.choice(measured)
 
 
 def bursts(rate: float, size: int, seed: int = 0) -> Iterator[float]:
@@ -134,14 +87,14 @@ def bursts(rate: float, size: int, seed: int = 0) -> Iterator[float]:
 
 def make_trace(
     requests: int,
-    times: Iterator[float],
+    times: Iterator[float] | None,
     prompt_tokens: Lengths,
     new_tokens: Lengths,
     *,
     limit: int | None = None,
     seed: int = 0,
 ) -> Iterator[Arrival]:
-    """A trace of `requests` requests at `times`, which rise, with lengths drawn from `seed`.
+    """A trace of `requests` requests at `times`, which rise (None: all at once), with lengths drawn from `seed`.
 
     Under a `limit` longer outputs are cut, and the scheduler, which knows only this limit, cannot sort by length.
     Default: the scheduler knows every output's length.
@@ -154,7 +107,7 @@ def make_trace(
         prompt, new = prompt_tokens(rng), new_tokens(rng)
         return Arrival(seconds, prompt, new if limit is None else min(new, limit), new if limit is None else limit)
 
-    return map(arrival, islice(times, requests))
+    return map(arrival, islice(repeat(0.0) if times is None else times, requests))
 
 
 def _check(ok: bool, what: str, accepted: str) -> None:
