@@ -269,7 +269,7 @@ class LLM:
             no_template=not template,
             prompt_template=template if isinstance(template, str) else None,
         )
-        records = [replace(form.field.record(prompt), index=index) for index, prompt in enumerate(prompts)]
+        records = [replace(form.record(prompt), index=index) for index, prompt in enumerate(prompts)]
         context = context_length(self.loaded.model.config)
         return PromptEncoder(self.tokenizer, context, template=form.template).encode(records)
 

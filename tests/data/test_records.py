@@ -16,7 +16,7 @@ import pytest
 
 from checkpoints import byte_tokenizer
 from skipdecode.common import jsonl
-from skipdecode.data.forms import PromptField
+from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record, SeenIds, Template
 from skipdecode.data.source import PromptSource
@@ -60,7 +60,7 @@ def test_jsonl_takes_ids_and_falls_back_to_line_numbers(tmp_path: Path, suffix: 
 
 def test_field_option_wins_over_the_usual_fields(tmp_path: Path):
     source = PromptSource.open(write_rows(tmp_path / "in.jsonl", [{"prompt": "no", "question": "yes"}]))
-    assert next(source.records(PromptField("question"))).prompt == "yes"
+    assert next(source.records(PromptForm("question"))).prompt == "yes"
 
 
 def test_chat_rows_keep_their_messages(tmp_path: Path):
@@ -105,7 +105,7 @@ def test_equal_standard_input_has_an_equal_fingerprint(monkeypatch: pytest.Monke
 def test_a_field_is_looked_for_in_jsonl_only(tmp_path: Path):
     path = tmp_path / "in.txt"
     path.write_text("a\n")
-    assert [r.prompt for r in PromptSource.open(str(path)).records(PromptField("question"))] == ["a"]
+    assert [r.prompt for r in PromptSource.open(str(path)).records(PromptForm("question"))] == ["a"]
 
 
 # ---------------------------------------------------------------------- bad rows
@@ -140,7 +140,7 @@ def test_bad_row_is_told_and_its_neighbours_are_read(tmp_path: Path, line: bytes
 
 def test_missing_field_names_the_field(tmp_path: Path):
     path = write_rows(tmp_path / "in.jsonl", [{"prompt": "p"}])
-    assert next(PromptSource.open(path).records(PromptField("question"))).error == "field 'question' is missing"
+    assert next(PromptSource.open(path).records(PromptForm("question"))).error == "field 'question' is missing"
 
 
 def test_bad_row_keeps_its_id(tmp_path: Path):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 
 from quality_runs import quality_runs
@@ -13,7 +9,7 @@ from skipdecode import Schedule
 from skipdecode.engine.opening import Backend, GenerateBackend
 from skipdecode.evaluation.compare import compare_runs, pairs_table, runs_tables
 from skipdecode.evaluation.methods import Method
-from skipdecode.evaluation.results import Run, load_run
+from skipdecode.evaluation.results import Run
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import medians_of, speed_entries, time_equal_lengths
 from tiny import LAYERS, tiny_model
@@ -66,26 +62,6 @@ def test_many_methods_fit_into_a_hundred_columns(runs: dict[str, Run]):
         assert any(metric in line for line in lines)
     # Each part of a table names its rows.
     assert sum("early_termination-7x" in line for line in lines) == sum(line.startswith("| run ") for line in lines)
-
-
-def test_a_file_of_an_older_version_is_read(runs: dict[str, Run], tmp_path: Path):
-    """It had `exact_match`, and the times of outputs that end where they end as its speed."""
-    new = runs["flat-4x"]
-    shutil.copytree(new.path.parent, tmp_path, dirs_exist_ok=True)
-    data = json.loads(new.path.read_text().replace('"full_depth_agreement"', '"exact_match"'))
-    data["speed"], data["full_depth_speed"] = data.pop("free_running"), {}
-    del data["kept"], data["measured_speedup_with_prompt_interval"]
-    (tmp_path / "run.json").write_text(json.dumps(data))
-    lines = (new.path.parent / "outputs.jsonl").read_text().replace('"full_depth_agreement"', '"exact_match"')
-    (tmp_path / "outputs.jsonl").write_text(lines)
-    old = load_run(tmp_path)
-    assert old.data["metrics"] == new.data["metrics"]
-    assert old.data["buckets"] == new.data["buckets"]
-    assert (old.table("full_depth_agreement") == new.table("full_depth_agreement")).all()
-    assert old.layers_per_token == new.layers_per_token == 2
-    assert old.measured_speedup == new.measured_speedup
-    assert len(compare_runs([new, old], resamples=20)) == len(new.data["metrics"])
-    assert "whose lengths differ" in runs_tables([old])
 
 
 def test_every_method_gives_each_row_the_same_number_of_tokens():

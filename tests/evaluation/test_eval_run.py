@@ -21,13 +21,12 @@ from skipdecode.data.tasks import Task
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
 from skipdecode.evaluation.results import Run, buckets_of, check_free, load_run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
-from skipdecode.evaluation.speed import batches
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 from tiny import LAYERS, tiny_model
 

@@ -160,7 +160,7 @@ def _prompts(config: Config, loaded: LoadedModel, kinds: list[str]) -> list[Enco
     wanted = [p for p in listed if p["kind"] in kinds]
     ask = {"record": _INSTRUCTION if chat else "", "chat": ""}
     records = [
-        dataclasses.replace(form.field.record(ask[p["kind"]] + p["text"]), index=i, line=i + 1, id=p["id"])
+        dataclasses.replace(form.record(ask[p["kind"]] + p["text"]), index=i, line=i + 1, id=p["id"])
         for i, p in enumerate(wanted)
     ]
     context = context_length(loaded.model.config)

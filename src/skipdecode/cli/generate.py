@@ -137,7 +137,7 @@ def run(config: Config) -> int:
     """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
     _check(config)
     router, source, form = _router(config), _source(config), _form(config)
-    ref, rows = config.ref, source.count(form.field, all_usable=config.on_error == "stop")
+    ref, rows = config.ref, source.count(form, all_usable=config.on_error == "stop")
     chosen = router or choose_schedule(
         config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens
     )
@@ -292,7 +292,7 @@ def _generate(
     from skipdecode.data.summary import BadRows
 
     if config.on_error == "stop":
-        refuse_bad_rows(source.records(form.field), job.encoder)
+        refuse_bad_rows(source.records(form), job.encoder)
     if writer.rows_before:
         note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
     ids = SeenIds()
@@ -304,11 +304,11 @@ def _generate(
             bar.update(ended)
 
         # All rows are read for their ids, those too that an earlier run finished.
-        records = (r for r in ids.watch(source.records(form.field)) if not writer.is_done(r.index))
+        records = (r for r in ids.watch(source.records(form)) if not writer.is_done(r.index))
         summary = generate_rows(
             records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress
         )
-    if repeated := ids.repeated(source.records(form.field)):
+    if repeated := ids.repeated(source.records(form)):
         note(f"{repeated}; all are generated, in order")
     return summary
 

@@ -1,4 +1,4 @@
-"""What rows to generate from are made prompts with: the template that a checkpoint was tuned on, or what the user says.
+"""How records to generate from become prompts: by the template that a checkpoint was tuned on, or as the user says.
 
 The one place that decides it, for the command line, the server and Python alike.
 """
@@ -6,7 +6,7 @@ The one place that decides it, for the command line, the server and Python alike
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from skipdecode.common.jsonl import kind_of
 from skipdecode.data.records import Message, Parts, Record, Template, checked_text, read_records
@@ -14,28 +14,31 @@ from skipdecode.data.tasks import load_task
 from skipdecode.errors import DataError, UsageError
 from skipdecode.models.loading.recipe import Recipe
 
-__all__ = ["PROMPT_FIELDS", "PromptField", "PromptForm", "choose_form", "recipe_template"]
+__all__ = ["PROMPT_FIELDS", "PromptForm", "choose_form", "recipe_template"]
 
 PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
 _TEXT_FIELDS = PROMPT_FIELDS[:4]  # may stand for a template's only field; the others are records of another form
 
 
-class PromptField:
-    """The prompt of a row to generate from: one field, as it stands or in a template; or the fields of the template.
+class PromptForm:
+    """The prompt of a record to generate from: one field, as it stands or in a template; or the fields of the template.
 
-    A row that has all the template's fields is rendered by it, and one that is a chat stays one. A plain text is the
-    value of a template's only field.
+    The template renders a record that has all its fields; a chat stays a chat. A plain text is the value of a
+    template's only field.
 
     Parameters
     ----------
     name : str, optional
-        The field; default: those of the template, or else the first of `PROMPT_FIELDS` that a row has (with a template:
-        of the first four).
+        The field. Default: those of the template, or else the first of `PROMPT_FIELDS` that a record has (with a
+        template: of the first four).
+    template : Template, optional
+        Goes to `PromptEncoder` too. Default: prompts stay as they are.
+    remark : str, optional
+        One line for users: which template is used and how to do without it, or that there is another.
     """
 
-    def __init__(self, name: str | None = None, template: Template | None = None) -> None:
-        self.name = name
-        self.template = template
+    def __init__(self, name: str | None = None, template: Template | None = None, remark: str | None = None) -> None:
+        self.name, self.template, self.remark = name, template, remark
 
     def row(self, prompt: str | list[Message]) -> dict[str, Any]:
         """A text or a chat as the row that holds it."""
@@ -89,26 +92,6 @@ def _message(where: str, message: Any) -> Message:
     return {"role": checked_text(where, role), "content": checked_text(where, content)}
 
 
-class PromptForm(NamedTuple):
-    """How prompts are made.
-
-    Parameters
-    ----------
-    field : PromptField
-        Reads rows, texts and chats; its `template` goes to `PromptEncoder` too.
-    remark : str or None
-        One line for users: which template is used and how to do without, or that there is another.
-    """
-
-    field: PromptField
-    remark: str | None
-
-    @property
-    def template(self) -> Template | None:
-        """What prompts are put into; None: they stay as they are."""
-        return self.field.template
-
-
 def choose_form(
     recipe: Recipe | None,
     *,
@@ -143,23 +126,21 @@ def choose_form(
     if sum((prompt_template is not None, task is not None, no_template)) > 1:
         raise UsageError("--prompt-template, --task and --no-template each say what a prompt is: give one of them")
     if prompt_template is not None:
-        return PromptForm(PromptField(field, Template(prompt_template, chat=chat)), None)
+        return PromptForm(field, Template(prompt_template, chat=chat))
     if task is not None:
         template = load_task(task).template()
-        return PromptForm(PromptField(field, template), f"prompts go into the task's template {template.prompt!r}")
-    if no_template:
-        return PromptForm(PromptField(field), None)
-    tuned = recipe_template(recipe)
+        return PromptForm(field, template, f"prompts go into the task's template {template.prompt!r}")
+    tuned = None if no_template else recipe_template(recipe)
     if tuned is None:
-        return PromptForm(PromptField(field), None)
+        return PromptForm(field)
     through = " and the chat template" if tuned.chat else ""
     if chat and not tuned.chat:
         left = f"prompts go as chats, as asked; the checkpoint was tuned on the template {tuned.prompt!r} without chat"
-        return PromptForm(PromptField(field), left)
+        return PromptForm(field, remark=left)
     remark = (
         f"prompts go into the checkpoint's template {tuned.prompt!r}{through} (--no-template leaves them as they are)"
     )
-    return PromptForm(PromptField(field, tuned), remark)
+    return PromptForm(field, tuned, remark)
 
 
 def recipe_template(recipe: Recipe | None) -> Template | None:

@@ -1,7 +1,7 @@
 """Records: what the rows of a file say, read in one way for all verbs.
 
 A form says what of a row is the prompt and what may follow it: a `Template` of records that are learned or scored, or a
-`skipdecode.data.forms.PromptField` of rows to generate from. A row is a line that is not blank; rows are numbered
+`skipdecode.data.forms.PromptForm` of rows to generate from. A row is a line that is not blank; rows are numbered
 without gaps, whatever is wrong with them, so that nothing is lost. Reading is a generator: memory does not grow with
 the file. Text only; knows nothing about tokens and models.
 """

@@ -22,7 +22,7 @@ from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.common.rows import check_streams
-from skipdecode.data.forms import PromptField
+from skipdecode.data.forms import PromptForm
 from skipdecode.data.output import open_writer
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
 from skipdecode.data.records import Record, Reject, Template, reject_summary
@@ -231,7 +231,7 @@ class SelfGeneratedData:
     def _read(self, source: PromptSource, seen: set[str]) -> list[Record]:
         found: list[Record] = []
         rejects: list[Reject] = []
-        for record in source.records(PromptField(template=self.template)):
+        for record in source.records(PromptForm(template=self.template)):
             key = _key(str(record.prompt))
             error = record.error or ("" if record.values else "a chat: give its text")
             if error or key in seen:

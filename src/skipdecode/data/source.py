@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from skipdecode.common.jsonl import BOM, Row, decoded
 from skipdecode.common.rows import Input, format_of, is_stream, read_rows
-from skipdecode.data.forms import PromptField
+from skipdecode.data.forms import PromptForm
 from skipdecode.data.records import Record, Reject, read_records, reject_summary, usable
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, MissingExtraError, UsageError
@@ -66,11 +66,11 @@ class PromptSource:
         data = "".join(json.dumps({"prompt": p}) + "\n" for p in prompts).encode()
         return cls(Input("arguments", io.BytesIO(data)), "jsonl")
 
-    def records(self, form: PromptField | None = None) -> Iterator[Record]:
+    def records(self, form: PromptForm | None = None) -> Iterator[Record]:
         """All records, from the first on; `form` says what of a row or a line of text is the prompt."""
-        return read_records(self._rows(form or PromptField()), form or PromptField())
+        return read_records(self._rows(form or PromptForm()), form or PromptForm())
 
-    def count(self, form: PromptField | None = None, *, all_usable: bool = False) -> int:
+    def count(self, form: PromptForm | None = None, *, all_usable: bool = False) -> int:
         """How many records there are, those with an error included. Reads them as JSON up to the first usable one only.
 
         Raises
@@ -87,7 +87,7 @@ class PromptSource:
             if found and not all_usable:
                 break
         # Lines of JSON are not read for it.
-        rows = sum(1 for _ in (self._input.lines() if self.format == "jsonl" else self._rows(form or PromptField())))
+        rows = sum(1 for _ in (self._input.lines() if self.format == "jsonl" else self._rows(form or PromptForm())))
         if not rows:
             raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
         if not found:
@@ -98,13 +98,13 @@ class PromptSource:
         """Close the input."""
         self._input.close()
 
-    def _rows(self, form: PromptField) -> Iterator[tuple[int, Row]]:
+    def _rows(self, form: PromptForm) -> Iterator[tuple[int, Row]]:
         if self.format == "txt":
             return ((line, _text_row(raw, form)) for line, raw in self._input.lines())
         return self._input.rows(self.format)
 
 
-def _text_row(raw: bytes | None, form: PromptField) -> Row:
+def _text_row(raw: bytes | None, form: PromptForm) -> Row:
     try:
         return form.row(decoded(raw))
     except DataError as e:

@@ -90,7 +90,7 @@ def runs_tables(runs: Sequence[Run]) -> str:
     engines = sorted({_engine(run) for run in runs} - {"-"})
     how = next((run.data["speed"] for run in runs if run.data.get("speed")), None)
     speed = "Speed-up over full depth [95% interval]" + (
-        "; of older runs, of outputs whose lengths differ"
+        ", not measured"
         if how is None
         else f", {how['new_tokens']} new tokens for {how['records']} records on both sides, in turn, medians of "
         f"{how['rounds']} rounds{', engine ' + engines[0] if len(engines) == 1 else ''}; request: with "

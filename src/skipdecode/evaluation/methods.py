@@ -5,16 +5,20 @@ Greedy only: methods are compared on what they compute. Knows nothing about text
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from skipdecode.common.journal import KeptValues
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
 from skipdecode.schedule import Schedule
 
-__all__ = ["Generation", "Method"]
+__all__ = ["Generation", "Method", "Outputs", "batches", "generate_all", "timing_of"]
+
+_MOST_BATCHES = 4
+_LEAST_TURNS = 8  # where there are records enough: what an interrupted run keeps is whole turns
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,72 @@ class Method:
     def settings(self) -> dict[str, Any]:
         """JSON-ready parameters, for the result: the name, and the schedule that skips layers."""
         return {"name": self.name} | ({} if self.full_depth else {"schedule": self.schedule.to_dict()})
+
+
+def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:
+    """JSON-ready sums over the batches of one method, and rates; `tokens_per_s` is of decoding."""
+    done = list(batches)
+    names = ("prompt_seconds", "decode_seconds", "positions", "fed_tokens", "layer_tokens")
+    prompt, decode, positions, fed, layers = (float(sum(getattr(g, n) for g in done)) for n in names)
+    return {
+        "seconds": prompt + decode,
+        **dict(zip(names, (prompt, decode, positions, fed, layers), strict=True)),
+        "layers_per_token": layers / fed if fed else None,
+        "ms_per_position": 1000 * decode / positions if positions else None,
+        "tokens_per_s": fed / decode if decode else None,
+    }
+
+
+def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Indices of records in batches of like length, longest first, so that what does not fit fails at once."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one method gave: tokens of every record in the order of the prompts, and what each batch took.
+
+    `full` are full depth's tokens, to compare with; empty if it was not run, or for full depth itself.
+    """
+
+    tokens: list[list[int]]
+    batches: list[Generation]
+    full: list[list[int]] = field(default_factory=list)
+
+    def timing(self) -> dict[str, float | None]:
+        """JSON-ready sums over the batches, and rates."""
+        return timing_of(self.batches)
+
+
+def generate_all(
+    sides: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    kept: KeptValues,
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    eos: set[int],
+    progress: Callable[[int], None] = lambda rows: None,
+) -> list[Outputs]:
+    """Run methods over all prompts; what each gave, in their order.
+
+    `kept` has batches that an earlier, interrupted run
+    finished, and takes those of this one; `progress` is told how many records each had.
+    """
+    tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
+    taken: list[list[Generation]] = [[] for _ in sides]
+    # Rows of several batches' worth go to an engine together, which sorts them into waves.
+    rows_at_once = batch_size * max(1, min(_MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
+    for number, indices in enumerate(batches([len(p) for p in prompts], rows_at_once)):
+        rows, together = [prompts[i] for i in indices], min(batch_size, len(indices))
+        done = [Generation(**g) for g in kept.get(f"batch {number}") or ()]
+        if not done:
+            done = [side.generate(rows, max_new_tokens=max_new_tokens, eos=eos, rows=together) for side in sides]
+            kept.put(f"batch {number}", [asdict(g) for g in done])
+        for generation, generations, outputs in zip(done, taken, tokens, strict=True):
+            generations.append(replace(generation, tokens=[]))
+            for index, row in zip(indices, generation.tokens, strict=True):
+                outputs[index] = row
+        progress(len(indices))
+    return [Outputs(*each) for each in zip(tokens, taken, strict=True)]

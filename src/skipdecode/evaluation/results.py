@@ -26,8 +26,7 @@ from skipdecode.errors import DataError, OutputError
 from skipdecode.evaluation.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
-    from skipdecode.evaluation.generate import Outputs
-    from skipdecode.evaluation.methods import Method
+    from skipdecode.evaluation.methods import Method, Outputs
     from skipdecode.evaluation.scores import Scored
     from skipdecode.evaluation.settings import EvaluationSettings
 
@@ -43,22 +42,17 @@ __all__ = [
     "run_document",
     "same_run",
     "save_run",
-    "todays_name",
 ]
 
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"
-_OLD_NAMES = {"exact_match": "full_depth_agreement"}
-_NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n")
+_NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n", "kept", "free_running")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, read back: its ``run.json`` and the document in it.
-
-    What an earlier version wrote is read in today's names; its measured speed-ups are those of free-running outputs.
-    """
+    """A finished run, read back: its ``run.json`` and the document in it."""
 
     path: Path
     data: Mapping[str, Any]
@@ -108,7 +102,7 @@ class Run:
     def table(self, metric: str) -> Table:
         """Statistics of each record, shape (records, k)."""
         try:
-            return np.asarray([_renamed(row["statistics"])[metric] for row in self.outputs], dtype=np.float64)
+            return np.asarray([row["statistics"][metric] for row in self.outputs], dtype=np.float64)
         except KeyError:
             raise DataError(
                 f"{self.path} has no statistics of {metric}: run it again with --metrics {metric}"
@@ -129,20 +123,7 @@ def load_run(path: str | Path) -> Run:
     missing = [name for name in _NEEDED if name not in data]
     if missing:
         raise DataError(f"{file} is not a run of `skipdecode eval`: it lacks {missing[0]!r}")
-    if "free_running" not in data:
-        data |= {"free_running": data.get("speed"), "speed": None, "full_depth_speed": None, "kept": {}}
-        for scored in (data, *(bucket for axis in data["buckets"].values() for bucket in axis)):
-            scored["metrics"] = _renamed(scored["metrics"])
     return Run(file, data)
-
-
-def todays_name(metric: str) -> str:
-    """What a metric of an earlier version's is called today."""
-    return _OLD_NAMES.get(metric, metric)
-
-
-def _renamed(figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {todays_name(name): value for name, value in figures.items()}
 
 
 def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: Sequence[Metric]) -> Run | None:

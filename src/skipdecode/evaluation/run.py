@@ -19,8 +19,7 @@ from skipdecode.data.prompts import encode_prompts, prompt_room, response_ids
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
 from skipdecode.data.tasks import Task
-from skipdecode.evaluation.generate import Outputs, generate_all
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import Method, Outputs, batches, generate_all
 from skipdecode.evaluation.metrics import Metric
 from skipdecode.evaluation.results import (
     RUN_FILE,
@@ -35,7 +34,7 @@ from skipdecode.evaluation.results import (
 )
 from skipdecode.evaluation.scores import Scored, free_running
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
-from skipdecode.evaluation.speed import batches, measured_speeds
+from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
 
 __all__ = ["evaluate", "note_left_out"]

@@ -24,10 +24,9 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.evaluation.methods import Method
+from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.scores import ratio_score, table_of
 from skipdecode.evaluation.settings import EvaluationSettings
-from skipdecode.evaluation.speed import batches
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 
 __all__ = ["SelfEvaluation", "followed", "instructions"]

@@ -6,7 +6,7 @@ a token. So their times are no measure of a method's speed. Here the lengths are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -14,19 +14,17 @@ from typing import Any
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import progress_bar
 from skipdecode.common.stopwatch import Stopwatch
-from skipdecode.evaluation.methods import Generation, Method
+from skipdecode.evaluation.methods import Generation, Method, batches, timing_of
 from skipdecode.evaluation.settings import EvaluationSettings
 
 __all__ = [
     "ROUNDS",
     "WHAT",
     "Turns",
-    "batches",
     "measured_speeds",
     "medians_of",
     "speed_entries",
     "time_equal_lengths",
-    "timing_of",
 ]
 
 ROUNDS = 3
@@ -41,26 +39,6 @@ _SPEEDUPS: dict[str, Callable[[Generation], float]] = {
 
 Turns = Stopwatch[Method, Generation]
 """Methods in turn on the same batches."""
-
-
-def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:
-    """JSON-ready sums over the batches of one method, and rates; `tokens_per_s` is of decoding."""
-    done = list(batches)
-    names = ("prompt_seconds", "decode_seconds", "positions", "fed_tokens", "layer_tokens")
-    prompt, decode, positions, fed, layers = (float(sum(getattr(g, n) for g in done)) for n in names)
-    return {
-        "seconds": prompt + decode,
-        **dict(zip(names, (prompt, decode, positions, fed, layers), strict=True)),
-        "layers_per_token": layers / fed if fed else None,
-        "ms_per_position": 1000 * decode / positions if positions else None,
-        "tokens_per_s": fed / decode if decode else None,
-    }
-
-
-def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of records in batches of like length, longest first, so that what does not fit fails at once."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def time_equal_lengths(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skipdecode.evaluation.metrics import METRICS
-from skipdecode.evaluation.results import Run, todays_name
+from skipdecode.evaluation.results import Run
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 
@@ -203,7 +203,7 @@ def _of_row(row: Mapping[str, Any]) -> Result:
         request=_bounded(row.get("measured_speedup_with_prompt"), row.get("measured_speedup_with_prompt_interval")),
         speed=_bounded(row.get("measured_speedup"), row.get("measured_speedup_interval")),
         layers=row.get("mean_layers"),
-        scores={todays_name(name): Bounded(row[name], (low, high)) for name, (low, high) in row["intervals"].items()},
+        scores={name: Bounded(row[name], (low, high)) for name, (low, high) in row["intervals"].items()},
         kept={m: Bounded(e["share"], _pair(e)) for m, e in row["retained"].items() if e is not None},
         measured=_with(row.get("speed_from") or {}),
     )

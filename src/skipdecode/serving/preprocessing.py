@@ -8,7 +8,7 @@ from typing import Any
 
 from skipdecode.common.options import kinds
 from skipdecode.data.detokenizer import Detokenizer, TokenTexts
-from skipdecode.data.forms import PromptField
+from skipdecode.data.forms import PromptForm
 from skipdecode.data.prompts import PromptEncoder
 from skipdecode.data.records import Record
 from skipdecode.data.stopping import StopStrings
@@ -39,7 +39,7 @@ class Preprocessor:
         Tokens that the model knows.
     end_tokens : sequence of int
         A choice ends after any of them.
-    form : PromptField, optional
+    form : PromptForm, optional
         Its template is what completions' texts go into.
     use_template : bool
         Whether they do, where the request does not say.
@@ -53,7 +53,7 @@ class Preprocessor:
         end_tokens: Iterable[int],
         catalog: Catalog,
         limits: ServerLimits,
-        form: PromptField | None = None,
+        form: PromptForm | None = None,
         use_template: bool = True,
     ) -> None:
         self.context = context
@@ -61,7 +61,7 @@ class Preprocessor:
         # Without the context, which binds generation and not /tokenize: `_check_length` knows it.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._encoder = PromptEncoder(self._tokenizer, None)
-        self._form = form or PromptField()
+        self._form = form or PromptForm()
         self._templated = PromptEncoder(self._tokenizer, None, template=self._form.template)
         self._use_template = use_template and self._form.template is not None
         self._vocab_size = vocab_size

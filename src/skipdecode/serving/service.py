@@ -85,7 +85,7 @@ def open_service(
     layout = _kv_layout(source)
     context = context_length(plain.config)
     words, ends = plain.get_input_embeddings().weight.shape[0], end_tokens(model, tokenizer)
-    preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form.field, use_template)
+    preprocessor = Preprocessor(tokenizer, context, words, ends, catalog, limits, form, use_template)
     longest, metrics = limits.max_prompt_tokens + limits.max_new_tokens, Metrics(num_layers)
     return Service(
         name=name,
