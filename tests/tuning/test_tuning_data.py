@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints import byte_tokenizer
-from skipdecode.data.prompts import Example, load_examples
+from skipdecode.data.prompts import Example, encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.errors import DataError, UsageError
 from skipdecode.tuning.collate import IGNORE, GroupedBatches, collate
@@ -28,6 +29,11 @@ BAD = {
     "response longer than the context": {"colour": "red", "thing": "car", "ref": "x" * 80},
     "record longer than the context": {"colour": "red" * 20, "thing": "car", "ref": "x" * 30},
 }
+
+
+def load_examples(path: Path, template: Template, tokenizer: Any, *, skip_bad: bool = False, **options: Any) -> Any:
+    file = read_file(path, template, skip_bad=skip_bad)
+    return encode_examples(file, template, tokenizer, skip_bad=skip_bad, **options)
 
 
 def load(path: Path, **options: object) -> object:

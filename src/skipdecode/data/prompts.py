@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from skipdecode.common.rows import Input, is_stream, read_rows
 from skipdecode.data.records import (
@@ -19,6 +19,7 @@ from skipdecode.data.records import (
     Template,
     checked_text,
     read_records,
+    refuse_rejects,
     reject_summary,
     usable,
 )
@@ -34,15 +35,12 @@ __all__ = [
     "context_length",
     "encode_examples",
     "encode_prompts",
-    "load_examples",
     "prompt_room",
     "read_file",
     "response_ids",
 ]
 
 _TOKENIZE_AT_ONCE = 1000
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +252,8 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
         else:
             few = "empty response: there is nothing to learn"
             rejects.append(Reject(record.line, "several responses: give one, as text" if record.references else few))
-    return RecordFile(opened.name, digest, is_stream(path), *_checked(opened.name, records, rejects, skip_bad))
+    _check_left(opened.name, records, rejects, skip_bad)
+    return RecordFile(opened.name, digest, is_stream(path), tuple(records), tuple(rejects))
 
 
 def encode_examples(
@@ -284,22 +283,8 @@ def encode_examples(
                 examples.append(_example(encoder, prompt, response, max_length))
             except DataError as e:
                 rejects.append(Reject(prompt.record.line, str(e)))
-    found, left = _checked(file.name, examples, rejects, skip_bad)
-    return list(found), list(left)
-
-
-def load_examples(
-    path: str | Path,
-    template: Template,
-    tokenizer: Any,
-    *,
-    max_length: int | None = None,
-    limit: int | None = None,
-    skip_bad: bool = False,
-) -> tuple[list[Example], list[Reject]]:
-    """The records of a file as token ids; see `read_file` and `encode_examples`."""
-    file = read_file(path, template, limit=limit, skip_bad=skip_bad)
-    return encode_examples(file, template, tokenizer, max_length=max_length, skip_bad=skip_bad)
+    _check_left(file.name, examples, rejects, skip_bad)
+    return examples, rejects
 
 
 def check_end_token(tokenizer: Any) -> None:
@@ -308,18 +293,12 @@ def check_end_token(tokenizer: Any) -> None:
         raise DataError("the tokenizer has no end token, so texts would not end: name one in its tokenizer_config.json")
 
 
-def _checked(
-    name: str, found: Sequence[T], rejects: list[Reject], skip_bad: bool
-) -> tuple[tuple[T, ...], tuple[Reject, ...]]:
-    """What is found and left out, as tuples; DataError where that is refused."""
+def _check_left(name: str, found: Sequence[object], rejects: list[Reject], skip_bad: bool) -> None:
+    """Sort the rejects, and raise DataError where they are refused or nothing else is left."""
     rejects.sort()
-    if rejects and not (skip_bad and found):
-        none = "" if found else "no usable record: "
-        remedy = "" if skip_bad else "; mend them, or skip them with --bad-records skip"
-        raise DataError(f"{name}: {none}{reject_summary(rejects)}{remedy}")
+    refuse_rejects(name, rejects, skip_bad=skip_bad)
     if not found:
-        raise DataError(f"{name}: no usable record")
-    return tuple(found), tuple(rejects)
+        raise DataError(f"{name}: no usable record" + (f": {reject_summary(rejects)}" if rejects else ""))
 
 
 def _example(encoder: PromptEncoder, prompt: EncodedPrompt, response: list[int], max_length: int | None) -> Example:

@@ -30,6 +30,7 @@ __all__ = [
     "Template",
     "checked_text",
     "read_records",
+    "refuse_rejects",
     "reject_summary",
     "usable",
 ]
@@ -133,6 +134,12 @@ def reject_summary(rejects: Sequence[Reject]) -> str:
     more = f"; and {len(rejects) - _REJECTS_SHOWN} more" if len(rejects) > _REJECTS_SHOWN else ""
     noun = "record" if len(rejects) == 1 else "records"
     return f"{len(rejects)} {noun} cannot be used ({counts}): {shown}{more}"
+
+
+def refuse_rejects(where: str, rejects: Sequence[Reject], *, skip_bad: bool) -> None:
+    """Raise DataError if records cannot be used and are not to be skipped; it counts them and names the first ones."""
+    if rejects and not skip_bad:
+        raise DataError(f"{where}: {reject_summary(rejects)}; mend them, or skip them with --bad-records skip")
 
 
 class SeenIds:

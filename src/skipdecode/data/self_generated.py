@@ -25,7 +25,7 @@ from skipdecode.common.rows import check_streams
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.output import open_writer
 from skipdecode.data.prompts import EncodedPrompt, PromptEncoder, check_end_token, context_length
-from skipdecode.data.records import Record, Reject, Template, reject_summary
+from skipdecode.data.records import Record, Reject, Template, refuse_rejects, reject_summary
 from skipdecode.data.source import PromptSource
 from skipdecode.engine.requests import Sampling, row_seed
 from skipdecode.errors import DataError, UsageError
@@ -240,8 +240,7 @@ class SelfGeneratedData:
                 seen.add(key)
                 found.append(replace(record, index=len(found)))
         told, bad = reject_summary(rejects), [r for r in rejects if not r.reason.startswith("repeated")]
-        if bad and not self.skip_bad:
-            raise DataError(f"--prompts: {reject_summary(bad)}; mend them, or skip them with --bad-records skip")
+        refuse_rejects("--prompts", bad, skip_bad=self.skip_bad)
         if not found:
             raise DataError(f"--prompts {self.options.prompts}: no prompt is left: {told}")
         if rejects:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from skipdecode.common.jsonl import BOM, Row, decoded
 from skipdecode.common.rows import Input, format_of, is_stream, read_rows
 from skipdecode.data.forms import PromptForm
-from skipdecode.data.records import Record, Reject, read_records, reject_summary, usable
+from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
 from skipdecode.data.tasks import HubSource, Task
 from skipdecode.errors import DataError, MissingExtraError, UsageError
 
@@ -165,8 +165,7 @@ def load_records(
         if end is not None and not task.merge_same_prompt:
             break
     skipped, wrong = ([r for r in each if end is None or r.line < end] for each in (skipped, wrong))
-    if wrong and not skip_bad:
-        raise DataError(f"{source}: {reject_summary(wrong)}; mend them, or skip them with --bad-records skip")
+    refuse_rejects(source, wrong, skip_bad=skip_bad)
     skipped = sorted(skipped + wrong)
     if not items:
         why = f" ({len(skipped)} left out, the first at line {skipped[0].line}: {skipped[0].reason})" if skipped else ""
