@@ -1,1 +1,1 @@
-"""Text in, text out: prompts from files, generated in length-sorted batches, written in input order and resumably."""
+"""Text in, text out: prompts from files, generation in batches sorted by length, resumable output in input order."""

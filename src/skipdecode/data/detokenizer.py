@@ -1,4 +1,4 @@
-"""Text of a sequence while its tokens come in: whole characters, and nothing that may turn out to be a stop string."""
+"""Streams the text of a sequence: complete characters only, and held back if they may begin a stop string."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8, and so the most tokens of one."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CLEAN_UP = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
-"""What `clean_up_tokenization` of transformers takes the spaces from, in its order."""
+"""Texts from which `clean_up_tokenization` of transformers removes spaces, in its order."""
 
 
 class Piece(NamedTuple):
@@ -32,14 +32,14 @@ class Piece(NamedTuple):
 
 
 class TokenTexts:
-    """What a tokenizer says of single tokens; made once for a tokenizer.
+    """The texts of single tokens of a tokenizer.
 
     Attributes
     ----------
     special : dict of int to str
-        Tokens that no text shows, and how they are written.
+        Tokens that are not shown in texts, with their names.
     cleans_up : bool
-        Whether the tokenizer takes spaces out of its texts.
+        Whether the tokenizer removes spaces from its texts.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ class TokenTexts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
         self._falls_back_to_bytes = b'"ByteFallback"' in decoder
-        # The byte that each character of a token stands for, where tokens are written in bytes.
+        # The byte of each character of a token, for byte-level tokenizers.
         self._alphabet: dict[str, int] | None = None
         if type(getattr(backend, "decoder", None)).__name__ == "ByteLevel":
             self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -61,13 +61,13 @@ class TokenTexts:
         self._known: dict[int, bytes | None] = {}
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The bytes that a token stands for in every text, none if it never shows; None if other tokens decide."""
+        """The bytes of a token, empty if it is never shown; None if they depend on other tokens."""
         if token not in self._known:
             self._known[token] = self._bytes_of(token)
         return self._known[token]
 
     def text(self, tokens: list[int]) -> str:
-        """Tokens' text, not cleaned up."""
+        """The text of tokens, not cleaned up."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _bytes_of(self, token: int) -> bytes | None:
@@ -83,20 +83,20 @@ class TokenTexts:
 
 
 class Detokenizer:
-    """Turns a sequence's tokens into text: that of all of them together, up to the first stop string.
+    """Turns a sequence's tokens into the text of all of them, up to the first stop string.
 
-    The text is what the tokenizer's `decode` gives for all tokens, with one exception: where tokens are single bytes,
-    a byte that belongs to no character makes `decode` drop the whole characters beside it too; here they stay.
+    The text is what the tokenizer's `decode` gives for all tokens, with one exception: in byte-fallback tokenizers, an
+    invalid byte makes `decode` drop the complete characters beside it too; here they stay.
 
     Parameters
     ----------
     stops : StopStrings
-        The text ends before the first of them, or before a special token that is written as one of them is.
+        The text ends before the first of them, or before a special token with the name of one of them.
 
     Attributes
     ----------
     stopped : bool
-        Whether a stop string was found; nothing may be pushed after that.
+        Whether a stop string was found; no token may follow.
     """
 
     def __init__(self, texts: TokenTexts, stops: StopStrings) -> None:
@@ -106,11 +106,11 @@ class Detokenizer:
         self._stop_tokens = {token for token, text in texts.special.items() if wanted and text in wanted}
         self._search = StopSearch(stops)
         self._pending: deque[Piece] = deque()
-        self._known = self._shown = 0  # characters that were decoded, and of released pieces
+        self._known = self._shown = 0  # characters decoded, and characters released
         self.stopped = False
 
     def push(self, output: StepOutput) -> list[Piece]:
-        """Take the next token; returns those whose text is decided now. Of the last token all that is held back."""
+        """Take the next token; returns the tokens whose text is certain now. The last token releases all."""
         last = output.finish_reason is not None or output.token in self._stop_tokens
         text = self._decoder.push(output.token)
         if last:
@@ -139,7 +139,7 @@ class Detokenizer:
 
 
 class TextStream(Iterator[str]):
-    """The text of one request, in pieces as they come; the engine is the stream's alone until it has ended.
+    """The text of one request, in pieces; no one else uses the engine until the stream has ended.
 
     Parameters
     ----------
@@ -150,14 +150,14 @@ class TextStream(Iterator[str]):
     reader : Detokenizer
         Fresh.
     summed : callable
-        From the tokens that came to the figures, asked at the end.
+        From all tokens to the figures, called at the end.
     failed : callable
-        Told that a step raised: the engine is not to be used again.
+        Called if a step raises: the engine must not be used again.
 
     Attributes
     ----------
     text, tokens : str, list of int
-        What has come so far.
+        The text and tokens so far.
     finish_reason : {"eos", "length", "stop"} or None
         None before the end, and of a stream that was closed before it.
     stats : RunSummary or None
@@ -199,7 +199,7 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """End it here, if it has not ended."""
+        """End the stream now, if it has not ended."""
         if self._open:
             self._open = False
             self._engine.cancel(self._number)
@@ -216,20 +216,20 @@ class TextStream(Iterator[str]):
 
 
 class _Decoder:
-    """Text of tokens one by one.
+    """Decodes tokens one by one.
 
-    What is no bytes is decoded behind the token before it, on which its space may depend.
+    A token without fixed bytes is decoded after the token before it, on which its leading space may depend.
     """
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
-        self._context = 0  # tokens of the window whose text is out
+        self._context = 0  # tokens of the window whose text was returned
         self._stages = [_Replacer(old, old.strip(" ")) for old in _CLEAN_UP] if texts.cleans_up else []
 
     def push(self, token: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that becomes certain with this token."""
         raw = self._texts.bytes_of(token)
         if raw == b"":
             return ""
@@ -240,14 +240,14 @@ class _Decoder:
         return self._cleaned(text)
 
     def rest(self) -> str:
-        """What is held back."""
+        """The text that is held back."""
         return self._cleaned(self._utf8.decode(b"", final=True) + self._new(), last=True)
 
     def _windowed(self, token: int) -> str:
         self._window.append(token)
         text, tokens = self._new(), self._window[self._context :]
         if text.endswith(_UNFINISHED) and len(tokens) < _LONGEST_CHARACTER:
-            return ""  # the character's other bytes may come
+            return ""  # more bytes of the character may follow
         self._window, self._context = tokens, len(tokens)
         return text
 

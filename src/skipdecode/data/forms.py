@@ -1,6 +1,6 @@
 """How records to generate from become prompts: by the template that a checkpoint was tuned on, or as the user says.
 
-The one place that decides it, for the command line, the server and Python alike.
+Used by the command line, the server and Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from skipdecode.models.loading.recipe import Recipe
 __all__ = ["PROMPT_FIELDS", "PromptForm", "choose_form", "recipe_template"]
 
 PROMPT_FIELDS = ("prompt", "messages", "text", "input", "question", "mr")
-_TEXT_FIELDS = PROMPT_FIELDS[:4]  # may stand for a template's only field; the others are records of another form
+# A field of these may be the value of a template's only field; the others belong to records of another form.
+_TEXT_FIELDS = PROMPT_FIELDS[:4]
 
 
 class PromptForm:
@@ -41,15 +42,15 @@ class PromptForm:
         self.name, self.template, self.remark = name, template, remark
 
     def row(self, prompt: str | list[Message]) -> dict[str, Any]:
-        """A text or a chat as the row that holds it."""
+        """A text or a chat as a row of a file."""
         return {self.name or "prompt": prompt}
 
     def record(self, prompt: str | list[Message] | Mapping[str, Any]) -> Record:
-        """A text, a chat or a row as a record by itself; what is wrong with it is its `error`."""
+        """A single record of a text, a chat or a row; it has an `error` if it cannot be used."""
         return next(read_records([(1, dict(prompt) if isinstance(prompt, Mapping) else self.row(prompt))], self))
 
     def read(self, row: Mapping[str, Any]) -> Parts:
-        """The prompt and the values of its template; raises DataError if it is missing, empty or no text."""
+        """The prompt and the values of its template; raises DataError if it is missing, empty or not text."""
         template = self.template
         if template is not None and self._fills(row, template):
             values = template.values(row)
@@ -63,14 +64,14 @@ class PromptForm:
         return template.render(values), values, ()
 
     def _fills(self, row: Mapping[str, Any], template: Template) -> bool:
-        """Whether a row is one for the template: it has fields of it that are no chat."""
+        """Whether the template renders a row: the row has fields of it that are not chats."""
         return self.name is None and any(f in row and not isinstance(row[f], list) for f in template.fields)
 
     def _prompt(self, row: Mapping[str, Any]) -> str | list[Message]:
         fields = PROMPT_FIELDS if self.template is None else (*_TEXT_FIELDS, *self.template.fields)
         name = self.name or next((f for f in fields if f in row), None)
         if name is None and self.template is not None:
-            self.template.values(row)  # says what is missing
+            self.template.values(row)  # raises for the missing field
         if name is None:
             raise DataError(f"no field {', '.join(map(repr, PROMPT_FIELDS))}: name the prompt's field with --field")
         if name not in row:
@@ -101,7 +102,7 @@ def choose_form(
     chat: bool = False,
     field: str | None = None,
 ) -> PromptForm:
-    """The form of a checkpoint's prompts: the user's, or the one that the checkpoint was tuned on, or none.
+    """The form of prompts: as the user says, or the template that the checkpoint was tuned on, or plain.
 
     Parameters
     ----------
@@ -110,13 +111,13 @@ def choose_form(
     prompt_template : str, optional
         Text with fields in braces.
     task : str, optional
-        Name or file of a task, whose prompt is taken.
+        Name or file of a task, whose prompt is used.
     no_template : bool
         Prompts stay as they are.
     chat : bool
-        The user wants chats: a checkpoint's template that was not tuned as chat is left out.
+        The user wants chats: a checkpoint's template that is not for chats is not used.
     field : str, optional
-        The field of a row that is the prompt, or goes into the template.
+        The field that is the prompt, or goes into the template.
 
     Raises
     ------
@@ -144,9 +145,9 @@ def choose_form(
 
 
 def recipe_template(recipe: Recipe | None) -> Template | None:
-    """The template that a checkpoint was tuned on; None where its recipe says none.
+    """The template that a checkpoint was tuned on; None if its recipe has none.
 
-    Raises UsageError where the recipe's template is none.
+    Raises UsageError if the recipe's template is not valid.
     """
     if recipe is None or recipe.prompt_template is None:
         return None

@@ -1,10 +1,10 @@
-"""Where generated rows go: a file that is resumable and ends in input order, or a stream in input order.
+"""Writes output records: to a resumable file, or to a stream, in input order.
 
-A file OUT gets its rows in ``OUT.partial`` first, a journal with lines of ``index ok|bad<tab>JSON``; when all are there
-they are put in input order into a temporary file, which takes the name OUT in one step. Rows come almost in order
-(batches are sorted by length inside a window only), so ordering them, and knowing which are done, needs memory for a
-window, not for the file. Standard output, a device or a pipe gets the rows as soon as those before them are there; such
-a run cannot be resumed. On a terminal they are text, in place of JSON.
+Records of a file OUT are appended to the journal ``OUT.partial`` first, in lines of ``index ok|bad<tab>JSON``. At the
+end they are written in input order to a temporary file, which is renamed to OUT. Records come almost in order (batches
+are sorted by length inside a window only), so sorting them, and knowing which are finished, needs memory for a window,
+not for the file. A stream (standard output, a device, a pipe) gets each record as soon as all before it are written;
+such a run cannot be resumed. A terminal gets text instead of JSON.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def open_writer(
 ) -> RowWriter:
     """The writer for a file name, or ``-`` for standard output.
 
-    `settings` is the run's JSON-ready fingerprint, `restart` drops the rows of an earlier run. `form` is how standard
-    output shows a row; files hold JSON lines.
+    `settings` is the run's JSON-ready fingerprint. `restart` drops the records of an earlier run. `form` formats a
+    record for standard output; files hold JSON lines.
 
     Raises
     ------
     OutputError
-        It cannot be written, or what is left there is of a run with other settings.
+        It cannot be written, or holds records of an unfinished run with other settings.
     """
     if output == "-":
         return StreamWriter(sys.stdout.buffer, "standard output", form)
@@ -47,14 +47,14 @@ def open_writer(
 
 
 def named_text(row: dict[str, Any]) -> bytes:
-    """A row for people: one line of its prompt, its text, an empty line."""
+    """A record for a terminal: one line of its prompt, its text, an empty line."""
     name = " ".join(row.get("prompt", f"line {row.get('line')}").split())
     width = shutil.get_terminal_size().columns - 2
     return b"> %s\n%s\n" % ((name if len(name) <= width else name[: width - 1] + "…").encode(), plain_text(row))
 
 
 def plain_text(row: dict[str, Any]) -> bytes:
-    """The text of a row, or what is wrong with it."""
+    """The text of a record, or its error."""
     text: str = row["text"] if "text" in row else f"[{row['error']}]"
     return (text.strip("\n") + "\n").encode()
 
@@ -75,12 +75,12 @@ class _Row(NamedTuple):
 
 
 class FileWriter:
-    """Takes finished rows in any order, for a regular file; every index from 0 on must come once. See `open_writer`.
+    """Writes finished records, in any order, to a regular file; every index from 0 on must come once.
 
     Attributes
     ----------
     rows_before, bad_before : int
-        Rows, and error rows among them, taken over from an earlier run.
+        Records of an earlier run, and how many of them are errors.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], *, restart: bool = False) -> None:
@@ -95,21 +95,21 @@ class FileWriter:
 
     @property
     def resume_hint(self) -> str:
-        """What the user of an interrupted run needs to know, in one line."""
-        # Counted in the file: an interrupt may have come between a row's way there and its count.
+        """How to resume an interrupted run, in one line."""
+        # Counted in the file: an interrupt may come between writing a record and counting it.
         finished = sum(1 for _ in self._journal.read())
         return f"{finished} finished rows are kept in {self._journal.path}; the same command goes on from there"
 
     def is_done(self, index: int) -> bool:
-        """Whether an earlier run wrote this row."""
+        """Whether an earlier run wrote this record."""
         return index in self._done
 
     def put(self, index: int, row: dict[str, Any], *, bad: bool = False) -> None:
-        """Keep one row; raises WriteError if it cannot be written."""
+        """Write one record; raises WriteError if that fails."""
         self._journal.append(b"%d %s\t" % (index, b"bad" if bad else b"ok") + json_line(row))
 
     def finish(self) -> None:
-        """All rows are there: put the output in place, over one that is there. Raises WriteError."""
+        """All records are written: put the output in place, replacing an existing file. Raises WriteError."""
         self._journal.sync()
         try:
             with replaced(self.path) as out:
@@ -121,7 +121,7 @@ class FileWriter:
             raise WriteError(f"cannot write {self.path}: {e.strerror or e}; {self.resume_hint}") from None
 
     def close(self) -> None:
-        """Keep what is there; nothing to do after `finish`."""
+        """Close the journal and keep it; does nothing after `finish`."""
         self._journal.close()
 
     def _take(self, row: _Row) -> None:
@@ -132,7 +132,7 @@ class FileWriter:
 
 
 class StreamWriter:
-    """A `FileWriter` for a stream: rows go out in input order, each as soon as all rows before it are there."""
+    """Writes records to a stream in input order, each as soon as all before it are written; as `FileWriter`."""
 
     rows_before = 0
     bad_before = 0
@@ -157,7 +157,7 @@ class StreamWriter:
         self.close()
 
     def close(self) -> None:
-        """Let rows go that waited for one before them: an interrupted run loses none."""
+        """Write the records that waited for an earlier one, so that an interrupted run loses none."""
         if self._stream.closed:
             return
         self._write(self._order.rest())
@@ -171,7 +171,7 @@ class StreamWriter:
         except BrokenPipeError:
             raise
         except OSError as e:
-            # What could not be written must not be tried again when the interpreter closes the stream.
+            # The interpreter must not try again to write the rest when it closes the stream.
             with contextlib.suppress(OSError):
                 self._stream.close()
             raise WriteError(f"cannot write to {self._name}: {e.strerror or e}") from None
@@ -181,7 +181,7 @@ RowWriter = FileWriter | StreamWriter
 
 
 class _InOrder:
-    """Lets lines go in the order of their index, holding back those that come early."""
+    """Yields lines in the order of their index, and holds back lines that come early."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -198,12 +198,12 @@ class _InOrder:
             self._next += 1
 
     def rest(self) -> Iterator[bytes]:
-        """What is held back, in order, although rows before it are missing."""
+        """The lines that are held back, in order, although lines before them are missing."""
         for index in sorted(self._early):
             yield self._early.pop(index)
 
 
 def partial_path(output: Path | str) -> Path:
-    """Where finished rows are kept until all are there: beside the file that `output` names."""
+    """The journal of finished records, beside the file that `output` names."""
     path = linked(Path(output))
     return path.with_name(path.name + ".partial")

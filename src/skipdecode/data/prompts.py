@@ -1,6 +1,6 @@
-"""From records to token ids: prompts exactly as generation sees them, and responses that are learned or scored.
+"""From records to token ids: prompts as in generation, and responses that are learned or scored.
 
-A record that cannot be used is told with its line, never a silent gap: the caller refuses the file or leaves it out.
+Every record that cannot be used is reported with its line; the caller refuses the file or leaves the record out.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _TOKENIZE_AT_ONCE = 1000
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A row ready for the model, or what is wrong with it.
+    """A record as token ids, or its error.
 
-    `text` is what was tokenised: the prompt, or the chat as the template renders it. `token_ids` are empty if there is
-    an error. `room` is the number of tokens that the context has room for after the prompt; None without a limit.
+    `text` is the text that was tokenized: the prompt, or the rendered chat. `token_ids` are empty if there is an error.
+    `room` is the number of tokens that fit into the context after the prompt; None without a limit.
     """
 
     record: Record
@@ -70,18 +70,18 @@ class PromptEncoder:
     Parameters
     ----------
     context : int or None
-        Tokens the model can see at once (`context_length`): a prompt must leave room for one more.
+        Tokens of the model's context (`context_length`): a prompt must leave room for one more.
     chat : bool
-        Put plain prompts into the chat template as a user's message. Rows that are chats always go through it.
+        Put plain prompts into the chat template as a user's message. Chats always go through it.
     system : str, optional
-        A system message in front of every chat that has none.
+        A system message for every chat that has none.
     template : Template, optional
-        Where the records are from; says whether plain prompts are chats, and which field may be cut.
+        The template of the records: whether plain prompts are chats, and which field may be cut.
 
     Raises
     ------
     UsageError
-        `chat` is asked for and the tokenizer has no chat template.
+        `chat` is set and the tokenizer has no chat template.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class PromptEncoder:
             raise UsageError("the model's tokenizer has no chat template: give --no-chat and no --system")
 
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
-        """One result for each row, in their order; an error stays with its row.
+        """One result for each record, in order; errors are part of the results.
 
-        A prompt longer than `most` tokens or its template's limit loses the end of the field that may be cut; it stays
-        as it is where there is none, or the rest alone is too long.
+        In a prompt longer than `most` tokens, or than its template's limit, the field that may be cut loses its end. A
+        prompt without such a field, or too long without the field, is not changed.
         """
         found = [self._rendered(record) for record in records]
         for is_chat in (False, True):
@@ -140,7 +140,7 @@ class PromptEncoder:
             raise DataError(f"the chat template refuses the row: {' '.join(str(e).split())}") from e
 
     def _token_ids(self, texts: list[str], is_chat: bool) -> list[list[int]]:
-        # A rendered chat holds its special tokens already.
+        # A rendered chat already has its special tokens.
         ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=not is_chat, verbose=False).input_ids
         return ids
 
@@ -156,7 +156,7 @@ class PromptEncoder:
         return EncodedPrompt(record, text, token_ids if error is None else [], room, error)
 
     def _cut(self, prompt: EncodedPrompt, token_ids: list[int], most: int | None) -> tuple[str, list[int]]:
-        """The prompt's text and tokens, with the end of the field gone that may be cut if it is too long."""
+        """The prompt's text and tokens; if it is too long, the field that may be cut is shortened."""
         template, values = self._template, prompt.record.values  # no values: a chat, which no template made
         if template is None or template.truncate is None or template.truncate not in values:
             return prompt.text, token_ids
@@ -168,7 +168,7 @@ class PromptEncoder:
         ends = encoded["offset_mapping"]
         keep, text, shorter = len(ends), prompt.text, token_ids
         while len(shorter) > most:
-            # Tokens merge over the cut, so one round may not be enough.
+            # Tokens may merge across the cut, so one round may not be enough.
             keep -= len(shorter) - most
             if keep < 1:
                 return prompt.text, token_ids
@@ -178,13 +178,13 @@ class PromptEncoder:
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that the positions of a model with this transformers config reach; None if it sets no limit."""
+    """Tokens of the context of a model with this transformers config; None without a limit."""
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
-    """Tokens that a prompt may have; None without a limit. Raises UsageError if there is no room for one."""
+    """Most tokens of a prompt; None without a limit. Raises UsageError if there is no room for a prompt."""
     room = None if context is None else context - max_new_tokens
     if room is not None and room < 1:
         raise UsageError(
@@ -195,7 +195,7 @@ def prompt_room(context: int | None, max_new_tokens: int) -> int | None:
 
 
 def response_ids(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of responses: tokenised apart from the prompt, with the end token, if the tokenizer has one."""
+    """Token ids of responses: tokenized without the prompt, with the end token if the tokenizer has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [[*ids, *end] for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
@@ -217,9 +217,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """A file whose records are text to learn from, read once, and what is left out of it.
+    """The records of a file to learn from, read once, and the records that are left out.
 
-    `sha256` is of all that it holds; `stream`: it was a pipe or standard input.
+    `sha256` is of the whole file; `stream`: it was a pipe or standard input.
     """
 
     name: str
@@ -242,7 +242,7 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
     Raises
     ------
     DataError
-        If there are such and `skip_bad` is false (all are counted, the first ones named), or nothing is left.
+        If records cannot be used and `skip_bad` is false (all are counted, the first ones named), or none is left.
     """
     opened, rejects, records = Input.open(path), list[Reject](), list[Record]()
     digest = opened.sha256
@@ -259,15 +259,15 @@ def read_file(path: str | Path, template: Template, *, limit: int | None = None,
 def encode_examples(
     file: RecordFile, template: Template, tokenizer: Any, *, max_length: int | None = None, skip_bad: bool = False
 ) -> tuple[list[Example], list[Reject]]:
-    """The records of a file as token ids, and all that are left out of it.
+    """The records of a file as token ids, and all records that are left out.
 
     Parameters
     ----------
     tokenizer : transformers tokenizer
         Must have an end token.
     max_length : int, optional
-        Most tokens of prompt and response together, such as the model's context; where the template may cut a field
-        of the prompt it does, else longer records are rejects.
+        Most tokens of prompt and response together, such as the model's context. The template's field is cut if that
+        is enough; other longer records are rejected.
     skip_bad : bool
         As in `read_file`, whose errors this raises too.
     """
@@ -328,13 +328,13 @@ def encode_prompts(
     room : int, optional
         Most tokens that the model's context leaves for a prompt.
     skip_bad : bool
-        Leave out records whose prompt is too long or has no token, instead of refusing them all; the records that are
-        returned name them.
+        Leave out records whose prompt is too long or has no token, instead of refusing all; the returned records name
+        them as skipped.
 
     Raises
     ------
     DataError
-        Such prompts and `skip_bad` is false (all are counted, the first ones named), or no record is left.
+        If there are such prompts and `skip_bad` is false (all are counted, the first ones named), or no record is left.
     """
     items: list[Record] = []
     prompts: list[list[int]] = []

@@ -1,9 +1,9 @@
-"""Records: what the rows of a file say, read in one way for all verbs.
+"""Records of a file, read in one way for all verbs.
 
-A form says what of a row is the prompt and what may follow it: a `Template` of records that are learned or scored, or a
-`skipdecode.data.forms.PromptForm` of rows to generate from. A row is a line that is not blank; rows are numbered
-without gaps, whatever is wrong with them, so that nothing is lost. Reading is a generator: memory does not grow with
-the file. Text only; knows nothing about tokens and models.
+A form selects the prompt of a record and its references: a `Template` for records that are learned or scored, a
+`skipdecode.data.forms.PromptForm` for records to generate from. Every line that is not blank is a record. Records are
+numbered without gaps, including those that cannot be used. Reading is a generator: memory does not grow with the file.
+Text only; knows nothing about tokens and models.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _REJECTS_SHOWN, _FIELDS_SHOWN, _CHARACTERS_SHOWN = 5, 20, 80
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row.
+    """One record.
 
     Parameters
     ----------
     index, line : int
-        0-based number among the rows, and 1-based line in the file.
+        0-based number of the record, and 1-based line in the file.
     id : str or int
-        Field `id` where the row has one that is not empty, else the line number.
+        Field `id` if it is there and not empty, else the line number.
     prompt : str or list of messages
         Text, or a chat as ``{"role": …, "content": …}`` objects. Empty if there is an error.
     error : str, optional
-        What is wrong with the row; kinds end at the first colon.
+        Why the record cannot be used; the kind of error ends at the first colon.
     values : mapping
-        The fields that a template made the prompt of, as text.
+        The fields that a template put into the prompt, as text.
     references : tuple of str
         Texts that may follow the prompt, none empty; the first is the response that is learned.
     """
@@ -71,15 +71,15 @@ class Record:
 
 
 class Form(Protocol):
-    """What tells the prompt of a row."""
+    """Selects the prompt of a record."""
 
     def read(self, row: Mapping[str, Any]) -> Parts:
-        """Raises DataError for a row that cannot be used."""
+        """Raises DataError if the record cannot be used."""
         ...
 
 
 def read_records(rows: Iterable[tuple[int, Row]], form: Form) -> Iterator[Record]:
-    """The records of numbered lines: `form` says what their prompt is; one that cannot be used has an `error`."""
+    """The records of numbered lines, with the prompt that `form` selects, or an `error` if they cannot be used."""
     for index, (line, row) in enumerate(rows):
         name: str | int = line
         try:
@@ -114,7 +114,7 @@ class Reject(NamedTuple):
 
 
 def usable(records: Iterable[Record], rejects: list[Reject]) -> Iterator[Record]:
-    """The records that can be used; those with an error, or an id that an earlier one has, go to `rejects`."""
+    """The records that can be used; a record with an error, or with the id of an earlier one, goes to `rejects`."""
     first_line: dict[str, int] = {}
     for record in records:
         first = first_line.setdefault(str(record.id), record.line) if record.error is None else record.line
@@ -127,7 +127,7 @@ def usable(records: Iterable[Record], rejects: list[Reject]) -> Iterator[Record]
 
 
 def reject_summary(rejects: Sequence[Reject]) -> str:
-    """One line: how many records cannot be used, why, and where the first ones are."""
+    """One line: the number of records that cannot be used, the reasons, and the lines of the first ones."""
     kinds = Counter(reject.reason.split(":")[0] for reject in rejects)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     shown = "; ".join(f"line {line}: {reason}" for line, reason in rejects[:_REJECTS_SHOWN])
@@ -143,7 +143,7 @@ def refuse_rejects(where: str, rejects: Sequence[Reject], *, skip_bad: bool) -> 
 
 
 class SeenIds:
-    """Notices ids that several records have, at 8 bytes a record."""
+    """Finds ids that several records have, with 8 bytes of memory per record."""
 
     def __init__(self) -> None:
         self._hashes = array.array("q")
@@ -155,9 +155,9 @@ class SeenIds:
             yield record
 
     def repeated(self, again: Iterable[Record]) -> str:
-        """How many records have the id of an earlier one, with an example; empty if there are none.
+        """The number of records with the id of an earlier one, with an example; empty if there are none.
 
-        `again` are the records once more, read only for the example.
+        `again` are the same records, read only for the example.
         """
         import numpy as np
 
@@ -178,19 +178,19 @@ def _id_hash(record: Record) -> int:
 
 
 class Template:
-    """The prompt as text with fields of the row in it, and the field that holds the response.
+    """A prompt as text with fields of the record in it, and the field that holds the response.
 
     Parameters
     ----------
     prompt : str
         Text with fields in braces, as in `"{mr}\\n"`; `{{` and `}}` stand for braces.
     responses : str or sequence of str
-        Fields that may hold the response, or a list of texts that a response is compared with; the first one that a row
-        has is used. None are needed to generate.
+        Fields that may hold the response, or a list of references; the first one that a record has is used. Generation
+        needs none.
     chat : bool
         The prompt goes through the tokenizer's chat template as one user message.
     truncate : str, optional
-        The field that loses its end where a prompt is longer than `max_prompt_tokens`.
+        The field that is cut at its end if a prompt is longer than `max_prompt_tokens`.
     max_prompt_tokens : int, optional
         Longest prompt in tokens; goes with `truncate`.
 
@@ -230,11 +230,11 @@ class Template:
         return self.prompt.format_map(values)
 
     def values(self, row: Mapping[str, Any]) -> dict[str, str]:
-        """Its fields as text; DataError for what is missing or no text."""
+        """The fields of the template as text; DataError if one is missing or not text."""
         return {name: _as_text(name, row[_found(row, (name,))]) for name in self.fields}
 
     def read(self, row: Mapping[str, Any]) -> Parts:
-        """Prompt, values of its fields, responses that are not empty; DataError for what is missing or no text."""
+        """Prompt, values of its fields, responses that are not empty; DataError if a field is missing or not text."""
         values = self.values(row)
         name = _found(row, self.responses)
         texts = row[name] if isinstance(row[name], list) else [row[name]]
@@ -242,9 +242,9 @@ class Template:
         return self.render(values), values, tuple(text for text in responses if text)
 
     def values_of_text(self, text: str) -> dict[str, str]:
-        """A plain text as the value of its only field; a prompt that it made already gives the value in there.
+        """A plain text as the value of the only field; from a rendered prompt, the value is extracted.
 
-        DataError where it has several fields.
+        DataError if the template has several fields.
         """
         if len(self.fields) > 1:
             needed = ", ".join(map(repr, self.fields))
@@ -260,7 +260,7 @@ class Template:
 
 
 def _found(row: Mapping[str, Any], names: Sequence[str]) -> str:
-    """The first of the names that the row has."""
+    """The first of the names that the record has."""
     name = next((name for name in names if name in row), None)
     if name is None:
         shown = [repr(name if len(name) <= _CHARACTERS_SHOWN else name[:_CHARACTERS_SHOWN] + "…") for name in row]
@@ -279,7 +279,7 @@ def _as_text(name: str, value: Any) -> str:
 
 
 def checked_text(where: str, text: str) -> str:
-    """Text that can be written as UTF-8."""
+    """`text` if it can be written as UTF-8; else DataError."""
     if not is_text(text):
         raise DataError(f"{where} has half of a surrogate pair, which is no text")
     return text

@@ -1,6 +1,6 @@
-"""Generates every row of an input: windows of rows go to an engine, which sorts them by length into waves.
+"""Generates outputs for all records of an input: the engine gets a window of records and sorts it by length.
 
-Only one window of rows is in memory at a time, whatever the length of the input.
+Only one window of records is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _WARM_UP_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a row is decoded, and when it ends.
+    """How a sequence is decoded, and when it ends.
 
     Parameters
     ----------
     sampling : Sampling
-        Its seed is the job's: each row gets one of its own.
+        The seed is the job's: each sequence gets its own.
     max_new_tokens : int
-        Most new tokens of a row; rows near the end of the context have room for fewer.
+        Most new tokens of a sequence; fewer if the context ends.
     ends : frozenset of int
-        A row ends after any of these tokens.
+        A sequence ends after any of these tokens.
     stop : StopStrings
-        What ends a text; it is cut off with all that follows.
+        Strings that end a text; the text is cut before them.
     """
 
     texts: TokenTexts
@@ -57,29 +57,29 @@ class Decoding:
     stop: StopStrings = field(default_factory=StopStrings)
 
     def request(self, prompt: EncodedPrompt) -> Request:
-        """A row for the engine."""
+        """The request for the engine."""
         room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
         return Request(tuple(prompt.token_ids), room, self.sampling.for_row(prompt.record.index), self.ends)
 
     def reader(self) -> Detokenizer:
-        """What makes text of a sequence's tokens, and finds its end in it."""
+        """Turns a sequence's tokens into text, and finds stop strings."""
         return Detokenizer(self.texts, self.stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Decoding):
-    """How all rows of an input are generated, and what the output says of them.
+    """How outputs for all records of an input are generated, and what they contain.
 
     Parameters
     ----------
     make_engine : callable
-        From a number of rows to an engine under the job's schedule.
+        From a number of sequences to an engine under the job's schedule.
     repeat : callable, optional
-        What the output repeats of a prompt.
+        From a prompt to what the output repeats of it.
     route : callable, optional
         From a prompt's token ids to its schedule, which the output names (`Router.bind`); `make_engine`'s takes any.
     full_depth : callable, optional
-        From a number of rows to an engine at full depth: some batches are then timed on both.
+        From a number of sequences to an engine at full depth, on which some batches are timed again.
     """
 
     encoder: PromptEncoder
@@ -90,7 +90,7 @@ class Job(Decoding):
     full_depth: Callable[[int], Engine] | None = None
 
     def row(self, prompt: EncodedPrompt, text: str, tokens: int, finish_reason: FinishReason) -> dict[str, Any]:
-        """The output of a row that went well."""
+        """The output record of a sequence."""
         return {
             "id": prompt.record.id,
             **({} if self.repeat is None else {"prompt": self.repeat(prompt)}),
@@ -102,7 +102,7 @@ class Job(Decoding):
 
 @dataclass
 class _Open:
-    """A row that is being generated."""
+    """A record whose sequence is running."""
 
     prompt: EncodedPrompt
     reader: Detokenizer
@@ -111,20 +111,20 @@ class _Open:
 
 
 class _Run:
-    """A job under way."""
+    """A running job."""
 
     def __init__(self, job: Job, writer: RowWriter, rows: int, summary: RunSummary, engine: Engine) -> None:
         self.job, self.writer, self.summary, self.engine = job, writer, summary, engine
         self.due: list[tuple[Schedule | None, list[EncodedPrompt]]] = []
         self.open: dict[int, _Open] = {}
-        self.compared: list[list[Request]] = []  # each with as many tokens as its row took
+        self.compared: list[list[Request]] = []  # each with as many tokens as its sequence took
         self._every = max(1, rows // job.batch_size // _COMPARED_BATCHES)
         self._finished = 0
 
     def take(self, window: list[Record], report: Callable[[EncodedPrompt], None]) -> int:
-        """Note a window's rows as due; those that cannot be generated are written at once. Returns how many those are.
+        """Queue a window's records; records that cannot be used are written at once. Returns the number of the latter.
 
-        Rows of one schedule are together: a step costs its deepest row's layers.
+        Records of one schedule are together, because a step costs the layers of its deepest sequence.
         """
         prompts = self.job.encoder.encode(window)
         bad = [prompt for prompt in prompts if prompt.error is not None]
@@ -143,14 +143,14 @@ class _Run:
         return len(bad)
 
     def submit(self) -> None:
-        """Queue the rows of one schedule that are due."""
+        """Submit the next records of one schedule."""
         schedule, prompts = self.due.pop(0)
         numbers = self.engine.submit([self.job.request(prompt) for prompt in prompts], schedule)
         rows = (_Open(prompt, self.job.reader(), schedule) for prompt in prompts)
         self.open |= dict(zip(numbers, rows, strict=True))
 
     def step(self) -> int:
-        """One step of the engine; returns how many rows have ended with it."""
+        """One step of the engine; returns the number of sequences that ended."""
         try:
             outputs = self.engine.step()
         except torch.OutOfMemoryError:
@@ -161,10 +161,10 @@ class _Run:
         return sum(self._take(out) for out in outputs)
 
     def _take(self, out: StepOutput) -> bool:
-        """A new token; whether its row ends with it."""
+        """Take a new token; whether its sequence ends with it."""
         row = self.open.get(out.request)
         if row is None:
-            return False  # of a row that a stop string has ended
+            return False  # of a sequence that a stop string has ended
         tokens = out.position + 1
         row.text += [piece.text for piece in row.reader.push(out)]
         reason = out.finish_reason
@@ -206,18 +206,18 @@ def generate_rows(
     Parameters
     ----------
     records : iterable of Record
-        Rows that the writer does not have yet, in input order.
+        Records that the writer does not have yet, in input order.
     rows : int
-        How many records there are.
+        The number of records.
     report : callable
-        Told of each row that cannot be generated; such a row is written as ``{"id", "line", "error"}``.
+        Called with each record that cannot be used; it is written as ``{"id", "line", "error"}``.
     progress : callable
-        Told how many rows were finished just now, with the summary so far.
+        Called with the number of records that were just finished, and the summary so far.
 
     Raises
     ------
     OutputError
-        A row cannot be written.
+        A record cannot be written.
     WorkError
         The accelerator is out of memory.
     """
@@ -237,14 +237,14 @@ def generate_rows(
             progress(ended, summary)
     summary.seconds = time.perf_counter() - started
     if job.full_depth is not None:
-        # Before the output is put in place: who interrupts it can still go on from what is kept.
+        # Before the output is put in place, so that an interrupted comparison can be resumed.
         summary.comparison = _compared(run.compared, job.make_engine, job.full_depth)
     writer.finish()
     return summary
 
 
 def refuse_bad_rows(records: Iterable[Record], encoder: PromptEncoder) -> None:
-    """Raise DataError at the first row that cannot be generated, before any is."""
+    """Raise DataError at the first record that cannot be used, before anything is generated."""
     for window in _windows(records, _CHECK_WINDOW):
         for prompt in encoder.encode(window):
             if prompt.error is not None:
@@ -260,7 +260,7 @@ def _windows(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
 def _compared(
     batches: list[list[Request]], ours: Callable[[int], Engine], full: Callable[[int], Engine]
 ) -> SpeedComparison:
-    """Time both sides on each batch for as many steps as its longest row took."""
+    """Time both sides on each batch, for as many steps as its longest sequence took."""
     found = SpeedComparison()
     engines: dict[Literal["schedule", "full"], Callable[[int], Engine]] = {"schedule": ours, "full": full}
 
@@ -273,7 +273,7 @@ def _compared(
     for batch in batches:
         tokens = max(request.max_new_tokens for request in batch)
         if tokens < 2:
-            continue  # without decode steps it tells nothing
+            continue  # without decode steps there is nothing to compare
         for side in () if warm else engines:
             decode(side, batch, min(tokens, _WARM_UP_TOKENS))
         warm = True

@@ -1,8 +1,8 @@
 """Self-generated data: prompts from a file or drawn from the model, and its answers at full depth.
 
-A prompt is drawn by giving the model what its chat template puts in front of a user's words, and nothing else: it
-writes the user's turn (Magpie, arXiv 2406.08464). Every row is sampled from a seed of its own and kept when it is
-finished, so a run that was killed goes on and gives the files of an unbroken one.
+To draw a prompt, the model gets the beginning of its chat template up to the user's text, and writes the user's turn
+(Magpie, arXiv 2406.08464). Every record is sampled with its own seed and kept when it is finished, so a run that was
+killed continues, and gives the same files as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _ROWS, _GPU_ROWS = 32, 128
 _LEAST_TOKENS = 4
 _GRAM, _LEAST_DISTINCT = 4, 0.7
 _DEV_SHARE = 10
-_SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop behind a number may be a list's
+_SENTENCES = re.compile(r".*(?<!\d)[.!?](?=\s)", re.DOTALL)  # a full stop after a number may belong to a list
 _USER = "@@what the user says@@"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfGeneratedOptions(Options):
-    """How self-generated data is made; each field's help text is its documentation."""
+    """Settings of self-generated data, documented by their help texts."""
 
     self: bool = option("work on self-generated data: texts that the model gives at full depth", default=False)
     prompts: str | None = option(
@@ -76,10 +76,13 @@ class SelfGeneratedOptions(Options):
     )
     self_tokens: int = option("with --self: most tokens of an answer", default=256, least=1)
     self_temperature: float = option(
-        "with --self: of answers; 0 takes the likeliest token; prompts are drawn at 1", default=0.7, least=0
+        "with --self: temperature of answers; 0 is greedy; prompts are drawn at 1", default=0.7, least=0
     )
     self_top_p: float = option(
-        "with --self: sample from the likeliest tokens of together this probability", default=0.95, above=0, most=1
+        "with --self: top-p of prompts and answers: sample from the most likely tokens with this total probability",
+        default=0.95,
+        above=0,
+        most=1,
     )
 
     def answers(self, seed: int) -> Sampling:
@@ -89,9 +92,9 @@ class SelfGeneratedOptions(Options):
 
 
 def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
-    """The file of --prompts, opened once, if one is given.
+    """The file of --prompts, opened, if one is given.
 
-    Refuses, before a model is loaded, options without --self, and a file that has no prompt.
+    Refuses, before a model is loaded, options without --self, and a file without prompts.
     """
     names = [field.name for field in fields(SelfGeneratedOptions)]
     given = [name for name in names if getattr(options, name) != getattr(type(options), name)]
@@ -107,13 +110,13 @@ def open_prompts(options: SelfGeneratedOptions) -> PromptSource | None:
 
 
 def forget_prompts(directory: Path) -> None:
-    """Take away what drawn prompts left in a directory whose work is done."""
+    """Remove the files of drawn prompts from a directory whose run is finished."""
     for file in (ABOUT_FILE, _PROMPTS):
         (directory / file).unlink(missing_ok=True)
 
 
 def default_template(tokenizer: Any, template: Template | None = None) -> Template:
-    """`template`, such as that of a tuned checkpoint, or plain prompts: as chats where the model has a template."""
+    """`template`, or plain prompts: as chats if the model has a chat template."""
     return template or Template("{prompt}", "response", chat=tokenizer.chat_template is not None)
 
 
@@ -126,13 +129,13 @@ class SelfGeneratedData:
     make_engine : callable
         From a number of rows to an engine of the model at full depth.
     template : Template
-        What prompts are put into; see `default_template`.
+        Template of the prompts; see `default_template`.
     seed : int
         Of all draws.
     source : PromptSource, optional
         The file of prompts that the options name; without one they are drawn.
     skip_bad : bool
-        Leave out rows of the file that have no prompt, and say which, instead of refusing it.
+        Leave out, and name, records of the file without a prompt, instead of refusing the file.
     """
 
     loaded: LoadedModel
@@ -145,9 +148,9 @@ class SelfGeneratedData:
     skip_bad: bool = False
 
     def prompts(self, without: Iterable[str] = ()) -> list[Record]:
-        """The prompts, none twice and none of those in `without`; case and white space make no difference.
+        """The prompts, without repetitions and those in `without`; case and white space are ignored.
 
-        Raises DataError if none is left, or the file has rows without a prompt that are not to be skipped.
+        Raises DataError if none is left, or the file has records without a prompt that are not to be skipped.
         """
         about = self._begun()
         seen = {_key(text) for text in without}
@@ -161,10 +164,10 @@ class SelfGeneratedData:
         return [Record(i, i + 1, i + 1, self.template.render(v), None, v) for i, v in enumerate(values)]
 
     def write_records(self, held_out: int) -> dict[str, Any]:
-        """Write TRAIN_FILE and DEV_FILE, rows of the template's fields and response, where they are not there yet.
+        """Write TRAIN_FILE and DEV_FILE, records of the template's fields and response, unless they exist.
 
-        A tenth of the records, `held_out` at most and spread over all, goes to DEV_FILE. Returns how all were made and
-        how many were kept, JSON-ready. Raises DataError if fewer than two are.
+        A tenth of the records, `held_out` at most and evenly distributed, goes to DEV_FILE. Returns the settings and
+        the number of records, JSON-ready. Raises DataError if fewer than two are left.
         """
         about = self._begun()
         if "kept" in about:
@@ -190,7 +193,7 @@ class SelfGeneratedData:
     # ------------------------------------------------------------------ parts
 
     def _begun(self) -> dict[str, Any]:
-        """What the directory says of the data in it, at first what that depends on; refuses data made otherwise."""
+        """The description of the directory's data and its settings; raises UsageError if these are other settings."""
         path, source = self.directory / ABOUT_FILE, self.source
         depend_on = asdict(self.options) | {
             "prompts": source and source.fingerprint["sha256"],
@@ -209,7 +212,7 @@ class SelfGeneratedData:
         return about
 
     def _before_user(self) -> str:
-        """What the chat template puts in front of a user's words."""
+        """The beginning of the chat template, up to the user's text."""
         from skipdecode.engine.opening import end_tokens
 
         head = found = ""
@@ -250,7 +253,7 @@ class SelfGeneratedData:
     def _generated(
         self, file: str, records: Sequence[Record], encoder: type[PromptEncoder], sampling: Sampling, most: int
     ) -> list[dict[str, Any]]:
-        """The output rows of records, from the file that an earlier run left or made now."""
+        """The outputs for records, from the file of an earlier run or generated now."""
         from skipdecode.data.detokenizer import TokenTexts
         from skipdecode.data.run import Job, generate_rows
         from skipdecode.engine.opening import end_tokens
@@ -275,7 +278,7 @@ class SelfGeneratedData:
         return [row for _, row in read_objects(path) if isinstance(row, dict)]
 
     def _kept(self, what: str, rows: Iterable[dict[str, Any]], seen: set[str], least: int) -> list[tuple[int, str]]:
-        """Numbers and texts of rows that are worth keeping, none of `seen` and none twice; the reasons are told."""
+        """Numbers and texts of outputs that are kept, none of `seen` and none twice; notes why others are not."""
         kept, reasons = [], Counter[str]()
         for index, row in enumerate(rows):
             text = str(row.get("text", "")).strip()
@@ -294,7 +297,7 @@ class SelfGeneratedData:
         return kept
 
     def _fault(self, row: dict[str, Any], text: str) -> str:
-        """Why a text is not kept; empty if it may be."""
+        """Why a text is not kept; empty if it is."""
         if row.get("finish_reason") != "eos":
             return "too long for the context" if "error" in row else "not ended"
         tokenizer: Any = self.loaded.tokenizer
@@ -305,7 +308,7 @@ class SelfGeneratedData:
 
 
 class _AsTheyAre(PromptEncoder):
-    """Of texts that hold their special tokens already, such as the beginning of a chat."""
+    """Encodes texts that already have their special tokens, such as the beginning of a chat."""
 
     def encode(self, records: Sequence[Record], most: int | None = None) -> list[EncodedPrompt]:
         ids = self._token_ids([str(record.prompt) for record in records], True)
@@ -313,7 +316,7 @@ class _AsTheyAre(PromptEncoder):
 
 
 def _cut(row: dict[str, Any]) -> dict[str, Any]:
-    """An answer's row; of one that came to its limit, as far as its last whole sentence."""
+    """An answer; one that reached the limit is cut after its last complete sentence."""
     whole = _SENTENCES.match(row["text"]) if row.get("finish_reason") == "length" else None
     return row if whole is None else row | {"text": whole[0], "finish_reason": "eos"}
 

@@ -1,4 +1,4 @@
-"""Where records come from: an input to generate from, a file or a dataset to score against."""
+"""Sources of records: an input to generate from, a file or a dataset to evaluate on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["PromptSource", "Records", "load_records"]
 
 
 class PromptSource:
-    """Prompts of one input, which can be read more than once in constant memory.
+    """The prompts of one input, which can be read repeatedly in constant memory.
 
     Parameters
     ----------
@@ -39,20 +39,20 @@ class PromptSource:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """JSON-ready; equal for equal input, so that an interrupted run is only ever resumed on the same."""
+        """JSON-ready; equal only for equal input, so that a run is resumed on the same input only."""
         return {"sha256": self._input.sha256, "format": self.format}
 
     @classmethod
     def open(cls, path: str, format: str | None = None) -> Self:
         """A file, a pipe, or standard input (``-``).
 
-        `format` defaults to what the ending says (.jsonl, .ndjson, .json, .csv, .tsv), and to JSONL for standard input
-        and pipes whose first character is ``{``; anything else is text, one prompt a line.
+        The default `format` follows from the ending (.jsonl, .ndjson, .json, .csv, .tsv); standard input and pipes
+        whose first character is ``{`` are JSONL; anything else is text with one prompt per line.
 
         Raises
         ------
         DataError
-            The file cannot be read, or is of a kind that is not: a JSON array, compressed, Parquet.
+            The file cannot be read, or has a format that is not supported: a JSON array, compressed, Parquet.
         """
         opened = Input.open(path)
         if format is None:
@@ -62,21 +62,21 @@ class PromptSource:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[str]) -> Self:
-        """Prompts given as arguments: rows 1, 2, … with the field `prompt`."""
+        """Prompts given as arguments: records 1, 2, … with the field `prompt`."""
         data = "".join(json.dumps({"prompt": p}) + "\n" for p in prompts).encode()
         return cls(Input("arguments", io.BytesIO(data)), "jsonl")
 
     def records(self, form: PromptForm | None = None) -> Iterator[Record]:
-        """All records, from the first on; `form` says what of a row or a line of text is the prompt."""
+        """All records, from the first on; `form` selects their prompts."""
         return read_records(self._rows(form or PromptForm()), form or PromptForm())
 
     def count(self, form: PromptForm | None = None, *, all_usable: bool = False) -> int:
-        """How many records there are, those with an error included. Reads them as JSON up to the first usable one only.
+        """The number of records, including those with an error. Parses records only up to the first usable one.
 
         Raises
         ------
         DataError
-            There is none, none can be used, or one cannot be and `all_usable` is set, which reads all.
+            There is none, none can be used, or one cannot be used and `all_usable` is set, which parses all.
         """
         found, wrong = False, ""
         for record in self.records(form):
@@ -86,7 +86,7 @@ class PromptSource:
             wrong = wrong or f"line {record.line}: {record.error}"
             if found and not all_usable:
                 break
-        # Lines of JSON are not read for it.
+        # Lines of JSON are counted without parsing.
         rows = sum(1 for _ in (self._input.lines() if self.format == "jsonl" else self._rows(form or PromptForm())))
         if not rows:
             raise DataError(f"no prompts in {self.name}: it has no line that is not blank")
@@ -116,13 +116,13 @@ def _text_row(raw: bytes | None, form: PromptForm) -> Row:
 
 @dataclass(frozen=True)
 class Records:
-    """Records that can be scored, in the order of the file, and what was left out."""
+    """Records that can be scored, in the order of the file, and the records that are left out."""
 
     items: tuple[Record, ...]
     skipped: tuple[Reject, ...] = ()
 
     def digest(self) -> str:
-        """SHA-256 over ids, fields and references: two runs are comparable if it is the same."""
+        """SHA-256 of ids, fields and references: two runs are comparable if it is the same."""
         text = json.dumps([[str(r.id), dict(r.values), r.references] for r in self.items], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -130,16 +130,16 @@ class Records:
 def load_records(
     task: Task, data: str | Path | None = None, *, skip_bad: bool = False, limit: int | None = None
 ) -> Records:
-    """Records of a task from a JSONL or CSV file, or from the task's hub dataset when `data` is None.
+    """Records of a task from a JSONL or CSV file, or from the task's hub dataset if `data` is None.
 
-    One without text to score (an empty prompt or no reference) is always left out, and named by line.
+    Records with an empty prompt or no reference are always left out, and named by line.
 
     Parameters
     ----------
     skip_bad : bool
         Leave out records that cannot be read, instead of refusing the file.
     limit : int, optional
-        Only the first records; what is wrong behind them is not told.
+        Only the first records; errors after them are not reported.
 
     Raises
     ------

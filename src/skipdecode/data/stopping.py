@@ -1,4 +1,4 @@
-"""Stop strings: texts that end an output. The search reads each character once and never looks back at the text."""
+"""Stop strings: texts that end an output. The search reads each character once."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["StopSearch", "StopStrings"]
 
 
 class StopStrings:
-    """The stop strings of a request, with what the search for them needs; all of its sequences share them.
+    """The stop strings of a request, with their tables for the search; all sequences of the request share them.
 
-    The text ends before the stop string that is complete first. Of several that are complete at the same character, the
-    longest counts.
+    The text ends before the stop string that is complete first; of several that end at the same character, before the
+    longest.
 
     Parameters
     ----------
     strings : sequence of str
-        None of them is empty; also an attribute.
+        Not empty; also an attribute.
 
     Raises
     ------
     UsageError
-        A stop string is empty or no text.
+        A stop string is empty or not text.
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
@@ -43,22 +43,22 @@ class StopStrings:
 
 
 class StopSearch:
-    """The search for stop strings in one text that comes in parts (Knuth, Morris and Pratt's, one state for each).
+    """The search for stop strings in one text that comes in parts (Knuth-Morris-Pratt, one state per stop string).
 
     Attributes
     ----------
     held : int
-        Length of the longest end of the text that is the beginning of a stop string.
+        Length of the longest suffix of the text that is a prefix of a stop string.
     """
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        self._matched = [0] * len(stops.strings)  # characters of each stop string that the text ends with
+        self._matched = [0] * len(stops.strings)  # length of each stop string's prefix that the text ends with
         self._length = 0
         self.held = 0
 
     def push(self, part: str) -> int | None:
-        """Take the next part; where in the whole text the first stop string begins, None if there is none yet."""
+        """Take the next part; the position in the whole text of the first stop string, None if there is none yet."""
         if not self.held and self._stops.starts.isdisjoint(part):
             self._length += len(part)
             return None
@@ -84,7 +84,7 @@ class StopSearch:
 
 
 def _borders(text: str) -> list[int]:
-    """For each beginning of the text, the length of its longest proper beginning that it also ends with."""
+    """For each prefix of the text, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     matched = 0
     for at in range(1, len(text)):

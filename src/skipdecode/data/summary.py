@@ -1,4 +1,4 @@
-"""What a run did and cost, the speed of its schedule next to that of full depth, and what its user is told of it."""
+"""The summary of a run: its figures, the speed of its schedule and of full depth, and their text for users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAD_ROWS_SHOWN = 20
 
 
 class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
-    """The same batches under the schedule and at full depth, for as many steps, in turn: a round each."""
+    """The same batches under the schedule and at full depth, for equally many steps, in turn, one round each."""
 
     def __init__(self) -> None:
         super().__init__(("schedule", "full"))
@@ -44,28 +44,28 @@ class SpeedComparison(Stopwatch[Literal["schedule", "full"], EngineStats]):
 
 
 def _rate(side: list[EngineStats]) -> float:
-    """New tokens a second, prompts included."""
+    """New tokens per second, prompts included."""
     return sum(stats.new_tokens for stats in side) / sum(stats.seconds for stats in side)
 
 
 @dataclass
 class RunSummary:
-    """What a run, or a call of `skipdecode.LLM`, did and took; as text, a line or two.
+    """The figures of a run, or of a call of `skipdecode.LLM`; as text, a line or two.
 
-    Rows taken over from an earlier run are only counted.
+    Records of an earlier run are only counted.
 
     Parameters
     ----------
     stats : EngineStats
-        Figures of the rows generated now.
+        Figures of the sequences generated now.
     rows, bad_rows : int
-        Rows of the input that are in the output now, and how many of them are error rows.
+        Records in the output, and how many of them are errors.
     rows_resumed : int
-        How many of the rows an earlier run had done.
+        Records that an earlier run finished.
     ended_at_once : int
-        Rows generated now whose first token ended them: they have no text.
+        Sequences that ended with their first token: they have no text.
     seconds : float
-        From the first row read to the last one generated.
+        From reading the first record to the end of the last sequence.
     """
 
     num_layers: int
@@ -92,7 +92,7 @@ class RunSummary:
 
     @property
     def mean_layers(self) -> float | None:
-        """Layers that a generated token ran when it was fed back, on average; None if none was."""
+        """Mean layers of a generated token that was fed back; None if none was."""
         return self.stats.mean_layers
 
     @property
@@ -102,17 +102,17 @@ class RunSummary:
 
     @property
     def decode_seconds(self) -> float:
-        """Time in the engine for all that is not prompts' forwards."""
+        """Time in the engine except prompts' forwards."""
         return self.stats.after_prompts
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens fed back a second of decoding; None if none was."""
+        """Tokens fed back per second of decoding; None if none was."""
         return _ratio(self.stats.fed_tokens, self.decode_seconds)
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens a second spent in the model, prompts included."""
+        """New tokens per second in the engine, prompts included."""
         return _ratio(self.stats.new_tokens, self.stats.seconds) or 0.0
 
     @property
@@ -153,17 +153,17 @@ def _ratio(value: float, by: float) -> float | None:
     return value / by if by else None
 
 
-# ---------------------------------------------------------------------- in words
+# ---------------------------------------------------------------------- as text
 
 
 class BadRows:
-    """Names bad rows by line, the first few of them; all are in the output."""
+    """Notes the first records that cannot be used, by line; all are in the output."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def add(self, prompt: EncodedPrompt) -> None:
-        """A row that cannot be generated."""
+        """Note a record that cannot be used."""
         self._count += 1
         if self._count <= _BAD_ROWS_SHOWN:
             note(f"line {prompt.record.line}: {prompt.error}; the row is skipped")
@@ -172,7 +172,7 @@ class BadRows:
 
 
 def schedule_line(schedule: Schedule, origin: str) -> str:
-    """The schedule in words."""
+    """A schedule as text."""
     if schedule.is_full:
         return f"full depth, {schedule.num_layers} layers ({origin})"
     first, last = schedule.budgets[0], schedule.budgets[-1]
@@ -183,7 +183,7 @@ def schedule_line(schedule: Schedule, origin: str) -> str:
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The figures of a run, a few lines."""
+    """The figures of a run as a few lines."""
     resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
     stats, layers = summary.stats, summary.stats.mean_layers
     lines = [

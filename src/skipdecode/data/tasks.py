@@ -1,7 +1,6 @@
-"""Tasks as small YAML files: where records come from, how a prompt is made of one, what the output is scored with.
+"""Tasks as small YAML files: source of the records, prompt template, references and metrics.
 
-Knows nothing about models and metrics. A task file is checked field by field; what is not known is refused with its
-line number.
+Knows nothing about models and metrics. Every field of a task file is checked; errors name the line.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class HubSource(Options):
 
 @dataclass(frozen=True)
 class Task(Options):
-    """What is generated from, and what it is scored against; each field's help text is its documentation."""
+    """A task, whose fields are documented by their help texts."""
 
     name: str = option("short name for tables and files")
     prompt: str = option("template; {field} stands for a field of the record, {{ for a brace")
@@ -67,7 +66,7 @@ class Task(Options):
             raise OptionError("response_tokens", dict(self.response_tokens), "median and p95 as whole numbers")
 
     def template(self) -> Template:
-        """What makes prompt and response tokens of a record: the same for tuning and for evaluation."""
+        """The template of prompts and responses, the same for tuning and for evaluation."""
         return Template(
             self.prompt,
             self.references,
@@ -77,17 +76,17 @@ class Task(Options):
         )
 
     def cut(self, output: str) -> str:
-        """The output text up to the first stop string, without white space around it."""
+        """The output up to the first stop string, without white space around it."""
         return StopStrings(self.stop).cut(output.lstrip()).strip()
 
 
 def task_names() -> tuple[str, ...]:
-    """Tasks that come with the package."""
+    """Names of the tasks of this package."""
     return tuple(sorted(p.name[:-5] for p in _presets().iterdir() if p.name.endswith(".yaml")))
 
 
 def task_file(name_or_file: str | Path) -> list[Path]:
-    """The YAML file that `load_task` reads; none for the name of a task that comes with the package."""
+    """The YAML file that `load_task` reads; none for the name of a task of this package."""
     path = Path(name_or_file)
     return [path] if path.suffix in _ENDINGS else []
 
@@ -98,7 +97,7 @@ def load_task(name_or_file: str | Path, check_metric: Callable[[str], object] = 
     Parameters
     ----------
     check_metric : callable
-        Called with the name of each metric; raises UsageError for one that it does not know.
+        Called with the name of each metric; raises UsageError if it is not known.
 
     Raises
     ------
@@ -157,7 +156,7 @@ def _parse(text: str, check_metric: Callable[[str], object]) -> Task:
 
 
 def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) -> None:
-    """Name the line of what a check refuses."""
+    """Call a check; its UsageError becomes a DataError with the line."""
     try:
         check(*arguments)
     except UsageError as e:
@@ -165,7 +164,7 @@ def _at_line(line: int | None, check: Callable[..., object], *arguments: Any) ->
 
 
 def _filled(kind: type[T], data: Mapping[Any, Any], lines: Mapping[str, int], where: str = "") -> T:
-    """Options from the fields of a file; raises DataError with the line of the field that is wrong."""
+    """Options from the fields of a file; raises DataError with the line of a wrong field."""
     accepted = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
     needed = [name for name, of in accepted.items() if of.default is of.default_factory is MISSING]
     for name in data:

@@ -1,4 +1,4 @@
-"""Honest evaluation: tasks, metrics with intervals, runs, comparisons and reports.
+"""Evaluation: methods, metrics with intervals, runs, comparisons.
 
-A run is one JSON document and one file of outputs; every table and picture is made from those.
+A run is one JSON document and one file of outputs; every table and picture is made from these two.
 """

@@ -29,15 +29,15 @@ _LOCAL = (
 class BertScore(MeanMetric):
     """Mean F1 x 100, without idf weights and without rescaling.
 
-    Raises MissingExtraError without bert_score or the packaged encoder, UsageError for an encoder whose layer neither
-    bert_score's table nor the user names, ModelLoadError for one that does not load (no network, wrong name).
+    Raises MissingExtraError if bert_score or the packaged encoder is absent, UsageError if neither bert_score's table
+    nor the user names the encoder's layer, ModelLoadError if the encoder does not load (no network, wrong name).
     """
 
     name = "bertscore_f1"
 
     @classmethod
     def check(cls, options: MetricOptions) -> None:
-        """See `Metric.check`: the encoder is here, or on a hub that can be reached."""
+        """See `Metric.check`: the encoder is on this machine, or on a hub that can be reached."""
         _resolve(options)
 
     def __init__(self, options: MetricOptions) -> None:
@@ -77,7 +77,7 @@ class BertScore(MeanMetric):
 
 
 def _resolve(options: MetricOptions) -> tuple[str, int | None]:
-    """A directory or hub id, and the layer where it is not in bert_score's table by that name."""
+    """A directory or hub id, and the layer if bert_score's table does not have that name."""
     name, layers = options.bertscore_model, options.bertscore_layers
     if name != "minilm":
         return _found(name), layers
@@ -89,13 +89,13 @@ def _resolve(options: MetricOptions) -> tuple[str, int | None]:
 
 
 def _found(name: str) -> str:
-    """Where the encoder is: a directory, the hub's cache, or the hub, asked only then; raises ModelLoadError."""
+    """The place of the encoder: a directory, the hub's cache, or else the hub; raises ModelLoadError."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if (path := Path(name)).is_dir():
         return str(path.resolve())
-    with suppress(HFValidationError):  # The hub's answer says it in words.
+    with suppress(HFValidationError):  # the hub's answer has the reason
         config, *weights = (try_to_load_from_cache(name, file) for file in ("config.json", *_WEIGHTS))
         if isinstance(config, str) and any(isinstance(file, str) for file in weights):
             return str(Path(config).parent)

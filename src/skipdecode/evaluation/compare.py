@@ -1,4 +1,4 @@
-"""Finished runs side by side: their figures, and paired intervals of each against the first, as tables in Markdown."""
+"""Compares finished runs: their figures, and paired intervals of each against the first, as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pair:
     comparison: Paired
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the runs' names, the metric, and what `Paired` has: `a` and `b` are the two scores."""
+        """JSON-ready: the runs' names, the metric, and the fields of `Paired`, whose `a` and `b` are the two scores."""
         return {"runs": [self.a, self.b], "metric": self.metric, **asdict(self.comparison)}
 
 
@@ -45,12 +45,12 @@ def compare_runs(
     Parameters
     ----------
     metrics : sequence of str
-        Only these; all runs must have them. Default: those in common.
+        Only these metrics, which all runs must have. Default: the metrics in common.
 
     Raises
     ------
     DataError
-        The runs are on different records, were scored with different settings, or lack a metric that was asked for.
+        The runs are on different records, were scored with different settings, or lack one of `metrics`.
     UsageError
         The metric is not known.
     """
@@ -82,7 +82,7 @@ def _check_signatures(first: Run, other: Run, metric: str) -> None:
 
 
 def runs_tables(runs: Sequence[Run]) -> str:
-    """What is kept of full depth, scores, speed, agreement with full depth: tables of a row a run, `WIDTH` wide."""
+    """Share of full depth's scores, scores, speed, agreement with full depth: tables with one row per run."""
     names = list(dict.fromkeys(name for run in runs for name in run.data["metrics"]))
     scores = [n for n in names if n not in _AGREEMENT]
     task = runs[0].data["config"].get("task", {}).get("name")
@@ -110,7 +110,7 @@ def runs_tables(runs: Sequence[Run]) -> str:
 
 
 def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run], str]]) -> str:
-    """A title, and below it the rows and columns that say something; empty if none does."""
+    """A title, and below it the rows and columns that have values; empty if there are none."""
     rows = [[_short(run.name), *(cell(run) for cell in columns.values())] for run in runs]
     rows = [row for row in rows if set(row[1:]) - {"-"}]
     shown = [i for i in range(1, len(columns) + 1) if {row[i] for row in rows} - {"-"}]
@@ -121,13 +121,13 @@ def _table(title: str, runs: Sequence[Run], columns: Mapping[str, Callable[[Run]
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
-    """`pairs_cells` in Markdown, below the name of the run that all are compared with."""
+    """`pairs_cells` in Markdown, below the name of the run that all others are compared with."""
     head, *rows = [[_short(cell) for cell in row[:1] + row[2:]] for row in pairs_cells(pairs)]
     return "\n".join([f"Against A, {pairs[0].a} [paired 95% interval]", *_markdown([head, *rows])])
 
 
 def pairs_cells(pairs: Sequence[Pair]) -> list[list[str]]:
-    """Heading and a row a comparison."""
+    """A heading, and one row per comparison."""
     rows = [["metric", "run A", "run B", "A", "B", "B - A", "B / A"]]
     for pair in pairs:
         c = pair.comparison
@@ -168,7 +168,7 @@ def _tokens_per_s(run: Run) -> str:
 
 
 def _engine(run: Run) -> str:
-    """What ran the model for the speeds of a run's row."""
+    """The engine of a run's speeds."""
     return "-" if run.measured_speedup is None else str(run.data.get("engine", "-"))
 
 
@@ -182,15 +182,15 @@ _SPEED: dict[str, Callable[[Run], str]] = {
 
 
 def _short(name: str) -> str:
-    """The speed-up stands at a name's end."""
+    """A name cut in the middle: the speed-up is at its end."""
     return name if len(name) <= _NAME else f"{name[:9]}…{name[10 - _NAME :]}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of one table or of several, each with the first column, so that none is wider than `WIDTH`."""
+    """Lines of one table, or of several that each repeat the first column, none wider than `WIDTH`."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     widths = [max(map(len, column)) + 3 for column in zip(*cells, strict=True)]
-    # As few parts as fit, of about as many columns each.
+    # As few parts as fit, of about equally many columns.
     columns = len(widths) - 1
     for count in range(1, columns + 1):
         parts = [[0, *range(1 + columns * i // count, 1 + columns * (i + 1) // count)] for i in range(count)]

@@ -1,6 +1,6 @@
-"""Decoding methods as an evaluation sees them: a schedule on a backend, and what some sequences gave and took.
+"""Decoding methods of an evaluation: a schedule on a backend, its outputs, and the time they take.
 
-Greedy only: methods are compared on what they compute. Knows nothing about text.
+Greedy only, so that methods are compared without sampling noise. Knows nothing about text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from skipdecode.schedule import Schedule
 __all__ = ["Generation", "Method", "Outputs", "batches", "generate_all", "timing_of"]
 
 _MOST_BATCHES = 4
-_LEAST_TURNS = 8  # where there are records enough: what an interrupted run keeps is whole turns
+_LEAST_TURNS = 8  # if there are enough records: an interrupted run keeps whole turns
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What some sequences gave, and what they took.
+    """The outputs of some sequences, and their cost.
 
     Parameters
     ----------
@@ -118,16 +118,16 @@ def timing_of(batches: Iterable[Generation]) -> dict[str, float | None]:
 
 
 def batches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices of records in batches of like length, longest first, so that what does not fit fails at once."""
+    """Indices of records in batches of similar length, longest first: a batch that does not fit fails at once."""
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What one method gave: tokens of every record in the order of the prompts, and what each batch took.
+    """The outputs of one method: tokens of every record in the order of the prompts, and the cost of each batch.
 
-    `full` are full depth's tokens, to compare with; empty if it was not run, or for full depth itself.
+    `full` are full depth's tokens, for comparison; empty if it was not run, or for full depth itself.
     """
 
     tokens: list[list[int]]
@@ -149,14 +149,14 @@ def generate_all(
     eos: set[int],
     progress: Callable[[int], None] = lambda rows: None,
 ) -> list[Outputs]:
-    """Run methods over all prompts; what each gave, in their order.
+    """Run methods over all prompts; the outputs of each, in order.
 
-    `kept` has batches that an earlier, interrupted run
-    finished, and takes those of this one; `progress` is told how many records each had.
+    `kept` has batches that an earlier, interrupted run finished, and stores those of this run. `progress` is called
+    with the number of records of each batch.
     """
     tokens: list[list[list[int]]] = [[[] for _ in prompts] for _ in sides]
     taken: list[list[Generation]] = [[] for _ in sides]
-    # Rows of several batches' worth go to an engine together, which sorts them into waves.
+    # An engine gets the sequences of several batches together, and sorts them into batches by length.
     rows_at_once = batch_size * max(1, min(_MOST_BATCHES, len(prompts) // (batch_size * _LEAST_TURNS)))
     for number, indices in enumerate(batches([len(p) for p in prompts], rows_at_once)):
         rows, together = [prompts[i] for i in indices], min(batch_size, len(indices))

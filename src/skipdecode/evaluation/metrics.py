@@ -1,7 +1,7 @@
-"""Metrics by name, behind one interface: statistics of each record, and a score from their sum.
+"""Metrics by name, with one interface: statistics of each record, and a score from their sum.
 
-Every score of this package is a function of a *sum over records* (BLEU's n-gram counts, a mean's value and count). So
-a bootstrap resamples rows of a table and never scores text again. Scores run from 0 to 100; CIDEr's from 0 to 10.
+Every score of this package is a function of a *sum over records* (BLEU's n-gram counts, a mean's value and count). A
+bootstrap therefore resamples rows of a table and does not score text again. Scores are 0 to 100; CIDEr is 0 to 10.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Metric(ABC):
     Attributes
     ----------
     signature : str
-        Library, version and settings; two scores compare only if it is the same.
+        Library, version and settings; two scores are comparable only if their signatures are equal.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Metric(ABC):
 
     @classmethod  # noqa: B027  # most need nothing
     def check(cls, options: MetricOptions) -> None:
-        """Refuse, within a second and before anything is loaded, what cannot be had here; raises ModelLoadError."""
+        """Raise ModelLoadError, within a second and before anything is loaded, if the metric cannot run here."""
 
     def statistics(self, outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Table:
         """Statistics of each record.
@@ -55,14 +55,14 @@ class Metric(ABC):
         Parameters
         ----------
         outputs : sequence of str
-            One text a record; may be empty.
+            One text per record; may be empty.
         references : sequence of sequence of str
-            At least one text a record.
+            At least one text per record.
 
         Returns
         -------
         ndarray, shape (records, k)
-            Rows whose sum `score` understands.
+            Rows whose sum `score` takes.
 
         Raises
         ------
@@ -106,10 +106,10 @@ class MeanMetric(Metric):
 def check_metrics(
     names: Sequence[str], options: MetricOptions, left_out: Callable[[str], None] | None = None
 ) -> list[str]:
-    """The names, each once, of metrics that can be had here, told before anything is loaded.
+    """The names, each once, of metrics that can run on this machine, checked before anything is loaded.
 
-    `left_out` is told one line for each that needs a model which is not here and cannot be fetched; without it that is
-    a ModelLoadError. Raises UsageError for a name that is not known.
+    `left_out` is called with one line for each metric whose model is not on this machine and cannot be fetched; without
+    it such a metric raises ModelLoadError. Raises UsageError for a name that is not known.
     """
     for name in names:
         METRICS.check(name)

@@ -1,7 +1,7 @@
-"""A run as data: ``run.json`` (what was run, scores, speed, buckets, samples) and ``outputs.jsonl`` (a line a record).
+"""A run as data: ``run.json`` (settings, scores, speed, buckets, samples) and ``outputs.jsonl`` (one line per record).
 
 Tables, comparisons and reports are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
-what is done, so that a run that was killed goes on where it stopped.
+finished batches, so that a run that was killed continues.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ class Run:
 
     @property
     def measured_speedup(self) -> float | None:
-        """Of decoding, in time, over full depth in the same run; None if it was not measured."""
+        """Measured speed-up of decoding over full depth in the same run; None if it was not measured."""
         value = self.data.get("measured_speedup")
         return None if value is None else float(value)
 
     @property
     def layers_per_token(self) -> float | None:
-        """Layers that a token of its own outputs ran, on average; None if none was fed back."""
+        """Mean layers of a token of the run's outputs; None if no token was fed back."""
         value = (self.data["free_running"] or {}).get("layers_per_token")
         return None if value is None else float(value)
 
     @property
     def full_depth(self) -> bool:
-        """Whether every layer ran for every token: the yardstick of others."""
+        """Whether every layer ran for every token."""
         return bool(self.data["config"].get("method", {}).get("name") == "full")
 
     def score(self, metric: str) -> float | None:
@@ -127,7 +127,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: Sequence[Metric]) -> Run | None:
-    """The finished run in the directory, if it was made as this one would be and has these metrics."""
+    """The finished run in the directory, if it has the same settings and these metrics."""
     if not (directory / RUN_FILE).exists():
         return None
     run = load_run(directory)
@@ -139,13 +139,13 @@ def same_run(directory: Path, config: Mapping[str, Any], engine: str, metrics: S
 
 
 def check_free(directory: Path, *, overwrite: bool, what: str = "a run") -> None:
-    """Refuse, before any heavy work, a directory that holds a finished run (`what`) already."""
+    """Raise OutputError, before any heavy work, if the directory holds a finished run (`what`)."""
     if (directory / RUN_FILE).exists() and not overwrite:
         raise OutputError(f"{directory} holds {what} already: give --overwrite to replace it, or another --out")
 
 
 def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]]) -> Run:
-    """Write the outputs, then the document, each in one step, so that a run that is there is whole."""
+    """Write the outputs, then the document, each in one step, so that a run that exists is complete."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in outputs)
     write_whole(directory / OUTPUTS_FILE, lines)
     write_whole(directory / RUN_FILE, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
@@ -153,15 +153,15 @@ def save_run(directory: Path, data: Mapping[str, Any], outputs: Sequence[Mapping
 
 
 def is_unfinished(directory: Path, about: Mapping[str, Any] | None = None) -> bool:
-    """Whether a run was begun in the directory and not finished: some run, or the one that `about` describes."""
+    """Whether the directory holds an unfinished run: any run, or the one that `about` describes."""
     path = directory / _UNFINISHED
     return path.exists() if about is None else is_begun(path, _digest(about))
 
 
 def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
-    """What is kept of a run until it is saved.
+    """The journal of a run until it is saved.
 
-    `about` is JSON-ready: all that the outputs depend on. What another run left starts anew.
+    `about` is JSON-ready and has everything that the outputs depend on. The journal of another run is replaced.
     """
     restart = not is_unfinished(directory, about)
     path, remedy = directory / _UNFINISHED, "give --overwrite"
@@ -169,11 +169,11 @@ def keep_unfinished(directory: Path, about: Mapping[str, Any]) -> KeptValues:
 
 
 def _digest(about: Mapping[str, Any]) -> dict[str, str]:
-    """All of it would be as long as the prompts."""
+    """A digest, because the whole is as long as the prompts."""
     return {"sha256": hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()}
 
 
-# ---------------------------------------------------------------------- what a run says
+# ---------------------------------------------------------------------- the document
 
 
 def run_document(
@@ -185,16 +185,16 @@ def run_document(
     settings: EvaluationSettings,
     full: Run | None,
 ) -> dict[str, Any]:
-    """The document of a method's results, JSON-ready; `skipdecode.evaluation.speed` has what it says of speed.
+    """The document of a method's results, JSON-ready; `skipdecode.evaluation.speed` adds the speed.
 
-    `rows` are what ``outputs.jsonl`` says of each record, `about` is the run's ``config``, `outputs` stand next to full
-    depth's; `full`, if there is one, is full depth on the same records.
+    `rows` are the lines of ``outputs.jsonl``, `about` is the run's ``config``, `outputs` include full depth's tokens;
+    `full`, if there is one, is full depth on the same records.
     """
     lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
     count = min(len(rows), settings.samples)
     draws = {"resamples": settings.resamples, "seed": settings.seed}
     there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
-    yardstick = {name: table(name) for name, table in there.items() if name in scored.tables}
+    compared = {name: table(name) for name, table in there.items() if name in scored.tables}
     return {
         **heading("evaluation"),
         "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
@@ -203,14 +203,14 @@ def run_document(
         **dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0 if method.full_depth else None),
         **dict.fromkeys(("speed", "full_depth_speed")),
         "engine": method.engine,
-        "kept": scored.kept(yardstick, **draws),
+        "kept": scored.kept(compared, **draws),
         "metrics": scored.summary(**draws),
         "buckets": {
             axis: [_bucket(b, scored, outputs) for b in buckets_of(values)] for axis, values in lengths.items()
         },
-        # Evenly over the data, the same for every run on it.
+        # Evenly distributed over the data, the same for every run on it.
         "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
-        # Times of outputs that end where the method ends them: no measure of its speed.
+        # Times of outputs of different lengths, which do not measure speed.
         "free_running": outputs.timing(),
         "outputs": OUTPUTS_FILE,
         "config": about,
@@ -227,7 +227,7 @@ class _Bucket(NamedTuple):
 
 
 def buckets_of(lengths: Sequence[int], count: int = 4) -> list[_Bucket]:
-    """Quarters of the records by length: about equally many in each, cut between different lengths; none is empty."""
+    """Quarters of the records by length: of about equal size, cut between different lengths, none empty."""
     if not lengths:
         return []
     values = np.asarray(lengths)

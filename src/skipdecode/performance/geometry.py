@@ -1,7 +1,7 @@
-"""The sizes of a decoder that set its decoding speed: bytes and FLOPs of a layer, of what is no layer, of the KV cache.
+"""The sizes of a decoder that determine its speed: bytes and FLOPs of a layer, of the rest, and of the KV cache.
 
-Counted on the model that transformers makes of a config, on the meta device: no weights are needed. Counts weights that
-a decode step reads, so the input embedding, of which a step reads one row a token, counts only as its rows.
+Sizes are counted on the model that transformers makes of a config on the meta device, so no weights are needed. Only
+weights that a decode step reads count: of the input embedding a step reads one row for each token.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ModelGeometry:
     dtype_bytes : float
         Bytes of one weight, and of one cached key or value element.
     layer_params : float
-        Weights of a layer that every token reads: attention, norms, dense MLP or shared expert and router; the mean
-        over the layers where they differ.
+        Weights of a layer that every token reads: attention, norms, dense MLP or shared expert and router. The mean if
+        layers differ.
     head_params : int
         Weights of the head, the final norm and the projections around it.
     params : int
-        All weights; those that head and embedding share once.
+        All weights; weights that head and embedding share count once.
     expert_params, num_experts, experts_per_token, expert_layers : int
-        Weights of one expert, experts of a mixture-of-experts layer, how many a token takes, layers that have them.
+        Weights of one expert, experts of a mixture-of-experts layer, experts of a token, layers that have experts.
     window : int
         Tokens that sliding-window attention sees; 0 without any.
     windowed : tuple of int
@@ -100,9 +100,9 @@ class ModelGeometry:
     # ------------------------------------------------------------------ one step
 
     def layer_bytes(self, batch: int = 1) -> float:
-        """Weight bytes that one layer reads in a step of `batch` rows.
+        """Weight bytes that one layer reads in a step of `batch` sequences.
 
-        With experts this is an expectation: rows choose experts independently and evenly, so a batch reads
+        With experts this is an expectation: sequences choose experts independently and uniformly, so a batch reads
         E·(1 - (1 - k/E)^batch) of E experts.
         """
         weights = self.layer_params
@@ -116,7 +116,7 @@ class ModelGeometry:
         return 2 * (self.layer_params + self._expert_share * self.experts_per_token * self.expert_params)
 
     def projection_bytes(self) -> float:
-        """Weight bytes of a layer's keys and values alone: what a prompt reads where it does not run the layer."""
+        """Weight bytes of a layer's key and value projections, which a prompt reads if it does not run the layer."""
         return self.hidden_size * 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def projection_flops(self) -> float:
@@ -128,7 +128,7 @@ class ModelGeometry:
         return (2 * rank + 1) * self.hidden_size * self.dtype_bytes
 
     def fixed_bytes(self, batch: int = 1) -> float:
-        """Bytes that a step of `batch` rows reads whatever its depth: head, final norm, embedding rows."""
+        """Bytes that a step of `batch` sequences reads at any depth: head, final norm, embedding rows."""
         return (self.head_params + batch * self.hidden_size) * self.dtype_bytes
 
     def fixed_flops(self) -> float:
@@ -159,9 +159,9 @@ class ModelGeometry:
     # ------------------------------------------------------------------ a text
 
     def kv_bytes_held(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
-        """KV bytes at the end of a generation under a schedule: a skipped layer stores nothing.
+        """KV bytes at the end of a generation under a schedule; a skipped layer stores nothing.
 
-        The last generated token is never fed back, so `new_tokens` generated ones leave `new_tokens` - 1 in the cache.
+        The last generated token is never fed back, so the cache holds `new_tokens` - 1 generated tokens.
         """
         schedule.check_fits(self.num_layers)
         on_prompt = {*schedule.prompt_layers(), *schedule.projected}
@@ -173,13 +173,13 @@ class ModelGeometry:
         return batch * total
 
     def kv_bytes_saved(self, schedule: Schedule, prompt_len: int, new_tokens: int, batch: int = 1) -> int:
-        """KV bytes that full depth would hold on top of `kv_bytes_held`."""
+        """KV bytes that full depth would hold in addition to `kv_bytes_held`."""
         full = self.kv_bytes_held(Schedule.full(self.num_layers), prompt_len, new_tokens, batch)
         return full - self.kv_bytes_held(schedule, prompt_len, new_tokens, batch)
 
 
 def _head_params(model: Any, layers: Any) -> int:
-    """Weights outside the layers that every token reads: not those that are looked up."""
+    """Weights outside the layers that every token reads, without embeddings that are looked up."""
     left_out = {*layers.parameters()}
     for module in model.modules():
         left_out |= {*module.parameters()} if isinstance(module, torch.nn.Embedding) else set()
@@ -189,7 +189,7 @@ def _head_params(model: Any, layers: Any) -> int:
 
 @torch.inference_mode()
 def _kv_shape(model: Any, layers: Any) -> tuple[int, int]:
-    """Heads and their size, of the keys that the first layer stores; the other layers are dropped."""
+    """Number and size of the key heads that the first layer stores; drops the other layers."""
     del layers[1:]
     with torch.device("meta"):
         cache = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values

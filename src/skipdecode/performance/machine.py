@@ -1,4 +1,4 @@
-"""What the machine at hand reaches: bytes a second of a large read, operations a second of a matrix product."""
+"""Speed of this machine: bytes per second of a large read, operations per second of a matrix product."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class Machine:
-    """What a prediction needs to know of a machine.
+    """What a prediction needs of a machine.
 
-    Bytes a second of a large read, floating-point operations a second of a matrix product in the model's dtype, and the
-    time that a layer (and the work outside the layers) takes whatever its size.
+    `bandwidth`: bytes per second of a large read. `flops`: floating-point operations per second of a matrix product in
+    the model's dtype. `launch_seconds`: time of a layer, or of the work outside the layers, that does not depend on
+    size.
     """
 
     bandwidth: float
@@ -60,18 +61,18 @@ class Machine:
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
     """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes less than a second.
 
-    On a CPU the rate is that of fp32, whatever `dtype`: good kernels multiply bf16 weights as fp32, while a CPU without
-    bf16 instructions runs torch's bf16 product many times slower than it needs to.
+    On a CPU the rate is that of fp32 for any `dtype`: good kernels multiply bf16 weights as fp32, while torch's bf16
+    product is many times slower on a CPU without bf16 instructions.
     """
     on_cpu = torch.device(device).type == "cpu"
     return Machine(measure_bandwidth(device), measure_flops(torch.float32 if on_cpu else dtype, device))
 
 
 def measure_bandwidth(device: torch.device | str = "cpu") -> float:
-    """Bytes a second of a large read on all threads: the best of a few over half a GiB (on a GPU 2 GiB).
+    """Bytes per second of a large read on all threads: the best of a few over half a GiB (on a GPU 2 GiB).
 
-    Reads are sums and, on a CPU with a compiler, a C++ loop that does nothing else: sums alone fall short of what the
-    memory gives. On a GPU also a copy of one half to the other, which counts for the bytes read and those written.
+    Reads are sums and, on a CPU with a compiler, a C++ loop that only reads: sums alone do not reach the bandwidth of
+    the memory. On a GPU also a copy of one half to the other, which counts bytes read and written.
     """
     device = torch.device(device)
     block = torch.ones(_READ_BYTES.get(device.type, 2**29) // 4, device=device)
@@ -86,7 +87,7 @@ def measure_bandwidth(device: torch.device | str = "cpu") -> float:
 
 
 def measure_flops(dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> float:
-    """Operations a second of a matrix product in `dtype`: the best of a few, large enough to be bound by arithmetic."""
+    """Operations per second of a matrix product in `dtype`: the best of a few, each compute bound."""
     device = torch.device(device)
     size = 512 if device.type == "cpu" else 4096
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -94,22 +95,22 @@ def measure_flops(dtype: torch.dtype = torch.bfloat16, device: torch.device | st
 
 
 def measure_products(arithmetic: str, device: torch.device | str = "cpu") -> float:
-    """Operations a second of a product of 512 rows: what arithmetic alone allows a prompt or a wide step.
+    """Operations per second of a product of 512 rows: the arithmetic limit of a prompt or a large batch.
 
-    On a CPU the better of torch's and the package's own kernels'.
+    On a CPU the faster of torch and the kernels of this package.
 
     Parameters
     ----------
     arithmetic : str
-        Type of what is multiplied: a torch dtype's name, or "w8a8" for bytes, on a CPU that multiplies them; where it
-        does not, bf16 counts.
+        Type of the factors: the name of a torch dtype, or "w8a8" for bytes. On a CPU that does not multiply bytes, w8a8
+        stands for bf16.
     """
     device = torch.device(device)
     dtype = torch.bfloat16 if arithmetic == "w8a8" else getattr(torch, arithmetic)
     if device.type != "cpu":
         return measure_flops(dtype, device)
     rows, size = 512, 1024
-    # Random numbers, as a model's are: products of constants take less power and run a little faster.
+    # Random numbers, like a model's: products of constants take less power and run a little faster.
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(rows, size, generator=random), torch.randn(size, size, generator=random).to(dtype)
     narrow, out = x.to(dtype), torch.empty(rows, size)
@@ -123,7 +124,7 @@ def measure_products(arithmetic: str, device: torch.device | str = "cpu") -> flo
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; does nothing on a CPU."""
+    """Wait until the device has finished its work; does nothing on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -1,8 +1,8 @@
-"""What decode steps and prompts of a model cost on the machine at hand, by the rows, the layers and the cached tokens.
+"""Measures decode steps and prompts of a model on this machine, by sequences, layers and cached tokens.
 
-Times real steps, of the package's own engine or of transformers' forward, under constant schedules, kind after kind
-in turn, so that a change of the machine's speed meets all of them. The keys and values behind a step are made up, not
-computed: only how many there are matters to the time.
+Real steps of the package's own engine, or of transformers' forward, run under constant schedules. All kinds of step
+take turns, so that a change of the machine's speed affects all of them. Keys and values are filled in
+(`skipdecode.performance.timing`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def measure_cost(
 
 
 class _Kind(NamedTuple):
-    """What is timed: steps behind cached tokens, or a forward over prompts, of so many rows with so many tokens each.
+    """What is timed: steps after cached tokens, or a forward over prompts: `rows` sequences with `tokens` tokens each.
 
-    `depth` are the layers that run; prompts' other layers are projected.
+    `depth` layers run; in a prompt the other layers are projected.
     """
 
     work: Literal["step", "prompt"]
@@ -67,16 +67,16 @@ class _Kind(NamedTuple):
 class CostMeter:
     """Times steps and prompts of a model, round after round.
 
-    On a machine whose speed changes, run some rounds before and some after what the cost is to explain.
+    If the speed of the machine changes, run some rounds before and some after the work that the cost is to predict.
 
     Parameters
     ----------
     backend : Backend
         Of a model on its device with nothing attached.
     rows : iterable of int
-        Numbers of rows to know.
+        Numbers of sequences to measure.
     prompt_len : int
-        Cached tokens of a row when a run begins, and most tokens of a prompt.
+        Cached tokens of a sequence when a run begins, and most tokens of a prompt.
     prompts : iterable of int
         Tokens of prompts' forwards, in prompts of `prompt_len` tokens.
     steps : int
@@ -105,9 +105,9 @@ class CostMeter:
         depths = {layers, (layers + 1) // 2, max(1, layers // 8)}
         more = min(_LONGER, _room(unwrap(backend.model), prompt_len + steps + 2))
         self._length = steps
-        # Step k of a run finds the prompt, the first token and the k tokens before it in the cache.
+        # At step k the cache holds the prompt, the first token and k more tokens.
         self._grown = (steps + 1) / 2 + 1
-        # Full, half and few layers, and full depth behind a longer text.
+        # Full, half and few layers; full depth after a longer text.
         steps_of = [
             _Kind("step", count, tokens, depth)
             for count in rows
@@ -120,9 +120,9 @@ class CostMeter:
         self._backend = backend
 
     def run(self, rounds: int, least_seconds: float = 0.0, *, progress: bool = False) -> None:
-        """Time every kind `rounds` times after a warm-up, and on until each was timed for `least_seconds` in all.
+        """Time every kind `rounds` times after a warm-up, and then until each was timed for `least_seconds` in total.
 
-        Steps of well under a millisecond are so timed more often: a single disturbance must not count.
+        Steps far below a millisecond are thus timed more often, so that a single disturbance does not count.
         """
         kinds = self._watch.sides
         with progress_bar((rounds + 1) * len(kinds), "run", name="calibrating", shown=progress) as bar:
@@ -139,7 +139,7 @@ class CostMeter:
                 self._watch.lap(seconds)
 
     def _seconds(self, kind: _Kind) -> list[float]:
-        """Of one prompt, or of each step of a run."""
+        """Seconds of one prompt, or of each step of a run."""
         layers, run = self._geometry.num_layers, kind.depth
         if kind.work == "step":
             schedule = Schedule.constant(layers, run, warmup_layers=0)
@@ -151,7 +151,7 @@ class CostMeter:
         return [seconds for lap in self._watch.laps(kind) for seconds in lap]
 
     def cost(self) -> CostModel:
-        """From the medians of all rounds so far, to plan for the most rows; UsageError before the first round."""
+        """The cost model from the medians of all rounds so far; UsageError before the first round."""
         if not self._watch.laps(self._watch.sides[0]):
             raise UsageError("nothing was timed yet: run a round first")
         medians = {kind: statistics.median(self._all(kind)) for kind in self._watch.sides}
@@ -165,17 +165,17 @@ def fitted(
     steps: Mapping[tuple[int, int, float], float],
     prompts: Mapping[tuple[int, int, int], float],
 ) -> CostModel:
-    """The cost model behind measured seconds, least squares over the depths.
+    """The cost model that fits measured seconds, by least squares over the depths.
 
     Parameters
     ----------
     steps : mapping
-        Seconds of a step by its rows, the layers it ran, and the cached tokens of a row: for each number of rows two
-        depths or more with equally many tokens, full depth among them. Full depth behind a longer text gives the cost
-        of the cache read.
+        Seconds of a step by its number of sequences, the layers that ran, and the cached tokens of a sequence. Each
+        number of sequences needs two or more depths with equally many tokens, one of them full depth. Full depth after
+        a longer text gives the cost of the cache read.
     prompts : mapping
-        Seconds of a forward over prompts by their number, the tokens of each, and the lowest layers that they run: all,
-        and fewer, which gives the cost of the others' projection.
+        Seconds of a forward over prompts by their number, the tokens of each, and the lowest layers that run: all, and
+        fewer, which gives the cost of projecting the others.
 
     Raises UsageError if depths are missing, or fewer layers took no less time.
     """
@@ -196,7 +196,7 @@ def fitted(
 def _fitted_prompt(
     cost: CostModel, rows: int, tokens: int, prompts: Mapping[tuple[int, int, int], float]
 ) -> PromptCost:
-    """A layer's time with prompts: that of full depth, shared out, and what is left of fewer layers' without theirs."""
+    """A layer's share of full depth's time, and a projection's share of the time of fewer layers that is left."""
     full, last = cost.num_layers, cost.at(min(rows, cost.max_rows))
     by_depth = {run: took for (*size, run), took in prompts.items() if size == [rows, tokens]}
     layer = max(0.0, by_depth[full] - last.fixed_seconds) / full
@@ -224,7 +224,7 @@ def _fitted_step(
         raise UsageError("steps with fewer layers took no less time: measure again on a quieter machine")
     read, longer = (rows * tokens_read(tokens, geometry.window, geometry.window_share) for tokens in (short, long))
     kv = max(0.0, mine[full, long] - by_depth[full]) / (full * (longer - read)) if longer > read else 0.0
-    # Noise may not make the read dearer than the whole layer of which it is a part.
+    # Noise must not make the cache read more expensive than the layer that it is a part of.
     kv = min(kv, layer / max(read, 1))
     residual = max(abs(fixed + layer * depth - seconds) / seconds for depth, seconds in by_depth.items())
     return StepCost(rows, fixed, layer - kv * read, kv), residual

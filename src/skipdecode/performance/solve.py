@@ -1,4 +1,4 @@
-"""Schedules solved for a wall-clock speed-up of requests or of decoding, and what they bring. Pure Python."""
+"""Solves schedules for a wall-clock speed-up of requests or of decoding, and predicts their figures. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Assessment", "Auto", "assess", "solve", "why_flat"]
 
 Auto = Literal["auto"]
-"""What prompts run follows from the target; see `solve`."""
+"""The layers of prompts follow from the target; see `solve`."""
 _ROUNDS = 60
 _PAYS = 0.9
 
@@ -45,24 +45,24 @@ def solve(
     Parameters
     ----------
     cost : CostModel
-        What prompts and steps cost, with the batch to plan for.
+        Cost of prompts and steps, with the batch to plan for.
     target_speedup : float
         Over full depth, 1 or more.
     seq_len, prompt_len : int
-        Generation positions over which the budgets fall, one step each; tokens of a row's prompt.
+        Generation positions over which the budgets decrease, one step each; tokens of a sequence's prompt.
     phase : {"request", "decode"}
-        What is to be so much faster: prompt and steps together, or the steps alone.
+        What the target is for: prompt and steps together, or the steps alone.
     prompt : {"auto"} or as in `Schedule`
-        What prompts run. auto: new tokens give up layers first, to half depth; then prompts, which run the lowest
-        layers and project the others, to half depth; then both alike. Prompts stay at full depth for the decode phase,
-        and where halving theirs saves less than a tenth of their time: where that is the read of the weights, the last
-        token, which runs the upper layers too, takes as long as all.
+        Layers of prompts. auto: first new tokens skip layers, down to half depth; then prompts, which run the lowest
+        layers and project the others, down to half depth; then both. Prompts stay at full depth for the phase
+        "decode", and if half of their layers save less than a tenth of their time. In a memory-bound prompt the last
+        token, which also runs the upper layers, takes as long as all tokens.
     spread : float
         Strength of the decay, in [0, 1).
     drop_order : sequence of int, optional
-        Default: bottom up. Layers that it does not list always run.
+        Default: bottom up. Layers that are not listed always run.
 
-    Raises TargetError if no schedule of this kind reaches the target; it states the bound and what sets it.
+    Raises TargetError, with the bound and its cause, if no schedule of this kind reaches the target.
     """
     _check(target_speedup, spread, seq_len)
     order = layer_order.bottom_up(cost.num_layers, warmup_layers) if drop_order is None else tuple(drop_order)
@@ -96,7 +96,7 @@ class _Family:
     label: str
 
     def schedule(self, depth: float, prompt: PromptDepth | Auto) -> Schedule:
-        """From 0, the least, to 3, full depth; auto: by way of half depth with prompts at half, and at full depth."""
+        """The schedule of a depth from 0, the least, to 3, full; auto: half depth at 1, full prompts from 2."""
         least, most = float(max(1, self.layers - len(self.order))), float(self.layers)
         half, ends = max(least, most / 2), ((0.0, least / (1 + self.spread), least), (3.0, most, most))
         stages = (ends[0], (1.0, half, half), (2.0, half, most), ends[1]) if prompt == "auto" else ends
@@ -108,7 +108,7 @@ class _Family:
         return Schedule(self.layers, self.order, budgets, self.warmup, prompt, self.label)
 
     def deepest(self, prompt: PromptDepth | Auto, reaches: Callable[[Schedule], bool]) -> Schedule | None:
-        """The deepest that reaches it, by bisection: as depth falls, no budget and no prompt set grows."""
+        """The deepest schedule that reaches the target, by bisection: less depth never adds layers."""
         if reaches(full := self.schedule(3.0, prompt)):
             return full
         if not reaches(self.schedule(0.0, prompt)):
@@ -130,7 +130,7 @@ def _decay(mean: float, spread: float, positions: int, least: int, most: int) ->
 
 
 def why_flat(cost: CostModel, linear: Schedule, prompt_len: int, new_tokens: int, phase: Phase = "decode") -> str:
-    """Why continuous use gets a flat schedule: what `linear`, solved for lockstep, would bring in a stream instead."""
+    """Why continuous use gets a flat schedule: the speed-up of `linear`, solved for lockstep, in a stream."""
     layers = cost.layers_per_step(linear, new_tokens, "continuous")
     together = cost.speedup(linear, prompt_len, new_tokens, "lockstep", phase)
     mixed = cost.speedup(linear, prompt_len, new_tokens, "continuous", phase)
@@ -155,7 +155,7 @@ def _rounded(value: float) -> int:
 
 
 def _out_of_reach(cost: CostModel, target: float, least: Schedule, phase: Phase, tokens: tuple[int, int]) -> str:
-    """What the bound is, and what sets it; `least` is the shortest schedule, `tokens` of prompt and output."""
+    """The bound and its cause; `least` is the schedule of the least depth, `tokens` of prompt and output."""
     layers, fewest, bound = cost.num_layers, least.budgets[-1], cost.speedup(least, *tokens, phase=phase)
     what = f"target_speedup={target:g} is out of reach for {layers} layers at batch {cost.batch}"
     if phase == "request":
@@ -177,26 +177,26 @@ def _out_of_reach(cost: CostModel, target: float, least: Schedule, phase: Phase,
 
 
 def _floored(value: float) -> str:
-    """Two decimals, never rounded up: a bound that is shown must be reachable."""
+    """Two decimals, rounded down, so that a bound that is shown can be reached."""
     return f"{math.floor(value * 100) / 100:.2f}"
 
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a schedule brings in `use`, for a batch of rows of one length.
+    """Predicted figures of a schedule in `use`, for a batch of sequences of one length.
 
     Parameters
     ----------
     nominal_speedup : float
-        Layers of the model / mean layers of a row's token over the decode phase. Not wall-clock.
+        Layers of the model / mean layers of a token over the decode phase. Not wall-clock.
     predicted_decode_speedup, decode_speedup_lockstep, decode_speedup_continuous : float
-        Wall-clock speed-up of the decode phase over full depth: in `use`, and in each.
+        Wall-clock speed-up of the decode phase over full depth: in `use`, and in either use.
     predicted_request_speedup, request_bound : float
-        The same of whole requests, prompts included, and with the least budget behind the same prompts.
+        The same for whole requests, and its bound: the least budget after the same prompts.
     request_seconds, request_seconds_full, prompt_share : float
-        A batch's requests in `use`, at full depth, and the share of the former that prompts take.
+        Time of a batch's requests in `use` and at full depth; share of the former that prompts take.
     layers_per_step : float
-        Layers that a step runs for any of its rows, on average, in `use`.
+        Layers that a step runs for any of its sequences, on average, in `use`.
     step_seconds, step_seconds_full : float
         Mean step in `use`, and at full depth.
     bound, least_budget : float, int
@@ -206,7 +206,7 @@ class Assessment:
     fixed_share : float
         Share of a full step that cannot be skipped.
     kv_bytes_held, kv_bytes_saved : int
-        KV cache at the end of the batch's generation, and what full depth would hold on top.
+        KV cache at the end of the batch's generation, and what full depth would hold in addition.
     """
 
     use: Use
@@ -240,7 +240,7 @@ def assess(
     prompt_len: int,
     new_tokens: int,
 ) -> Assessment:
-    """Figures of a schedule for a batch of rows of `prompt_len` prompt and `new_tokens` (2 or more) generated ones."""
+    """Figures of a schedule for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens."""
     uses: tuple[Use, Use] = ("lockstep", "continuous")
     lockstep, continuous = (cost.speedup(schedule, prompt_len, new_tokens, u) for u in uses)
     full = cost.sequence_seconds(Schedule.full(cost.num_layers), prompt_len, new_tokens) / (new_tokens - 1)

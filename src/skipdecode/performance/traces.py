@@ -1,7 +1,7 @@
-"""Request traces for the simulator: who arrives when, with how long a prompt and output. Pure Python, seeded.
+"""Request traces for the simulator: arrival times, prompt and output lengths. Pure Python, seeded.
 
-Traces are iterators: a million requests take no memory. Arrival times and lengths draw from random numbers of their
-own, so that one seed gives the same requests at any rate.
+Traces are iterators, so a million requests take no memory. Arrival times and lengths use separate random numbers, so
+that one seed gives the same requests at any rate.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Lengths = Callable[[random.Random], int]
 
 
 class Arrival(NamedTuple):
-    """A request of a trace: when it arrives, and tokens of its prompt and its output.
+    """A request of a trace: arrival time, and tokens of its prompt and its output.
 
-    `limit` is the most new tokens it may have: all that the scheduler knows of the output's length.
+    `limit` is its largest number of new tokens, all that the scheduler knows of the output's length.
     """
 
     seconds: float

@@ -1,6 +1,6 @@
-"""Where a decode step's time goes: torch.profiler over a few steps, and the times that the C++ kernels tell.
+"""Profiles decode steps: torch.profiler over a few steps, and the times that the C++ kernels report.
 
-The engines that can be looked into are the package's own and transformers; rows of transformers' are torch's operators.
+Only the backends of this package can be profiled. For transformers, the entries are torch's operators.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from skipdecode.schedule import Schedule
 
 __all__ = ["profile"]
 
-# Of a layer in the C++ kernels, in the order in which they tell their times.
+# Phases of a layer in the C++ kernels, in the order of their times.
 _PHASES = ("qkv", "append", "attention", "out", "mlp_in", "mlp_out")
 _PARTS = {"embed", *_PHASES, "layers", "head", "sampling", "cache"}
 _STEPS = 16
@@ -37,7 +37,7 @@ _SHOWN = 12
 
 
 def profile(backends: Sequence[Backend], workload: Workload) -> dict[str, Any]:
-    """Run every backend on torch once under each schedule, a few steps; the others are passed over.
+    """Run every backend of this package for a few steps under each schedule; other backends are skipped.
 
     Returns
     -------
@@ -45,7 +45,7 @@ def profile(backends: Sequence[Backend], workload: Workload) -> dict[str, Any]:
         ``rows``: one for each backend, batch, prompt length, nominal speed-up and kind of work, with its time a step;
         ``traceEvents``: Chrome's trace format.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes marks to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler writes to stderr
     found: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     runs = 0
@@ -91,7 +91,7 @@ def _recorded(backend: Backend, schedule: Schedule, shape: Shape) -> tuple[list[
 
 
 def _table(seconds: dict[str, float], calls: dict[str, int], total: float, steps: int) -> list[dict[str, Any]]:
-    """Our own parts and the longest operators, the others together, and what no kind accounts for, "host"."""
+    """The parts of the engine and the longest operators, the sum of the others, and the remaining time, "host"."""
     most = sorted(seconds, key=lambda kind: (kind not in _PARTS, -seconds[kind]))
     shown = {kind: seconds[kind] for kind in most[:_SHOWN]}
     shown["other"] = sum(seconds.values()) - sum(shown.values())
@@ -110,7 +110,7 @@ def _table(seconds: dict[str, float], calls: dict[str, int], total: float, steps
 
 @contextmanager
 def _labelled(engine: Any, phases: dict[str, float]) -> Iterator[None]:
-    """While this holds, the parts of a step have names in a profile, and `phases` adds up what kernels tell."""
+    """While this holds, the parts of a step have names in a profile, and `phases` sums the times of the kernels."""
 
     def named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def labelled(*arguments: Any, **keywords: Any) -> Any:
@@ -124,13 +124,13 @@ def _labelled(engine: Any, phases: dict[str, float]) -> Iterator[None]:
         model, kv = engine.model, engine.kv
         calls += [(kv, name, named("cache", getattr(kv, name))) for name in ("extend", "drop", "close")]
         calls += [(model, f"_{name}", named(name, getattr(model, f"_{name}"))) for name in ("embed", "head")]
-        calls.append((model, "_stack", named("layers", _told(model, phases))))
+        calls.append((model, "_stack", named("layers", _timed(model, phases))))
     with replaced(calls):
         yield
 
 
-def _told(model: FastModel, phases: dict[str, float]) -> Callable[[StackInput], None]:
-    """The layers' call, whose kernels tell the time of their phases."""
+def _timed(model: FastModel, phases: dict[str, float]) -> Callable[[StackInput], None]:
+    """The call of the layers, whose kernels report the time of their phases."""
     stack, seconds = model._stack, (ctypes.c_double * len(_PHASES))()
 
     def run(given: StackInput) -> None:

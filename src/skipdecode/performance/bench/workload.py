@@ -1,4 +1,4 @@
-"""What a benchmark decodes: engines by name, sizes of models, batches, lengths, nominal speed-ups. Without torch."""
+"""The workload of a benchmark: engines, model sizes, batches, lengths, nominal speed-ups. Imports no torch."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Sizes of real models, for measurements with random weights: a step takes the same time whatever the weights are."""
+"""Sizes of real models, for measurements with random weights: the time of a step does not depend on the weights."""
 
 
 @dataclass(frozen=True)
 class Workload(Options):
-    """Rows that start together and take `new` tokens each: `new` - 1 decode steps.
+    """Sequences that start together and get `new` tokens each, in `new` - 1 decode steps.
 
-    `prompt` counts the tokens in the cache of a row when its first new token is fed back.
+    `prompt` is the number of cached tokens of a sequence when its first new token is fed back.
     """
 
-    batches: tuple[int, ...] = option("rows decoded together, one or more values", default=(1, 8), least=1)
-    prompt: tuple[int, ...] = option("prompt tokens of a row, one or more values", default=(64,), least=2)
-    new: int = option("new tokens of a row", default=128, least=3)
+    batches: tuple[int, ...] = option("sequences decoded together, one or more values", default=(1, 8), least=1)
+    prompt: tuple[int, ...] = option("prompt tokens of a sequence, one or more values", default=(64,), least=2)
+    new: int = option("new tokens of a sequence", default=128, least=3)
     nominal: tuple[float, ...] = option(
         "nominal speed-ups; 1, full depth, is always run", default=(1.0, 2.0, 3.0, 5.0), least=1
     )
-    rounds: int = option("times that everything runs, in turn", default=3, least=1)
+    rounds: int = option("rounds; in each, everything runs once, in turn", default=3, least=1)
     prompts: bool = option("also time prompts, for the speed-up of whole requests", default=True)
     prompt_layers: str | None = option(
         f"layers that prompts run under the nominal speed-ups: {PROMPT_SETS} (default: full)", default=None
@@ -69,7 +69,7 @@ class Workload(Options):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Rows and prompt tokens of each cell of the table."""
+        """Sequences and prompt tokens of each cell of the table."""
         return [(batch, prompt) for batch in dict.fromkeys(self.batches) for prompt in dict.fromkeys(self.prompt)]
 
     @property
@@ -78,7 +78,7 @@ class Workload(Options):
         return self.new - 1
 
     def schedules(self, num_layers: int) -> dict[float, Schedule]:
-        """The paper's schedule for each nominal speed-up, full depth first; ScheduleError for layers out of range."""
+        """The paper's schedule for each nominal speed-up, full depth first; ScheduleError if layers do not fit."""
         prompt = prompt_set(self.prompt_layers or "full", num_layers)
         return {1.0: Schedule.full(num_layers)} | {
             n: Schedule.from_speedup(num_layers, n, self.steps).with_prompt(prompt)
@@ -88,7 +88,7 @@ class Workload(Options):
 
 
 def build(geometry: str, dtype: Any, device: Any = "cpu") -> Any:
-    """A causal LM of a geometry of the table with random weights, made on its device, in eval mode."""
+    """A causal LM of one of `GEOMETRIES` with random weights, created on the device, in eval mode."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
