@@ -70,6 +70,16 @@ def test_a_run_from_files_to_a_directory_that_loads(files: Files, tmp_path: Path
     assert main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
 
 
+def test_a_run_by_the_clock_ends_in_time_with_its_learning_rate_at_the_end(files: Files, tmp_path: Path) -> None:
+    assert main(arguments(files, tmp_path, "--nominal-speedup", "2", "--minutes", "0.05", steps=1)) == 0
+    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["kind"] == "train"]
+    assert len(rows) > 5  # not --steps
+    assert rows[-1]["minutes"] < 0.05 + 0.01
+    assert rows[-1]["learning_rate"] < 0.1 * max(row["learning_rate"] for row in rows)
+    assert read_log(tmp_path / "log.jsonl")[-1]["kind"] == "dev"
+    assert main(arguments(files, tmp_path / "no", "--minutes", "1", "--curriculum", "lower")) == 2
+
+
 def test_a_recipe_repeats_the_run_and_options_come_before_it(files: Files, tmp_path: Path) -> None:
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     assert main(arguments(files, first, "--nominal-speedup", "2", "--seed", "3")) == 0

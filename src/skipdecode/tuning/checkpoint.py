@@ -35,13 +35,14 @@ _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 @dataclass
 class RunProgress:
-    """How far a run is. `step` counts finished optimizer steps."""
+    """How far a run is. `step` counts finished optimizer steps; `clock` are seconds, evaluations included."""
 
     step: int = 0
     best_step: int = 0
     best_loss: float | None = None
     tokens: int = 0
     seconds: float = 0.0
+    clock: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """For accelerate's checkpoint."""

@@ -29,6 +29,11 @@ class TuneConfig(Options):
     """
 
     steps: int = option("optimizer steps of the whole run", default=200, least=1)
+    minutes: float | None = option(
+        "train for so many minutes, evaluations included, in place of --steps; the learning rate falls with the clock",
+        default=None,
+        above=0,
+    )
     batch_size: int = option("records in one forward pass, on each process", default=16, least=1)
     accumulation: int = option("forward passes whose gradients make one optimizer step", default=1, least=1)
     learning_rate: float = option("peak learning rate of AdamW, reached after the warm-up", default=3e-4, above=0)
@@ -107,16 +112,19 @@ class TuneConfig(Options):
         super().__post_init__()
         if self.full and (self.lora_rank is not None or self.merge):
             raise UsageError("--full tunes all weights: it takes no --lora-rank and no --merge")
+        if self.minutes is not None and self.curriculum == "lower":
+            raise UsageError("--curriculum lower counts steps: give --steps, not --minutes")
 
     @property
     def rank(self) -> int:
         """LoRA rank, 0 when all weights are tuned."""
         return 0 if self.full else (self.lora_rank or DEFAULT_LORA_RANK)
 
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (0-based): linear warm-up, then a cosine to zero."""
-        warmup = round(self.steps * self.warmup_fraction)
+    def learning_rate_at(self, step: int, steps: int | None = None) -> float:
+        """Learning rate of optimizer step `step` (0-based) of `steps`: linear warm-up, then a cosine to zero."""
+        steps = self.steps if steps is None else steps
+        warmup = round(steps * self.warmup_fraction)
         if step < warmup:
             return self.learning_rate * (step + 1) / warmup
-        done = (step - warmup) / max(1, self.steps - warmup)
+        done = (step - warmup) / max(1, steps - warmup)
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * done))

@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object, set_seed
 
 from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
@@ -172,11 +173,13 @@ class Tuner:
         first = progress.step * config.accumulation * world
         numbers = GroupedBatches(self._train, config.batch_size, seed=config.seed, start=first)
         mine = islice(numbers, rank, None, world)
-        bar = progress_bar(config.steps, "step", name="tune", done=progress.step, shown=main)
+        bar = progress_bar(None, "step", name="tune", done=progress.step, shown=main)
+        since = time.perf_counter()
         try:
-            while progress.step < config.steps:
+            while progress.step < (total := self._steps()):
+                bar.total = total
                 batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
-                report, row = self._train_step(batches)
+                report, row = self._train_step(batches, total)
                 if progress.step % 32 == 0:  # shapes leave gaps in the heap: 0.2 GB a step of 262,144 words
                     return_freed_memory()
                 bar.update()
@@ -185,21 +188,38 @@ class Tuner:
                 )
                 if log is not None:
                     log.write("train", progress.step, row)
-                if progress.step % config.eval_every == 0 or progress.step == config.steps:
+                since = self._spend(since)
+                if progress.step % config.eval_every == 0 or progress.step == self._steps():
                     losses = self._evaluate()
                     if log is not None:
                         log.write("dev", progress.step, losses)
-                if progress.step % config.checkpoint_every == 0 and progress.step < config.steps:
+                    since = self._spend(since)
+                if progress.step % config.checkpoint_every == 0 and progress.step < self._steps():
                     self._checkpoints.save()
         finally:
             bar.close()
             if log is not None:
                 log.close()
 
-    def _train_step(self, batches: Sequence[Batch]) -> tuple[StepReport, dict[str, Any]]:
+    def _spend(self, since: float) -> float:
+        """Put the time since a moment on the run's clock; the moment now."""
+        now = time.perf_counter()
+        self._checkpoints.progress.clock += now - since
+        return now
+
+    def _steps(self) -> int:
+        """Steps of the whole run; of one that goes by the clock, as its speed so far has it."""
+        progress, minutes = self._checkpoints.progress, self._config.minutes
+        if minutes is None or not progress.step:
+            return self._config.steps
+        seconds = torch.tensor(progress.clock, device=self._accelerator.device)
+        share = float(self._accelerator.reduce(seconds, reduction="mean")) / (60 * minutes)
+        return progress.step if share >= 1 else max(progress.step + 1, round(progress.step / share))
+
+    def _train_step(self, batches: Sequence[Batch], total: int) -> tuple[StepReport, dict[str, Any]]:
         progress = self._checkpoints.progress
         schedule = self._attachment.schedule = self._curriculum.schedule_at(progress.step)
-        rate = self._config.learning_rate_at(progress.step)
+        rate = self._config.learning_rate_at(progress.step, total)
         start = time.perf_counter()
         report = self._step(batches, rate)
         seconds = time.perf_counter() - start
@@ -208,6 +228,7 @@ class Tuner:
             "tokens_per_s": round(report.tokens / seconds),
             "schedule": schedule.name,
             "mean_budget": schedule.mean_budget(),
+            "minutes": round(progress.clock / 60, 3),
         }
         if not report.is_finite:
             self._stop(batches, row)
