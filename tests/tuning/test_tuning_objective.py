@@ -17,7 +17,7 @@ from skipdecode import Schedule, attach
 from skipdecode.data.prompts import Example
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.objective import Objective, Teacher, response_logits, token_losses
+from skipdecode.tuning.objective import KeptTeacher, Objective, Teacher, response_logits, token_losses
 from skipdecode.tuning.setup import make_optimizer
 from skipdecode.tuning.step import TrainStep
 from tiny import LAYERS, VOCAB, tiny_model
@@ -204,3 +204,29 @@ def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
     assert several.loss == pytest.approx(one.loss, rel=1e-5)
     assert several.gradient_norm == pytest.approx(one.gradient_norm, rel=1e-3)
     torch.testing.assert_close(weights, expected, atol=2e-3, rtol=0)
+
+
+def test_a_teacher_that_keeps_all_words_teaches_as_one_that_runs_and_runs_once() -> None:
+    model, calls = tiny_model("llama"), []
+    with attach(model, SCHEDULE) as attachment:
+        teacher = Teacher(attachment, model)
+        kept = KeptTeacher(teacher, VOCAB, 2.0)
+        runs = teacher.logits
+        teacher.logits = lambda batch: calls.append(batch) or runs(batch)  # type: ignore[method-assign]
+        wanted = Objective(teacher, 1.0, 2.0)(model, BATCH)
+        calls.clear()
+        for batch in (BATCH, batch_of((7, 12), (3, 5), (5, 1))):  # the second time from what is kept
+            found = Objective(kept, 1.0, 2.0)(model, batch)
+            assert found.kl.item() == pytest.approx(wanted.kl.item(), rel=2e-3)
+        assert len(calls) == 1
+
+
+def test_a_kept_teachers_other_words_count_as_one() -> None:
+    model = tiny_model("llama")
+    with attach(model, SCHEDULE) as attachment, torch.no_grad():
+        full = Objective(Teacher(attachment, model), 1.0)(model, BATCH).kl.item()
+        few = Objective(KeptTeacher(Teacher(attachment, model), 8), 1.0)(model, BATCH).kl.item()
+        attachment.schedule = Schedule.full(LAYERS)
+        same = Objective(KeptTeacher(Teacher(attachment, model), 8), 1.0)(model, BATCH).kl.item()
+    assert 0 < few < full  # merged words tell less
+    assert same == pytest.approx(0, abs=1e-3)

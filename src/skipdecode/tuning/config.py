@@ -74,6 +74,12 @@ class TuneConfig(Options):
         "or the weights of the moment",
         default="initial",
     )
+    teacher_words: int = option(
+        "likeliest words of the initial teacher that are kept for each token, so that the teacher runs once a record; "
+        "0: all words, computed at each step",
+        default=64,
+        least=0,
+    )
 
     curriculum: Literal["none", "lower", "sampled", "random"] = option(
         "none: the schedule from the first step; lower: from full depth down to it; sampled: each step one of the "

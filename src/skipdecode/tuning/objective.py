@@ -8,6 +8,9 @@ which costs the model's memory once more. `current` is the weights of the moment
 only as good as tuning leaves full depth, so it goes with a curriculum that also trains full depth.
 Temperature as in Hinton et al., arXiv 1503.02531: T^2 keeps the gradient's size.
 
+A teacher that stays as it is may say what it has to say of a record once: its likeliest words with their
+log-probabilities in half precision, and what all others have together. The KL is then of these words and the rest.
+
 With a large vocabulary the probabilities that a loss and its gradient pass through take many times the memory of the
 logits. The gradient is therefore made a few tokens at a time together with the loss, as fused losses do (Liger Kernel,
 arXiv 2410.10989), and only that is kept.
@@ -20,7 +23,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +34,12 @@ from skipdecode.models.attach import Attachment
 from skipdecode.models.families import unwrap
 from skipdecode.tuning.collate import IGNORE, Batch
 
-__all__ = ["Losses", "Objective", "Teacher", "response_logits", "token_losses"]
+__all__ = ["KeptTeacher", "Losses", "Objective", "Taught", "Teacher", "response_logits", "token_losses"]
 
 _TOKENS = 32
 """Whose probabilities are in memory at a time."""
+_LEAST_REST = 1e-4
+"""Of probability: below, half precision leaves nothing to learn."""
 
 
 @dataclass
@@ -111,19 +116,66 @@ class Teacher:
         with self._attachment.paused(), adapter_off, _evaluating(self._model):
             return response_logits(self._model, batch)
 
+    def taught(self, batch: Batch) -> Tensor:
+        """The logits of all response columns, flattened."""
+        return self.logits(batch).flatten(0, 1)
+
+
+class Taught(NamedTuple):
+    """A teacher's likeliest words of each token with their log-probabilities, both (tokens, words)."""
+
+    log_probabilities: Tensor
+    words: Tensor
+
+
+class KeptTeacher:
+    """What a teacher that does not change says of each record, computed at the record's first turn and kept.
+
+    Parameters
+    ----------
+    words : int
+        How many are kept for each response token, in 6 bytes each.
+    temperature : float
+        Divides the logits.
+    """
+
+    def __init__(self, teacher: Teacher, words: int, temperature: float = 1.0) -> None:
+        self._teacher, self._words, self._temperature = teacher, words, temperature
+        self._kept: dict[tuple[int, ...], Taught] = {}
+
+    def taught(self, batch: Batch) -> Taught:
+        """Of the response columns of a batch, flattened."""
+        # A record is known by its tokens: ids of records may repeat.
+        text = [ids[mask > 0].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+        lengths = (batch.targets != IGNORE).sum(1).tolist()
+        keys = [(length, *ids) for length, ids in zip(lengths, text, strict=True)]
+        if not self._kept.keys() >= set(keys):
+            for key, logits in zip(keys, self._teacher.logits(batch), strict=True):
+                self._kept[key] = self._likeliest(logits[: key[0]])
+        device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
+        values, words = (pad(part, batch_first=True) for part in zip(*map(self._kept.get, keys), strict=True))
+        return Taught(values.to(device).flatten(0, 1), words.to(device).flatten(0, 1).long())
+
+    def _likeliest(self, logits: Tensor) -> Taught:
+        parts = [functional.log_softmax(part.float() / self._temperature, -1) for part in logits.split(_TOKENS)]
+        values, words = zip(*(part.topk(min(self._words, part.shape[-1])) for part in parts), strict=True)
+        return Taught(torch.cat(values).half().cpu(), torch.cat(words).int().cpu())
+
 
 class Objective:
     """Cross-entropy plus self-distillation of one batch.
 
     Parameters
     ----------
-    teacher : Teacher or None
+    teacher : Teacher, KeptTeacher or None
         Asked only when `weight` is above 0.
     weight, temperature : float
         w and T of the module's text.
     """
 
-    def __init__(self, teacher: Teacher | None = None, weight: float = 0.0, temperature: float = 1.0) -> None:
+    def __init__(
+        self, teacher: Teacher | KeptTeacher | None = None, weight: float = 0.0, temperature: float = 1.0
+    ) -> None:
         self._teacher = teacher if weight > 0 else None
         self._weight = weight
         self._temperature = temperature
@@ -131,7 +183,7 @@ class Objective:
     def __call__(self, model: Any, batch: Batch) -> Losses:
         """Losses of a batch under the schedule that is attached."""
         student = response_logits(model, batch).flatten(0, 1)
-        teacher = None if self._teacher is None else self._teacher.logits(batch).flatten(0, 1)
+        teacher = None if self._teacher is None else self._teacher.taught(batch)
         sums = token_losses(student, batch.targets.flatten(), teacher, self._weight, self._temperature)
         return Losses(*sums, batch.response_tokens)
 
@@ -154,14 +206,19 @@ def _forward_parameters(model: Any) -> frozenset[str]:
 
 
 def token_losses(
-    student: Tensor, targets: Tensor, teacher: Tensor | None = None, weight: float = 0.0, temperature: float = 1.0
+    student: Tensor,
+    targets: Tensor,
+    teacher: Tensor | Taught | None = None,
+    weight: float = 0.0,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over the tokens that count: (1 - weight) * CE + weight * T^2 * KL, which has a gradient; CE; T^2 * KL.
 
     Parameters
     ----------
     student, teacher : Tensor
-        Logits, (tokens, vocabulary); without a teacher the first sum is the cross-entropy, whatever the weight.
+        Logits, (tokens, vocabulary); without a teacher the first sum is the cross-entropy, whatever the weight. A
+        teacher that is `Taught` has only some words: its other words count as one.
     targets : Tensor
         (tokens,), `IGNORE` where a token does not count.
     weight : float
@@ -176,7 +233,7 @@ def token_losses(
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | None, weight: float, temperature: float
+        ctx: Any, student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float, temperature: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(student) if ctx.needs_input_grad[0] else None
         sums = torch.zeros(3, device=student.device)
@@ -184,7 +241,8 @@ class _TokenLosses(torch.autograd.Function):
             part = slice(start, start + _TOKENS)
             with torch.set_grad_enabled(gradient is not None):
                 logits = student[part].detach().requires_grad_(gradient is not None)
-                taught = None if teacher is None else teacher[part]
+                taught = Taught(*(t[part] for t in teacher)) if isinstance(teacher, Taught) else teacher
+                taught = taught[part] if isinstance(taught, Tensor) else taught
                 losses = _part(logits, targets[part], taught, weight, temperature)
             if gradient is not None:
                 (gradient[part],) = torch.autograd.grad(losses[0], logits)
@@ -205,7 +263,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _part(
-    student: Tensor, targets: Tensor, teacher: Tensor | None, weight: float, temperature: float
+    student: Tensor, targets: Tensor, teacher: Tensor | Taught | None, weight: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_losses` at once."""
     counted = targets != IGNORE
@@ -214,7 +272,17 @@ def _part(
     cross_entropy = functional.nll_loss(log_probabilities, targets[counted], reduction="sum")
     if teacher is None:
         return cross_entropy, cross_entropy, torch.zeros_like(cross_entropy)
-    wanted = functional.log_softmax(teacher[counted].float() / temperature, dim=-1)
     guess = log_probabilities if temperature == 1 else functional.log_softmax(logits / temperature, dim=-1)
+    if isinstance(teacher, Tensor):
+        wanted = functional.log_softmax(teacher[counted].float() / temperature, dim=-1)
+    else:
+        wanted = _with_rest(teacher.log_probabilities[counted].float())
+        guess = _with_rest(guess.gather(1, teacher.words[counted]))
     kl = functional.kl_div(guess, wanted, reduction="sum", log_target=True) * temperature**2
     return (1 - weight) * cross_entropy + weight * kl, cross_entropy, kl
+
+
+def _with_rest(log_probabilities: Tensor) -> Tensor:
+    """Log-probabilities of some words (tokens, words), and that of all others beside them."""
+    rest = (1 - log_probabilities.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
+    return torch.cat((log_probabilities, rest.log()), -1)

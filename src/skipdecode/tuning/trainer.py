@@ -35,7 +35,7 @@ from skipdecode.tuning.collate import Batch, GroupedBatches, collate, padding
 from skipdecode.tuning.config import TuneConfig
 from skipdecode.tuning.curriculum import make_curriculum
 from skipdecode.tuning.measure import SpeedReport, compare_speed, dev_loss
-from skipdecode.tuning.objective import Objective, Teacher
+from skipdecode.tuning.objective import KeptTeacher, Objective, Teacher
 from skipdecode.tuning.run_log import RunLog
 from skipdecode.tuning.setup import add_lora, make_accelerator, make_optimizer
 from skipdecode.tuning.step import StepReport, TrainStep
@@ -155,7 +155,9 @@ class Tuner:
         switch_off = self._adapter if config.teacher == "initial" else None
         arithmetic = self._accelerator.autocast
         teacher = Teacher(self._attachment, self._model, adapter=switch_off, copy=frozen, arithmetic=arithmetic)
-        objective = Objective(teacher, config.distill_weight, config.temperature)
+        kept = config.teacher == "initial" and config.teacher_words > 0
+        said = KeptTeacher(teacher, config.teacher_words, config.temperature) if kept else teacher
+        objective = Objective(said, config.distill_weight, config.temperature)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
 
