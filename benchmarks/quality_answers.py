@@ -17,12 +17,13 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
+from skipdecode.data.names import made_up, renamed
 from skipdecode.data.records import Template
 from skipdecode.data.tasks import load_task
 
@@ -30,12 +31,6 @@ _HELD_OUT = 64
 _PIECES = 3
 _WORDS_A_TOKEN = 0.8
 NAME = re.compile(r"(?:name|near)\[([^\]]+)\]")
-# Made-up names: syllables, first words, last words.
-WORDS = (
-    "al an bel bo cas cor da dor el fen gar hol is ka lan lo mar mer nor o pel qui ra ros sa ston tam ul ver",
-    "Amber Broad Crown Dusty Elm Fallen Grand Hidden Ivory King's Little Market North Orange Quiet Red Silver",
-    "Arch Barn Corner Dove Fountain Garden Horse Inn Ladder Moon Oak Parrot Room Ship Tower Vine Wagon Yard",
-)
 
 
 def prompts(rows: Iterable[dict[str, Any]], template: Template) -> list[dict[str, str]]:
@@ -70,28 +65,8 @@ def named(rows: Iterable[dict[str, str]], response: str) -> Iterator[dict[str, s
     for row in rows:
         found = NAME.findall(" ".join(value for field, value in row.items() if field != response))
         if found and all(name in row[response] for name in found):
-            names = invented_names(found, draw)
+            names = made_up(found, draw)
             yield {field: renamed(value, names) for field, value in row.items()}
-
-
-def invented_names(names: Iterable[str], draw: random.Random, words: tuple[str, str, str] = WORDS) -> dict[str, str]:
-    """Another name for each, the longest first."""
-    ordered = sorted(set(names), key=lambda name: (-len(name), name))
-    return {name: ("The " if name.startswith("The ") else "") + _invented(draw, *words) for name in ordered}
-
-
-def renamed(text: str, names: Mapping[str, str]) -> str:
-    """A text under other names."""
-    for name, other in names.items():
-        text = text.replace(name, other)
-    return text
-
-
-def _invented(draw: random.Random, syllables: str, before: str, after: str) -> str:
-    """A name of one or two words."""
-    made = "".join(draw.choices(syllables.split(), k=draw.randint(2, 3))).capitalize()
-    first, last = draw.choice([*before.split(), made]), draw.choice([*after.split(), made])
-    return draw.choice([made, last, f"{first} {last}", f"{first} {last}"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,8 @@
       --out results/unseen-names-e2e-smollm2-135m.json
 
 E2E's 18 test names are all among the 34 of its training records, so its scores do not tell. Greedy, bf16; a name counts
-where it stands in the answer letter for letter. None of the words are those of `quality_answers.py`.
+where it stands in the answer letter for letter. None of the words are those of
+`skipdecode.data.names`, which tuning may have seen.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from quality_answers import NAME, invented_names, renamed
+from quality_answers import NAME
 from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.kinds import heading
+from skipdecode.data.names import made_up, renamed
 from skipdecode.data.tasks import load_task
 from skipdecode.models.loading.ref import ModelRef
 
@@ -37,7 +39,7 @@ def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:
     template, draw = load_task("e2e").template(), random.Random(7)
     with data.open(encoding="utf-8") as file:
         texts = dict.fromkeys(template.render(template.values(json.loads(line))) for line in file)
-    renamings = [(text, invented_names(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
+    renamings = [(text, made_up(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
     return [(renamed(text, names), list(names.values())) for text, names in renamings]
 
 

@@ -27,6 +27,7 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
+from skipdecode.data.names import with_made_up_names
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
 from skipdecode.data.self_generated import (
@@ -53,7 +54,7 @@ from skipdecode.tuning.run_log import LOG_FILE, read_log
 if TYPE_CHECKING:
     from skipdecode.tuning.trainer import Tuner, TuneResult
 
-__all__ = ["Config", "prepare_parser", "run"]
+__all__ = ["Config", "prepare_parser", "run", "self_generated"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
@@ -83,6 +84,11 @@ class Config(NamedModel, TuneConfig, SelfGeneratedOptions, RecordOptions, Schedu
         "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the responses' lengths)",
         default=None,
         least=1,
+    )
+    augment_names: tuple[str, ...] = option(
+        "fields of the prompt whose names and numbers the response repeats: such records are learned once more with "
+        "made-up ones, so that names are copied and not known by heart",
+        default=(),
     )
     train_records: int | None = option("only the first N lines of --train", default=None, least=1)
     dev_records: int | None = option(
@@ -121,7 +127,7 @@ def run(config: Config) -> int:
     out, state = Path(config.out), process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     if config.self:
-        config, template, made = _with_self_generated(config, prompts, state)
+        config, template, made = self_generated(config, prompts)
         files = _files(config, template)
     else:
         template, made = make_template(config), {}
@@ -179,7 +185,11 @@ def _check(config: Config) -> None:
 
 def _files(config: Config, template: Template) -> dict[str, RecordFile]:
     """The records to train on and to judge by, each file read once."""
-    return read_files(config, template, train=config.train_records, dev=config.dev_records)
+    found = read_files(config, template, train=config.train_records, dev=config.dev_records)
+    if config.augment_names:
+        records = with_made_up_names(found["train"].records, template, config.augment_names, config.seed)
+        found["train"] = replace(found["train"], records=tuple(records))
+    return found
 
 
 def _check_unfinished(out: Path) -> None:
@@ -196,13 +206,12 @@ def _prompt_template(config: Config) -> Template | None:
     return make_template(replace(config, prompt_field=prompt, response_field=response))
 
 
-def _with_self_generated(
-    config: Config, prompts: PromptSource | None, state: Any
-) -> tuple[Config, Template, dict[str, Any]]:
+def self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:
     """The config with self-generated data as its records, made first if need be, and what a recipe says of them."""
     from skipdecode.engine.opening import open_engines
+    from skipdecode.tuning.setup import process_state
 
-    out = Path(config.out)
+    out, state = Path(config.out), process_state()
     state.wait_for_everyone()
     with state.main_process_first():  # the others find it done
         loaded = load_model(config.ref)

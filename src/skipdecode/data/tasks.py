@@ -55,6 +55,10 @@ class Task(Options):
         "the field that loses its end when a prompt is longer than max_prompt_tokens", default=None
     )
     max_prompt_tokens: int | None = option("longest prompt, in tokens of the model", default=None, least=1)
+    copied: tuple[str, ...] = option(
+        "fields of the prompt whose names and numbers an output repeats; eval counts those that come through",
+        default=(),
+    )
     response_tokens: Mapping[str, int] = option(
         "median and p95 of the references' lengths, for a schedule's seq_len", default={}, least=1
     )

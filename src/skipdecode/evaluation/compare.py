@@ -102,7 +102,7 @@ def runs_tables(runs: Sequence[Run]) -> str:
         (f"Scores ± half of their 95% interval{_LOSS * ('loss' in scores)}", {n: partial(_scored, n) for n in scores}),
         (speed, speeds),
         (
-            "Agreement with full depth's outputs, % (kl: nats)",
+            "Agreement with full depth's outputs, % (kl: nats); copied: of the prompt's names and numbers, %",
             {n: partial(_scored, n) for n in names if n in _AGREEMENT},
         ),
     ]

@@ -15,6 +15,7 @@ import numpy as np
 from skipdecode.common.bootstrap import Table
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note, progress_bar
+from skipdecode.data.names import repeated
 from skipdecode.data.prompts import encode_prompts, prompt_room, response_ids
 from skipdecode.data.records import Record, Reject
 from skipdecode.data.source import Records
@@ -32,7 +33,7 @@ from skipdecode.evaluation.results import (
     same_run,
     save_run,
 )
-from skipdecode.evaluation.scores import Scored, free_running
+from skipdecode.evaluation.scores import Scored, free_running, table_of
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.evaluation.teacher_forced import reference_loss, teacher_forced
@@ -218,6 +219,10 @@ class _Work:
                 tables[metric.name] = metric.statistics(texts, references)
                 bar.update(len(texts))
             signatures[metric.name] = metric.signature
+        if self.task.copied:
+            asked = [repeated(record, self.task.copied) for record in self.records]
+            found = [sum(value in text for value in each) for each, text in zip(asked, texts, strict=True)]
+            tables["copied"] = table_of(list(zip(found, map(len, asked), strict=True)))
         if outputs.full:
             tables |= free_running(outputs.tokens, outputs.full)
         if self.settings.teacher_forced:

@@ -25,6 +25,7 @@ FIDELITY = {
     "token_agreement": "tokens equal to full depth's at the same place, % of the longer output",
     "top1_agreement": "tokens of the full-depth output that the method would choose too, given those before, %",
     "kl": "KL divergence from full depth's next-token distribution, nats a token of its output",
+    "copied": "names and numbers of the prompt that the references repeat and the output too, %",
     "loss": "cross-entropy of the record's first reference and its end token, nats a token",
 }
 """Figures that are not metrics of a library, with their definitions; all are ratios of sums over records."""
