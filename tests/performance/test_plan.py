@@ -311,6 +311,7 @@ def test_what_comes_next_can_be_run(model_dir, config_file, tmp_path, capsys, mo
     ((*_, only),) = commands(model_dir, "--nominal-speedup", "1")
     assert only == "Your prompt", "full depth needs no tuning"
     assert commands(config_file, "--nominal-speedup", "2")[0][:2] == ["tune", "MODEL"]
+    assert commands(config_file, "--target-speedup", "1.5")[0][:2] == ["prepare", "MODEL"], "an order of its own"
 
 
 def test_help_is_quick():

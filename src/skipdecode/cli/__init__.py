@@ -30,6 +30,7 @@ VERBS = {
     "simulate": "throughput and latency of many requests on modelled workers, without a model",
     "generate": "text for every prompt of a file, in batches, with fewer layers per token",
     "chat": "talk to a model in the terminal, schedules switchable between turns",
+    "prepare": "a fast checkpoint in minutes: layer order and fit, tuning from the fit, both evaluated",
     "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
     "calibrate": "which layers to leave out, and where in the text, learned on your records",
     "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",

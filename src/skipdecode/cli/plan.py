@@ -370,7 +370,7 @@ def _fitted(plan: _Plan) -> str:
 
 
 def _commands(plan: _Plan) -> dict[str, str]:
-    """What to run next: keep the schedule; or tune under it, if the weights were not, and use what came of it."""
+    """What to run next: keep the schedule; or prepare or tune the model, and use what came of it."""
     config = plan.config
     if config.schedule is not None:
         model, file = shlex.quote(config.model), shlex.quote(config.schedule)
@@ -386,7 +386,12 @@ def _commands(plan: _Plan) -> dict[str, str]:
     merge = "" if config.ref.adapter is None else " --merge"
     data = "--train train.jsonl --dev dev.jsonl --prompt-field prompt --response-field response"
     tune = f"skipdecode tune {model} --schedule {file} {data} --out tuned{merge}"
-    return {"next": tune, "then": f"skipdecode generate tuned --compare {rest}"}
+    found = {"next": tune, "then": f"skipdecode generate tuned --compare {rest}"}
+    if config.target_speedup is None or config.phase == "decode":
+        return found
+    # With few records an order of layers that is learned on them loses less than the plan's.
+    target = f"--target-speedup {config.target_speedup:g} --batch {config.batch}"
+    return {"next": f"skipdecode prepare {model} {target} {data} --out ready", "or": tune, "then": found["then"]}
 
 
 def _document(plan: _Plan) -> dict[str, Any]:

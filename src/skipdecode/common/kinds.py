@@ -19,6 +19,7 @@ FORMATS: Mapping[str, int] = {
     "benchmark": 1,
     "calibration": 1,
     "evaluation": 1,
+    "prepared": 1,
     "quality-table": 1,
     "self-generated": 1,
     "simulation": 1,
