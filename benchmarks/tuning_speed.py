@@ -26,13 +26,13 @@ from skipdecode.data.prompts import Example
 from skipdecode.performance.bench.workload import GEOMETRIES, build
 from skipdecode.tuning.collate import collate
 from skipdecode.tuning.config import TuneConfig
-from skipdecode.tuning.objective import Objective
+from skipdecode.tuning.objective import KeptTeacher, Objective, Teacher
 from skipdecode.tuning.setup import add_lora, make_accelerator, make_optimizer
 from skipdecode.tuning.step import TrainStep
 
 
-def measure(full: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of one way of tuning: all weights, or a LoRA adapter."""
+def measure(full: bool, teacher: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one way of tuning: all weights, or a LoRA adapter; on texts, or by full depth, asked or kept."""
     model = build(options.geometry, torch.float32)
     layers = model.config.num_hidden_layers
     schedules = {1.0: Schedule.full(layers)}
@@ -43,7 +43,9 @@ def measure(full: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
     attachment = attach(trained, schedules[1.0])
     trained, optimizer = accelerator.prepare(trained, make_optimizer(trained, config))
     trained.train()
-    step = TrainStep(accelerator, trained, optimizer, Objective(), config.clip)
+    asked = Teacher(attachment, trained, adapter=None if full else trained)
+    said = {"none": None, "asked": asked, "kept": KeptTeacher(asked, config.teacher_words)}[teacher]
+    step = TrainStep(accelerator, trained, optimizer, Objective(said, 1.0), config.clip)
     draw = random.Random(0)
     examples = [
         Example(str(i), *(tuple(draw.randrange(5, 1000) for _ in range(n)) for n in (options.prompt, options.response)))
@@ -67,6 +69,7 @@ def measure(full: bool, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         {
             "weights": "all" if full else "lora",
+            "teacher": teacher,
             "nominal_speedup": speedup,
             "tokens_per_s": batch.tokens / watch.seconds(speedup, float),
             "speedup": watch.ratio(1.0, speedup, float),
@@ -88,7 +91,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     keep_freed_memory()
-    rows = measure(True, options) + measure(False, options)
+    ways = [(full, "none") for full in (True, False)] + [(False, teacher) for teacher in ("asked", "kept")]
+    rows = [row for way in ways for row in measure(*way, options)]
     config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
     document = {
         **heading("benchmark", "tuning-speed"),
@@ -99,7 +103,7 @@ def main() -> None:
     options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         speeds = f"{row['tokens_per_s']:7.0f} tokens/s {row['speedup']:.2f}x"
-        print(f"{row['weights']:5} {row['nominal_speedup']:4.1f}x {speeds}")
+        print(f"{row['weights']:5} {row['teacher']:5} {row['nominal_speedup']:4.1f}x {speeds}")
 
 
 if __name__ == "__main__":

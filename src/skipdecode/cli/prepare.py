@@ -277,7 +277,7 @@ def _task_file(config: Config, most: int) -> str:
 
 def _task_row(found: Mapping[str, Any]) -> dict[str, Any]:
     scores = {name: entry["score"] for name, entry in found["metrics"].items() if name in METRICS}
-    return _speeds(found) | {"scores": scores}
+    return _speeds(found) | {"copied": found["metrics"].get("copied", {}).get("score"), "scores": scores}
 
 
 def _self_row(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,6 +347,7 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
         "request": "{request_speedup:.2f}x",
         "decode": "{decode_speedup:.2f}x",
         "kept": "{kept:.1%}",
+        **({"copied": "{copied:.1f}%"} if any(row.get("copied") for row in document["rows"]) else {}),
         **{name: f"{{scores[{name}]:.1f}}" for name in document["rows"][0]["scores"]},
     }
     took = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in document["seconds"].items())

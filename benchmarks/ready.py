@@ -1,0 +1,118 @@
+"""What a model keeps after minutes of preparation, fitted and without fits: `skipdecode prepare` on several tasks.
+
+    python benchmarks/ready.py --data path/to/data --minutes 0 10 --cpu-clock --work runs/ready \\
+      --out results/ready-smollm2-135m.json
+
+Every task starts from a checkpoint at full depth, whose own minutes are listed, and learns that checkpoint's greedy
+answers. `kept` is the worst of BLEU, ROUGE-L and BERT-F on task records, and of instructions followed and
+1 / perplexity ratio in chats; full depth of the same table is 1. On a shared machine, `--cpu-clock` counts minutes of
+this process's CPU time, on one thread. A run that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from skipdecode.cli import main as skipdecode
+from skipdecode.common.environment import environment
+from skipdecode.common.kinds import heading
+from skipdecode.models.loading.ref import ModelRef
+
+SELF = ["--self", "--self-temperature", "0", "--bertscore-model", "minilm"]
+TASKS = {
+    "e2e": ("e2e-smollm2-135m", 1.6, ["--task", "e2e", "--self-records", "320", "--self-tokens", "64"]),
+    "chat": ("smollm2-135m", 1.25, ["--self-records", "260", "--self-tokens", "96", "--test-records", "32"]),
+}
+"""The checkpoint, the target and the options of each."""
+METHODS = {"fitted": [], "without fits": ["--no-fit"]}
+SCORES = ("bleu", "rougeL", "bertscore_f1", "instructions", "1 / perplexity")
+
+
+def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
+    """What `skipdecode prepare` says of a task."""
+    model, target, more = TASKS[task]
+    out = options.work / f"{task}-{method.replace(' ', '-')}"
+    files = []
+    if task != "chat":
+        files = [
+            f"--{name}={options.data / task / file}.jsonl" for name, file in (("prompts", "train"), ("test", "test"))
+        ]
+    command = ["prepare", model, "--target-speedup", str(target), *SELF, *more, *files, *METHODS[method]]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = skipdecode([*command, "--minutes", f"{minutes:g}", "--out", str(out), "--json"])
+    if code:
+        sys.exit(code)
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found
+
+
+def rows(task: str, method: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the result file: full depth, the target and its neighbours after the minutes of one run."""
+    full = [row["scores"] for row in found["rows"] if row["full_depth"]]
+    best = {name: max(scores[name] for scores in full) for name in SCORES if name in full[0]}
+    stages = found["cpu_seconds"]
+    tuning = stages.get(f"tune {found['minutes']:g}", 0.0)
+    return [
+        {
+            "task": task,
+            "method": method,
+            "minutes": row["minutes"],
+            "schedule": row["name"],
+            "request_speedup": row["request_speedup"],
+            "kept": min(row["scores"][name] / score for name, score in best.items()),
+            "copied": row.get("copied"),
+            "perplexity_ratio": row.get("perplexity_ratio"),
+            "scores": row["scores"],
+            "cpu_minutes": round((stages["fit"] + (tuning if row["minutes"] else 0)) / 60, 2),
+        }
+        for row in found["rows"]
+        if row["minutes"] == found["minutes"] or not found["minutes"]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="directory with e2e/train.jsonl, e2e/test.jsonl")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
+    parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
+    parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
+    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
+    options = parser.parse_args()
+    if options.cpu_clock:
+        torch.set_num_threads(1)
+        time.perf_counter = time.process_time  # every measurement of the package reads it
+    found: list[dict[str, Any]] = []
+    wanted = [(t, m, n) for t in options.tasks for m in options.methods for n in sorted(options.minutes)]
+    for task, method, minutes in tqdm(wanted, unit="run"):
+        found += rows(task, method, prepared(task, method, minutes, options))
+        document = {
+            **heading("benchmark", "ready"),
+            "environment": environment(),
+            "clock": "CPU time of one thread" if options.cpu_clock else "wall clock",
+            "checkpoints": {name: _checkpoint(TASKS[name][0]) for name in options.tasks},
+            "rows": found,
+        }
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _checkpoint(name: str) -> dict[str, Any]:
+    """A model's name, and the minutes that its tuning took, where its recipe says them."""
+    path = ModelRef(name).folder / "recipe.json"
+    result = json.loads(path.read_text(encoding="utf-8")).get("result") if path.is_file() else None
+    return {"name": name, "minutes": result and round(result["seconds"] / 60, 1)}
+
+
+if __name__ == "__main__":
+    main()
