@@ -87,27 +87,10 @@ def test_sampled_schedules_keep_the_targets_order_and_are_nested_in_each_other()
     assert all(set(steep.layers(i)) <= set(flat.layers(i)) for i in range(25))
 
 
-def test_sampled_and_random_schedules_keep_the_targets_prompts_but_full_depth_is_full() -> None:
+def test_sampled_schedules_keep_the_targets_prompts_but_full_depth_is_full() -> None:
     target = TARGET.with_prompt((0, 1, 2, 3))
     goals = make_curriculum(target, TuneConfig(curriculum="sampled", sampled_speedups=(1, 2))).goals
     assert [len(s.prompt_layers()) for s in goals] == [4, 12, 4]
-    drawn = make_curriculum(target, TuneConfig(curriculum="random")).schedule_at
-    assert {drawn(step).prompt for step in range(20)} == {target.prompt}
-
-
-def test_random_layers_are_left_out_each_step_but_never_the_first_and_last() -> None:
-    curriculum = make_curriculum(TARGET, TuneConfig(curriculum="random", seed=3))
-    drawn = [curriculum.schedule_at(step) for step in range(200)]
-    assert drawn == [
-        make_curriculum(TARGET, TuneConfig(curriculum="random", seed=3)).schedule_at(s) for s in range(200)
-    ]
-    sets = [set(s.layers(0)) for s in drawn]
-    assert all({0, 11} <= layers and len(layers) >= TARGET.budgets[-1] for layers in sets)
-    assert {len(layers) for layers in sets} == set(range(TARGET.budgets[-1], 13))
-    short = [layers for layers in sets if len(layers) == TARGET.budgets[-1]]
-    assert len({tuple(sorted(layers)) for layers in short}) > 5
-    assert set().union(*short) == set(range(12))
-    assert curriculum.goals == (TARGET,)
 
 
 def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
@@ -121,7 +104,7 @@ def test_flat_targets_are_sampled_flat_and_full_depth_cannot_be() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "accepted"),
     [
-        ("curriculum", "sampeld", "one of none, lower, sampled, random"),
+        ("curriculum", "sampeld", "one of none, lower, sampled"),
         ("precision", "fp16", "one of auto, fp32, bf16"),
         ("full", "false", "true or false"),
         ("lora_targets", "all-linear", "a list of values"),

@@ -303,7 +303,8 @@ def _document(config: Config, state: _State, tuned: Path) -> dict[str, Any]:
     best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
     for row in rows:
         row["kept"] = min(row["scores"][name] / score for name, score in best.items() if score)
-    shown = config.minutes if config.minutes in every else 0.0
+    asked = float(f"{config.minutes:g}")  # as stages are called
+    shown = asked if asked in every else 0.0
     seconds = {name: stage["seconds"] for name, stage in state.stages.items()}
     skipping = [row for row in rows if not row["full_depth"]]
     target = Schedule.load(state.place / "fit" / "schedule.json").name
@@ -311,7 +312,7 @@ def _document(config: Config, state: _State, tuned: Path) -> dict[str, Any]:
     model = str(tuned) if shown else f"{shlex.quote(config.model)} --schedule {state.place / 'fit' / 'target.json'}"
     more = command_line("prepare", replace(config, minutes=max(20.0, 2 * config.minutes)))
     return heading("prepared") | {
-        "minutes": config.minutes,
+        "minutes": shown,
         "seconds": seconds,
         "cpu_seconds": {name: stage["cpu_seconds"] for name, stage in state.stages.items()},
         "rows": [row for row in rows if row["minutes"] in (0.0, shown)],

@@ -81,10 +81,9 @@ class TuneConfig(Options):
         least=0,
     )
 
-    curriculum: Literal["none", "lower", "sampled", "random"] = option(
+    curriculum: Literal["none", "lower", "sampled"] = option(
         "none: the schedule from the first step; lower: from full depth down to it; sampled: each step one of the "
-        "schedules of --sampled-speedups, so that one checkpoint serves all of them; random: each step other layers "
-        "left out, down to the schedule's last depth, for weights on which calibrate can compare orders",
+        "schedules of --sampled-speedups, so that one checkpoint serves all of them",
         default="none",
     )
     curriculum_fraction: float = option(

@@ -10,7 +10,7 @@ from skipdecode.models.loading.recipe import sampled_schedules
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.config import TuneConfig
 
-__all__ = ["Curriculum", "Lower", "Random", "Sampled", "make_curriculum"]
+__all__ = ["Curriculum", "Lower", "Sampled", "make_curriculum"]
 
 
 @dataclass(frozen=True)
@@ -71,41 +71,12 @@ class Sampled(Curriculum):
         return random.Random(f"{self.seed}/{step}").choice((self.target, *self.others))
 
 
-@dataclass(frozen=True)
-class Random(Curriculum):
-    """Each step other layers are left out of the response, as many as the draw says, from (`seed`, step).
-
-    From none to as many as `target` leaves out at its end; its warm-up layers and the last layer always run. Source:
-    LayerDrop, arXiv 1909.11556. The weights that come of it bear any order, so a calibration on them compares orders
-    for what tuning cannot mend.
-    """
-
-    seed: int
-
-    def schedule_at(self, step: int) -> Schedule:
-        """A flat schedule drawn for step `step`."""
-        target, draw = self.target, random.Random(f"{self.seed}/{step}")
-        layers = target.num_layers
-        order = draw.sample(range(target.warmup_layers, layers - 1), layers - 1 - target.warmup_layers)
-        depth = draw.randint(target.budgets[-1], layers)
-        return Schedule.constant(
-            layers,
-            depth,
-            drop_order=order,
-            warmup_layers=target.warmup_layers,
-            prompt=target.prompt,
-            name=f"random-{depth}",
-        )
-
-
 def make_curriculum(target: Schedule, config: TuneConfig) -> Curriculum:
     """The curriculum that `config` asks for."""
     if config.curriculum == "lower":
         return Lower(target, round(config.steps * config.curriculum_fraction))
     if config.curriculum == "none":
         return Curriculum(target)
-    if config.curriculum == "random":
-        return Random(target, config.seed)
     others = sampled_schedules(target, config.sampled_speedups, config.sampled_prompts)
     if set(others) <= {target}:
         raise ScheduleError("sampled budgets need a second schedule: give --sampled-speedups other than the target's")
