@@ -55,6 +55,7 @@ def test_minutes_are_shared_and_the_same_command_goes_on(place: Path, capsys: An
     assert len(tuned["kept_by_minutes"]) == 2
     assert all(speedup >= 1 for speedup in tuned["speedup_that_keeps"].values())
     assert tuned["dev_loss"]
+    assert (place / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
     model = tuned["next"][0].split()[2]
     assert load_model(model).schedule.name == "calibrated-1.3x-wall"
 

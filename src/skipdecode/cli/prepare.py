@@ -45,7 +45,7 @@ from skipdecode.tuning.run_log import LOG_FILE, read_log
 
 __all__ = ["Config", "run"]
 
-_FILE, _RESULT, _TASK = "prepare.json", "result.json", "task.yaml"
+_FILE, _PICTURE, _TASK = "prepare.json", "kept.png", "task.yaml"
 _DIRECTORY = RunDirectory("run of skipdecode prepare", {_FILE: "kind"})
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _LEAST_MINUTES = 0.02
@@ -104,7 +104,7 @@ def run(config: Config) -> int:
     elif config.minutes:
         note(f"order and fit took {config.minutes - left:.1f} minutes: none are left to tune")
     document = _document(config, state, tuned)
-    write_whole(state.place / _RESULT, json.dumps(document, indent=1) + "\n")
+    _draw(document, state.place / _PICTURE)
     print(json.dumps(document) if config.json else "\n".join(_lines(document)))
     return 0
 
@@ -339,6 +339,19 @@ def _dev_losses(log: Path) -> list[tuple[float, float]]:
     rows = read_log(log)
     minutes = {row["step"]: row["minutes"] for row in rows if row["kind"] == "train"}
     return [(minutes[row["step"]], row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
+
+
+def _draw(document: Mapping[str, Any], path: Path) -> None:
+    """What is kept at each speed-up, a line for the fit alone and one for the minutes."""
+    from skipdecode.reporting.charts import Chart, Point, Series
+
+    points: dict[str, list[Point]] = {}
+    for row in document["rows"]:
+        if row["request_speedup"] is not None and not row["full_depth"]:
+            name = f"{row['minutes']:g} minutes" if row["minutes"] else "fit alone"
+            points.setdefault(name, []).append(Point(row["request_speedup"], 100 * row["kept"]))
+    series = [Series(name, sorted(found, key=lambda point: point.x), "-") for name, found in points.items()]
+    tune.draw(Chart(series, "speed-up of requests", "kept of full depth, %"), path)
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:

@@ -52,9 +52,10 @@ from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, wr
 from skipdecode.tuning.run_log import LOG_FILE, read_log
 
 if TYPE_CHECKING:
+    from skipdecode.reporting.charts import Chart
     from skipdecode.tuning.trainer import Tuner, TuneResult
 
-__all__ = ["Config", "prepare_parser", "run", "self_generated"]
+__all__ = ["Config", "draw", "prepare_parser", "run", "self_generated"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
@@ -150,7 +151,9 @@ def run(config: Config) -> int:
         write_recipe(recipe, out)
     result = tuner.run(resume=config.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out))
     if state.is_main_process:
-        _draw_curve(out)
+        from skipdecode.reporting.plots import loss_chart
+
+        draw(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
     return 0
 
@@ -236,12 +239,12 @@ def _tuner(
     return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
 
 
-def _draw_curve(out: Path) -> None:
+def draw(chart: Chart, path: Path) -> None:
+    """Write a picture, or say why there is none."""
     from skipdecode.reporting.charts import chart_figure, png
-    from skipdecode.reporting.plots import loss_chart
 
     try:
-        write_whole(out / _PICTURE, png(chart_figure([loss_chart(read_log(out / LOG_FILE))], size=(6.4, 4.2))))
+        write_whole(path, png(chart_figure([chart], size=(6.4, 4.2))))
     except MissingExtraError as error:
         note(f"no picture: {error}")
 
