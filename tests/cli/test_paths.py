@@ -35,6 +35,7 @@ COMMANDS = {
     "generate": "model --input a.jsonl --output o.jsonl --summary sum.json --schedule s.json --task t.yaml",
     "chat": "model --schedule s.json",
     "tune": "model --train a.jsonl --dev d.jsonl --out run --recipe recipe.json --schedule s.json --task t.yaml",
+    "prepare": "model --train a.jsonl --dev d.jsonl --out run --cost cost.json --task t.yaml",
     "calibrate": "model --data a.jsonl --out run --cost cost.json --task t.yaml --target-speedup 1.5",
     "eval": "model --task t.yaml --data a.jsonl --out run --report r.html --methods s.json",
     "report": "s.json --out page.html",

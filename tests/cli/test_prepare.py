@@ -30,7 +30,7 @@ def arguments(place: Path, *more: str) -> list[str]:
     files = [f"--{name}={place / name}.jsonl" for name in ("train", "dev")]
     form = ["--prompt-template", "{colour} {thing}\\n", "--response-field", "ref"]
     other = ["--target-speedup", "1.3", "--cost", str(place / "cost.json"), "--out", str(place / "out")]
-    return ["prepare", str(place / "model"), *files, *form, *other, "--json", *more]
+    return ["prepare", str(place / "model"), *files, *form, *other, "--json", "--resume", *more]
 
 
 def said(capsys: Any, command: list[str]) -> dict[str, Any]:

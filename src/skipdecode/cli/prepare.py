@@ -7,8 +7,8 @@
 The verbs calibrate, tune and eval in one. --minutes is the time of order, fit and tuning together: tuning gets what the
 other two leave. Answers (--self) and evaluations come on top. With --self the model learns its own answers at full
 depth; a checkpoint that is tuned at full depth needs no responses then.
-The same command continues an interrupted run. With other --minutes in the same OUT, order and fit are taken over, and
-the table compares what the minutes brought.
+--resume continues an interrupted run. With other --minutes it takes order and fit over, and compares what the minutes
+brought.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ C = TypeVar("C")
 class Config(NamedModel, SelfGeneratedOptions, RecordOptions, MetricOptions):
     """Options of `skipdecode prepare`."""
 
-    target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", above=1)
+    target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
     minutes: float = option("for layer order, fit and tuning together; 0: no tuning", default=10.0, least=0)
     out: str = option("directory for all that is made", path=_DIRECTORY)
+    resume: bool = option("go on with what an earlier run left in --out, whatever its minutes", default=False)
     train: str = option("JSON lines or CSV to learn from", default="", path=Reads())
     dev: str = option("JSON lines or CSV to choose the best weights by", default="", path=Reads())
     test: str = option(
@@ -120,7 +121,7 @@ class _State:
     @classmethod
     def of(cls, config: Config) -> _State:
         """What is there of this run; raises UsageError where OUT is of other options."""
-        place, other = Path(config.out), ("minutes", "out", "json")
+        place, other = Path(config.out), ("minutes", "out", "json", "resume")
         given = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in other}
         settings, path = json.loads(json.dumps(given)), place / _FILE
         found = read_result(path, "prepared") if path.is_file() else {"settings": settings, "stages": {}}
@@ -310,7 +311,7 @@ def _document(config: Config, state: _State, tuned: Path) -> dict[str, Any]:
     target = Schedule.load(state.place / "fit" / "schedule.json").name
     points = [(row["request_speedup"], row["kept"]) for row in skipping if row["minutes"] == shown]
     model = str(tuned) if shown else f"{shlex.quote(config.model)} --schedule {state.place / 'fit' / 'target.json'}"
-    more = command_line("prepare", replace(config, minutes=max(20.0, 2 * config.minutes)))
+    more = command_line("prepare", replace(config, minutes=max(20.0, 2 * config.minutes), resume=True))
     return heading("prepared") | {
         "minutes": shown,
         "seconds": seconds,
