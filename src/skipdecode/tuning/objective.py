@@ -157,7 +157,7 @@ class KeptTeacher:
         return Taught(values.to(device).flatten(0, 1), words.to(device).flatten(0, 1).long())
 
     def _likeliest(self, logits: Tensor) -> Taught:
-        parts = [functional.log_softmax(part.float() / self._temperature, -1) for part in logits.split(_TOKENS)]
+        parts = [functional.log_softmax(part.float() / self._temperature, -1) for part in torch.split(logits, _TOKENS)]
         values, words = zip(*(part.topk(min(self._words, part.shape[-1])) for part in parts), strict=True)
         return Taught(torch.cat(values).half().cpu(), torch.cat(words).int().cpu())
 
