@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
@@ -39,16 +40,13 @@ from skipdecode.serving.streaming import EventStreamResponse, collect
 __all__ = ["create_app"]
 
 T = TypeVar("T")
-Answers = dict[int | str, dict[str, Any]]
 
 _STOP_SECONDS = 10.0
 _PAGES = {"index.html": "/", "docs.html": "/docs"}
-_MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+_MEDIA_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+# Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_OR_STREAM: dict[int | str, Any] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 class TextResponse(ExactModel):
@@ -95,13 +93,20 @@ def create_app(
         await asyncio.to_thread(service.worker.stop, _STOP_SECONDS)
         encoding.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(title="skipdecode", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    failure = {"model": ErrorResponse, "description": "A failure"}
+    app = FastAPI(
+        title="skipdecode",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": failure, "5XX": failure},
+    )
     add_error_handlers(app)
     _add_generation(app, service, encoding)
     _add_models(app, service)
     _add_operations(app, service)
     _add_page(app)
-    _describe(app)
     guarded = Middleware(
         app,
         keys=keys or ApiKeys(),
@@ -126,7 +131,7 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
 
     encoded = 0  # requests whose prompts are being encoded
 
-    async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Response:
+    async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Any:
         nonlocal encoded
         _check_model(service, body.model)
         service.worker.check_room(1 + encoded)
@@ -141,31 +146,28 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
         builder = kind(state, body, service.name, service.token_text)
         if body.stream:
             return EventStreamResponse(state, builder, service)
-        return Response(builder.whole(await collect(state, service, request)), media_type="application/json")
+        return builder.whole(await collect(state, service, request))
 
-    # Of one event; its data is JSON (a chunk, or an error), and "[DONE]" at the end.
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    answers: Answers = {200: {"content": {"text/event-stream": {"schema": event}}}}
-    answers |= _failures(400, 401, 404, 413, 429, 500, 503, 504)
+    either: dict[str, Any] = {"response_model_exclude_unset": True, "responses": _OR_STREAM}
 
-    @app.post("/v1/completions", response_model=CompletionResponse, responses=answers)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
+    @app.post("/v1/completions", response_model=CompletionResponse, **either)
+    async def completions(request: Request, body: CompletionRequest) -> Any:
         """Text that goes on from a prompt."""
         return await generate(request, body, CompletionResponseBuilder)
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=answers)
-    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    @app.post("/v1/chat/completions", response_model=ChatResponse, **either)
+    async def chat_completions(request: Request, body: ChatRequest) -> Any:
         """The assistant's next message."""
         return await generate(request, body, ChatResponseBuilder)
 
-    @app.post("/tokenize", responses=_failures(400, 401, 404, 413, 500))
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokensResponse:
         """Token ids of a text or a chat."""
         _check_model(service, body.model)
         tokens = await in_thread(service.preprocessor.tokens, body.source, body.add_special_tokens)
         return TokensResponse(tokens=tokens, count=len(tokens), max_model_len=service.preprocessor.context)
 
-    @app.post("/detokenize", responses=_failures(400, 401, 404, 413, 500))
+    @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> TextResponse:
         """Text of token ids, special tokens included."""
         _check_model(service, body.model)
@@ -175,12 +177,12 @@ def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor
 def _add_models(app: FastAPI, service: Service) -> None:
     entry = service.catalog.model_entry(service.name, service.template)
 
-    @app.get("/v1/models", responses=_failures(401))
+    @app.get("/v1/models")
     async def models() -> ModelList:
         """The model and its schedules."""
         return ModelList(object="list", data=[entry])
 
-    @app.get("/v1/models/{name:path}", responses=_failures(401, 404))
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelEntry:
         """The same entry, by name."""
         _check_model(service, name)
@@ -188,7 +190,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    answers: Answers = {503: {"model": HealthResponse}}
+    answers: dict[int | str, Any] = {503: {"model": HealthResponse}}
 
     @app.get("/health/live", responses=answers)
     async def live(response: Response) -> HealthResponse:
@@ -201,9 +203,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         """Whether the server takes requests."""
         return _health(response, service.worker.accepting)
 
-    text: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus"}
-
-    @app.get("/metrics", responses=_failures(401) | {200: text})
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
@@ -230,20 +230,3 @@ def _health(response: Response, fine: bool) -> HealthResponse:
 def _check_model(service: Service, name: str | None) -> None:
     if name is not None and name != service.name:
         raise ApiError(404, "model_not_found", f"there is no such model here: the server has {service.name}", "model")
-
-
-# ---------------------------------------------------------------------- the description
-
-
-def _failures(*statuses: int) -> Answers:
-    return {status: {"model": ErrorResponse} for status in statuses}
-
-
-def _describe(app: FastAPI) -> None:
-    """Take FastAPI's own error out of the description: this server answers 400 where FastAPI would answer 422."""
-    description = app.openapi()  # made once, and kept by FastAPI
-    for methods in description["paths"].values():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        description["components"]["schemas"].pop(name, None)

@@ -36,7 +36,7 @@ class _Error(ExactModel):
 
 
 class ErrorResponse(ExactModel):
-    """Any status of 400 and above."""
+    """What every status of 400 and above comes with."""
 
     error: _Error
 
@@ -61,15 +61,15 @@ class ApiError(HTTPException):
         self.code = code
         self.param = param
 
-    def body(self) -> ErrorResponse:
-        """What is sent, as OpenAI's clients expect it."""
+    def body(self) -> dict[str, Any]:
+        """An `ErrorResponse`, as OpenAI's clients expect it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
-        return ErrorResponse(error=_Error(message=self.detail, type=kind, param=self.param, code=self.code))
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         """As a whole response."""
-        return JSONResponse(self.body().model_dump(), self.status_code, self.headers)
+        return JSONResponse(self.body(), self.status_code, self.headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -1,13 +1,13 @@
-"""One HTTP request on its way through the worker: its choices, and the events that come back.
+"""One HTTP request on its way through the worker: its choices, and the tokens that come back.
 
-The worker's thread fills in the choices; the event loop only sees events, through `put` and `take`.
+The worker's thread fills in the choices; the event loop sees only updates, through `put` and `take`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from skipdecode.serving.catalog import NamedSchedule
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
 
-__all__ = ["Choice", "ChoiceFinish", "Event", "Finished", "RequestState", "Summary", "Update"]
+__all__ = ["Choice", "ChoiceFinish", "RequestState", "Summary", "Update", "merge"]
 
 
 ChoiceFinish = Literal["stop", "length"]
@@ -38,6 +38,13 @@ class Update(NamedTuple):
     def text(self) -> str:
         """Of the tokens together."""
         return "".join(piece.text for piece in self.pieces)
+
+
+def merge(updates: dict[int, Update], later: Update) -> None:
+    """Add an update to those of other choices, behind them, or to its choice's earlier tokens."""
+    before = updates.pop(later.choice, None)
+    pieces = later.pieces if before is None else before.pieces + later.pieces
+    updates[later.choice] = later._replace(pieces=pieces)
 
 
 @with_config(ConfigDict(extra="forbid"))  # for the description of the interface
@@ -58,17 +65,9 @@ class Summary:
     layer_sets: dict[str, list[int]] | None
 
 
-class Finished:
-    """All choices have ended: nothing comes after this."""
-
-
-Event = Update | Finished | ApiError
-"""The last one says that the request finished, or is the error that ended it."""
-
-
 @dataclass(eq=False)
 class Choice:
-    """One row of the batch; the worker's."""
+    """One sequence of the batch; the worker's."""
 
     state: RequestState
     index: int  # in the response
@@ -80,8 +79,7 @@ class Choice:
     layers_run: int = 0  # for them, all together
     kv_bytes: int = 0  # held after the last token
     kv_bytes_full: int = 0  # what full depth would hold
-    last_time: float = 0.0  # when the last token came
-    finish_reason: ChoiceFinish | None = None
+    admitted: float | None = None  # when it joined the batch
 
 
 @dataclass(eq=False, kw_only=True)
@@ -98,54 +96,71 @@ class RequestState:
     deadline: float
     max_unread: int  # tokens that may wait for the reader
     choices: list[Choice] = field(default_factory=list)
-    first_token: float | None = None  # when the worker had it
     cached_tokens: int = 0  # of the prompts, each counted once, that a prefix cache had
     budgets: set[int] = field(default_factory=set)  # numbers of layers that ran for a token
     outcome: str = "cancelled"
     closed: bool = False  # nobody reads any more
     _first_written: float | None = None
     _written: dict[int, float] = field(default_factory=dict)  # when the last tokens of a choice were
-    _unread: int = 0
-    _events: list[Event] = field(default_factory=list)
+    _unread: dict[int, Update] = field(default_factory=dict)  # by choice
+    _error: ApiError | None = None
+    _ended: int = 0  # choices whose last token was taken
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ------------------------------------------------------------------ event loop
 
-    def put(self, events: list[Event]) -> bool:
-        """Hand over events; False if the reader is too far behind, and nothing more will be taken."""
+    def put(self, events: Sequence[Update | ApiError]) -> bool:
+        """Hand over what is new; False if the reader is too far behind, and the request ends here."""
         if self.closed:
             return True
-        self._unread += sum(len(event.pieces) for event in events if isinstance(event, Update))
-        self._events += events
+        for event in events:
+            if isinstance(event, ApiError):
+                self._error = event
+            else:
+                merge(self._unread, event)
         self._wake.set()
-        return self._unread <= self.max_unread
+        if sum(len(update.pieces) for update in self._unread.values()) <= self.max_unread:
+            return True
+        self.closed, self.outcome = True, "slow_reader"
+        self._error = ApiError(400, "slow_reader", "the stream was read too slowly and is cut off")
+        return False
 
-    async def take(self) -> list[Event]:
-        """All events since the last call, at least one."""
+    async def take(self) -> list[Update]:
+        """What came since the last call, one update for each choice; waits for at least one.
+
+        Raises
+        ------
+        ApiError
+            The request failed, and all that came before was taken.
+        """
         await self._wake.wait()
-        self._wake.clear()
-        events, self._events = self._events, []
-        self._unread = 0
-        return events
+        updates, self._unread = list(self._unread.values()), {}
+        if self._error is None:
+            self._wake.clear()
+        elif not updates:
+            raise self._error
+        self._ended += sum(update.finish_reason is not None for update in updates)
+        if self.finished:
+            self.outcome = "ok"
+        return updates
 
-    def note_written(self, events: Iterable[Event], metrics: Metrics) -> None:
+    @property
+    def finished(self) -> bool:
+        """Whether the last tokens of all choices were taken."""
+        return self._ended == len(self.choices)
+
+    def note_written(self, updates: Sequence[Update], metrics: Metrics) -> None:
         """Tokens are on their way to the client, or came for an answer that is sent whole."""
         now = time.perf_counter()
-        updates = [event for event in events if isinstance(event, Update)]
         if updates and self._first_written is None:
             self._first_written = now
             metrics.first_token_seconds.observe(now - self.arrived)
         for update in updates:
-            if update.choice in self._written:
-                gap = (now - self._written[update.choice]) / max(1, len(update.pieces))
-                for _ in update.pieces:
-                    metrics.inter_token_seconds.observe(gap)
+            before = self._written.get(update.choice)
+            gaps = len(update.pieces) - (before is None)  # none before the first token
+            for _ in range(gaps):
+                metrics.inter_token_seconds.observe(0.0 if before is None else (now - before) / gaps)
             self._written[update.choice] = now
-
-    @property
-    def done(self) -> bool:
-        """Whether all choices have ended."""
-        return all(choice.finish_reason is not None for choice in self.choices)
 
     def times(self) -> dict[str, Any]:
         """`first_token_s`, `decode_s` and `tokens_per_s` of `Summary`, if the last tokens are written now."""

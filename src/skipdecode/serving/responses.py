@@ -1,6 +1,6 @@
-"""Answers in OpenAI's shape: their fields, and how a request's events become them, whole or as chunks of a stream.
+"""Answers in OpenAI's shape: their fields, and how a request's updates become them, whole or as chunks of a stream.
 
-The same models describe the interface (/openapi.json).
+The models describe the interface (/openapi.json), and FastAPI checks whole answers by them.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel
+from pydantic_core import to_json
 
 from skipdecode.data.detokenizer import Piece
-from skipdecode.serving.errors import ApiError, ExactModel
+from skipdecode.serving.errors import ExactModel
 from skipdecode.serving.protocol import GenerationRequest
-from skipdecode.serving.request_state import ChoiceFinish, Event, Finished, RequestState, Summary, Update
+from skipdecode.serving.request_state import ChoiceFinish, RequestState, Summary, Update
 
 __all__ = [
     "ChatResponse",
@@ -74,13 +74,10 @@ class _ChatLogprobs(ExactModel):
     refusal: None
 
 
-class _AnyChoice(ExactModel):
+class _Choice(ExactModel):
     index: int
-    skipdecode: _Trace | None = None
-
-
-class _Choice(_AnyChoice):
     finish_reason: ChoiceFinish
+    skipdecode: _Trace | None = None
 
 
 class _CompletionChoice(_Choice):
@@ -99,29 +96,10 @@ class _ChatChoice(_Choice):
     logprobs: _ChatLogprobs | None
 
 
-class _Delta(ExactModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class _ChunkChoice(_AnyChoice):
-    """Of completions with `text`, of chats with `delta`."""
-
-    text: str | None = None
-    delta: _Delta | None = None
-    logprobs: _CompletionLogprobs | _ChatLogprobs | None
-    finish_reason: ChoiceFinish | None
-
-
-class _AnyAnswer(ExactModel):
+class _Answer(ExactModel):
     id: str
-    object: str
     created: int
     model: str
-    choices: list[Any]
-
-
-class _Answer(_AnyAnswer):
     usage: _Usage
     skipdecode: Summary
 
@@ -140,13 +118,7 @@ class ChatResponse(_Answer):
     choices: list[_ChatChoice]
 
 
-class _Chunk(_AnyAnswer):
-    choices: list[_ChunkChoice]
-    usage: _Usage | None = None
-    skipdecode: Summary | None = None
-
-
-# ---------------------------------------------------------------------- from events
+# ---------------------------------------------------------------------- from updates
 
 
 class ResponseBuilder(ABC):
@@ -163,7 +135,6 @@ class ResponseBuilder(ABC):
     prefix: ClassVar[str]
     object: ClassVar[str]
     chunk_object: ClassVar[str]
-    response: ClassVar[type[_Answer]]
 
     def __init__(
         self, state: RequestState, body: GenerationRequest, model: str, token_text: Callable[[int], str]
@@ -185,138 +156,112 @@ class ResponseBuilder(ABC):
         """The field that has the text of a whole choice, or what is new in a chunk."""
 
     @abstractmethod
-    def _logprobs_of(self, index: int, pieces: list[Piece]) -> _CompletionLogprobs | _ChatLogprobs:
+    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         """Log-probabilities of tokens of a choice."""
 
-    def whole(self, events: list[Event]) -> bytes:
-        """The response, from all events of a request that finished."""
-        summary = self._state.summary()
-        updates = sorted(_merged(events))
+    def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
+        """The response, from all tokens of a request that finished."""
         choices = [self._content(update.text, whole=True) | self._fields(update) for update in updates]
-        head = self._head | {"object": self.object}
-        return _json(self.response(**head, choices=choices, usage=self._usage(summary), skipdecode=summary))
+        summary = self._state.summary()
+        told = {"choices": choices, "usage": self._usage(summary), "skipdecode": summary}
+        return self._head | {"object": self.object} | told
 
     def opening(self) -> bytes:
         """What a stream sends before any token."""
         return b""
 
-    def chunks(self, events: list[Event]) -> bytes:
-        """Server-sent events for events of the request; ends with `[DONE]` if it finished."""
-        summary = self._state.summary() if any(isinstance(event, Finished) for event in events) else None
-        updates = [u for u in _merged(events) if u.text or u.finish_reason or self._tells_every_token]
+    def chunks(self, updates: Sequence[Update]) -> bytes:
+        """Server-sent events for tokens that were taken; ends with `[DONE]` if those are the last."""
+        summary = self._state.summary() if self._state.finished else None
+        told = [u for u in updates if u.text or u.finish_reason or self._tells_every_token]
         lines = []
-        for update in updates:
-            choice = _ChunkChoice(**self._content(update.text, whole=False), **self._fields(update))
-            last = update is updates[-1] and not self._include_usage
+        for update in told:
+            choice = self._content(update.text, whole=False) | self._fields(update)
+            last = update is told[-1] and not self._include_usage
             lines.append(self._chunk([choice], summary if last else None))
-        lines += [server_sent_event(event.body()) for event in events if isinstance(event, ApiError)]
         if summary is not None:
             if self._include_usage:
                 lines.append(self._chunk([], summary))
             lines.append(b"data: [DONE]\n\n")
         return b"".join(lines)
 
-    def _chunk(self, choices: list[_ChunkChoice], summary: Summary | None) -> bytes:
+    def _chunk(self, choices: list[dict[str, Any]], summary: Summary | None) -> bytes:
         fields: dict[str, Any] = self._head | {"object": self.chunk_object, "choices": choices}
         if self._include_usage:
             fields["usage"] = None if summary is None else self._usage(summary)
         if summary is not None:
             fields["skipdecode"] = summary
-        return server_sent_event(_Chunk(**fields))
+        return server_sent_event(fields)
 
-    def _usage(self, summary: Summary) -> _Usage:
-        prompt, completion = summary.prompt_tokens, summary.completion_tokens
-        return _Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=_PromptDetails(cached_tokens=self._state.cached_tokens),
-        )
+    def _usage(self, summary: Summary) -> dict[str, Any]:
+        return {
+            "prompt_tokens": summary.prompt_tokens,
+            "completion_tokens": summary.completion_tokens,
+            "total_tokens": summary.prompt_tokens + summary.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._state.cached_tokens},
+        }
 
     def _fields(self, update: Update) -> dict[str, Any]:
         """What choices of every shape have."""
-        fields: dict[str, Any] = {
-            "index": update.choice,
-            "logprobs": self._logprobs_of(update.choice, update.pieces) if self._logprobs else None,
-            "finish_reason": update.finish_reason,
-        }
-        if self._state.trace:
-            fields["skipdecode"] = _Trace(
-                tokens=[
-                    _TracedToken(id=out.token, text=text, position=out.position, layers=out.layers)
-                    for out, text in update.pieces
-                ]
-            )
-        return fields
+        logprobs = self._logprobs_of(update.choice, update.pieces) if self._logprobs else None
+        fields = {"index": update.choice, "logprobs": logprobs, "finish_reason": update.finish_reason}
+        if not self._state.trace:
+            return fields
+        tokens = [
+            {"id": out.token, "text": text, "position": out.position, "layers": out.layers}
+            for out, text in update.pieces
+        ]
+        return fields | {"skipdecode": {"tokens": tokens}}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
     """/v1/completions."""
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-    response = CompletionResponse
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         return {"text": text}
 
-    def _logprobs_of(self, index: int, pieces: list[Piece]) -> _CompletionLogprobs:
+    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
         offsets = []
         for piece in pieces:
             offsets.append(self._lengths[index])
             self._lengths[index] += len(piece.text)
-        return _CompletionLogprobs(
-            tokens=[self._token_text(out.token) for out, _ in pieces],
-            token_logprobs=[out.logprob for out, _ in pieces],
-            top_logprobs=[{self._token_text(t): value for t, value in out.top} for out, _ in pieces],
-            text_offset=offsets,
-        )
+        return {
+            "tokens": [self._token_text(out.token) for out, _ in pieces],
+            "token_logprobs": [out.logprob for out, _ in pieces],
+            "top_logprobs": [{self._token_text(t): value for t, value in out.top} for out, _ in pieces],
+            "text_offset": offsets,
+        }
 
 
 class ChatResponseBuilder(ResponseBuilder):
     """/v1/chat/completions."""
 
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    response = ChatResponse
 
     def opening(self) -> bytes:
         """The role of each choice."""
-        delta = _Delta(role="assistant", content="")
-        indices = range(len(self._state.choices))
-        choices = [_ChunkChoice(index=i, delta=delta, logprobs=None, finish_reason=None) for i in indices]
-        return b"".join(self._chunk([choice], None) for choice in choices)
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return b"".join(self._chunk([{"index": i, **first}], None) for i in range(len(self._state.choices)))
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         if whole:
-            return {"message": _AssistantMessage(role="assistant", content=text, refusal=None)}
-        return {"delta": _Delta(content=text) if text else _Delta()}
+            return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"delta": {"content": text} if text else {}}
 
-    def _logprobs_of(self, index: int, pieces: list[Piece]) -> _ChatLogprobs:
-        content = []
-        for out, _ in pieces:
-            top = [_Token(**self._entry(token, value)) for token, value in out.top]
-            content.append(_TokenWithTop(**self._entry(out.token, out.logprob), top_logprobs=top))
-        return _ChatLogprobs(content=content, refusal=None)
+    def _logprobs_of(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        content = [
+            self._entry(out.token, out.logprob) | {"top_logprobs": [self._entry(*top) for top in out.top]}
+            for out, _ in pieces
+        ]
+        return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def server_sent_event(data: BaseModel) -> bytes:
+def server_sent_event(data: dict[str, Any]) -> bytes:
     """One event of a stream."""
-    return b"data: " + _json(data) + b"\n\n"
-
-
-def _json(data: BaseModel) -> bytes:
-    return data.model_dump_json(exclude_unset=True).encode()
-
-
-def _merged(events: list[Event]) -> list[Update]:
-    """Updates, those of a choice as one where the reader was slower than the model; a choice that ends comes later."""
-    merged: dict[int, Update] = {}
-    for event in events:
-        if isinstance(event, Update):
-            before = merged.pop(event.choice, None)
-            pieces = event.pieces if before is None else before.pieces + event.pieces
-            merged[event.choice] = Update(event.choice, pieces, event.finish_reason)
-    return list(merged.values())
+    return b"data: " + to_json(data) + b"\n\n"

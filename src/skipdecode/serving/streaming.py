@@ -1,4 +1,4 @@
-"""A request's events on their way to the client: as a stream, or collected. Frees its rows if the client goes."""
+"""A request's tokens on their way to the client: as a stream, or collected. Frees its rows if the client goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from skipdecode.serving.errors import ApiError
-from skipdecode.serving.request_state import Event, Finished, RequestState
+from skipdecode.serving.request_state import RequestState, Update, merge
 from skipdecode.serving.responses import ResponseBuilder, server_sent_event
 from skipdecode.serving.service import Service
 
@@ -43,50 +43,44 @@ class EventStreamResponse(StreamingResponse):
             _close(self._state, self._service, scope)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        unseen: list[Event] = []
+        unseen: list[Update] = []
         yield self._builder.opening()
-        while True:
-            events = await self._state.take()
-            chunks = self._builder.chunks(events)
-            if self._state.closed:
-                error = ApiError(400, "slow_reader", "the stream was read too slowly and is cut off")
-                yield chunks + server_sent_event(error.body())
-                return
-            unseen += events  # a token may have no text yet: the first bytes of a character, or held back for a stop
-            if chunks:
-                yield chunks
-                self._state.note_written(unseen, self._service.metrics)
-                unseen = []
-            if _is_end(events):
-                return
+        try:
+            while not self._state.finished:
+                updates = await self._state.take()
+                unseen += updates  # a token may have no text yet: a character's first bytes, or held back for a stop
+                if chunks := self._builder.chunks(updates):
+                    yield chunks
+                    self._state.note_written(unseen, self._service.metrics)
+                    unseen = []
+        except ApiError as error:
+            yield server_sent_event(error.body())
 
 
-async def collect(state: RequestState, service: Service, request: Request) -> list[Event]:
-    """All events of a request that was submitted.
+async def collect(state: RequestState, service: Service, request: Request) -> list[Update]:
+    """All tokens of a request that was submitted: one update for each choice, in their order.
 
     Raises
     ------
     ApiError
         It failed.
     """
-    events: list[Event] = []
+    answer: dict[int, Update] = {}
     gone = asyncio.create_task(_gone(request))
     try:
-        while not _is_end(events):
+        while not state.finished:
             taking = asyncio.create_task(state.take())
             done, _ = await asyncio.wait((taking, gone), return_when=asyncio.FIRST_COMPLETED)
             if taking not in done:
                 taking.cancel()
                 raise ApiError(499, "cancelled", "the client went away")
-            events += taking.result()
+            for update in taking.result():
+                merge(answer, update)
             state.note_written(taking.result(), service.metrics)
     finally:
         gone.cancel()
         _close(state, service, request.scope)
-    failed = next((event for event in events if isinstance(event, ApiError)), None)
-    if failed is not None:
-        raise failed
-    return events
+    return [answer[choice] for choice in sorted(answer)]
 
 
 def _close(state: RequestState, service: Service, scope: Scope) -> None:
@@ -95,7 +89,7 @@ def _close(state: RequestState, service: Service, scope: Scope) -> None:
     scope["state"]["outcome"] = state.outcome
     tokens = sum(choice.tokens for choice in state.choices)
     scope["state"]["log"] |= {"completion_tokens": tokens} | (state.times() if tokens else {})
-    if not state.done:
+    if not state.finished:
         service.worker.cancel(state)
 
 
@@ -103,7 +97,3 @@ async def _gone(request: Request) -> None:
     """Returns when the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _is_end(events: list[Event]) -> bool:
-    return any(isinstance(event, Finished | ApiError) for event in events)

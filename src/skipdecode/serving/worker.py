@@ -1,4 +1,4 @@
-"""The one thread that owns the model: takes requests, gives their choices rows, steps them, sends back events.
+"""The one thread that owns the model: takes requests, batches their choices, sends back tokens.
 
 The event loop talks to it through `submit`, `cancel` and `stop`, which return at once; events come back through
 `loop.call_soon_threadsafe`, one call a step for all rows together.
@@ -21,7 +21,7 @@ from skipdecode.serving.errors import ApiError
 from skipdecode.serving.groups import Group
 from skipdecode.serving.limits import ServerLimits
 from skipdecode.serving.metrics import Metrics
-from skipdecode.serving.request_state import Choice, Event, Finished, RequestState, Update
+from skipdecode.serving.request_state import Choice, RequestState, Update
 
 __all__ = ["ModelWorker"]
 
@@ -57,7 +57,7 @@ class ModelWorker:
         self._stopping = False
         self._drained_at = math.inf  # when those that run have to end
         # The thread's own:
-        self._events: dict[RequestState, list[Event]] = {}  # of this step
+        self._events: dict[RequestState, list[Update | ApiError]] = {}  # of this step
         self._row_seconds = 1.0  # moving mean of a choice's time in the batch
 
     # ------------------------------------------------------------------ any thread
@@ -165,20 +165,16 @@ class ModelWorker:
         return True
 
     def _expire(self) -> None:
-        now = time.perf_counter()
-        if now > self._drained_at:
-            for state in self._all_requests():
+        now, seconds = time.perf_counter(), f"{self._limits.max_seconds:g} s"
+        for state in self._all_requests():
+            if now > self._drained_at:
                 self._fail(state, _stopping(), "error")
-        with self._wake:
-            late = {choice.state: False for choice in self._waiting if choice.state.deadline < now}
-        late |= {choice.state: True for choice in self._running if choice.state.deadline < now}
-        for state, began in late.items():
-            seconds = f"{self._limits.max_seconds:g} s"
-            if began or state.first_token is not None:
+            elif state.deadline < now and any(choice.admitted for choice in state.choices):
                 error = ApiError(504, "timeout", f"the request's {seconds} ran out: ask for fewer tokens")
-            else:
+                self._fail(state, error, "timeout")
+            elif state.deadline < now:
                 error = ApiError(503, "queue_timeout", f"the request waited {seconds} without a free row: try later")
-            self._fail(state, error, "timeout")
+                self._fail(state, error, "timeout")
 
     def _admit(self) -> None:
         while True:
@@ -192,6 +188,7 @@ class ModelWorker:
             group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
             try:
                 group.submit(choice)
+                choice.admitted = time.perf_counter()
                 with self._wake:
                     self._waiting.popleft()
             except SkipDecodeError as error:
@@ -230,32 +227,23 @@ class ModelWorker:
 
     def _take(self, choice: Choice, output: StepOutput) -> None:
         """A new token of a choice."""
-        now, state = time.perf_counter(), choice.state
-        if state.first_token is None:
-            state.first_token = now
-            self._metrics.prompt_tokens.labels(state.schedule.label).inc(state.prompt_tokens)
+        state = choice.state
         if not output.position and choice.copy == 0:
             state.cached_tokens += output.cached
+            self._metrics.prompt_tokens.labels(state.schedule.label).inc(len(choice.request.prompt))
             self._metrics.prefix_hit_tokens.labels(state.schedule.label).inc(output.cached)
         fed = len(choice.request.prompt) + output.position
         choice.tokens += 1
         choice.layers_run += output.layers
         choice.kv_bytes = self._layout.bytes(fed, output.layers)
         choice.kv_bytes_full = self._layout.bytes(fed, self._num_layers)
-        choice.last_time = now
         state.budgets.add(output.layers)
         pieces = choice.detokenizer.push(output)
-        if choice.detokenizer.stopped:
-            choice.finish_reason = "stop"
-        else:
-            choice.finish_reason = "stop" if output.finish_reason == "eos" else output.finish_reason
-        if pieces or choice.finish_reason is not None:
-            self._tell(state, Update(choice.index, pieces, choice.finish_reason))
-        if choice.finish_reason is not None:
+        reason = "stop" if choice.detokenizer.stopped or output.finish_reason == "eos" else output.finish_reason
+        if pieces or reason is not None:
+            self._tell(state, Update(choice.index, pieces, reason))
+        if reason is not None:
             self._leave(choice)
-            if state.done:
-                state.outcome = "ok"
-                self._tell(state, Finished())
 
     def _leave(self, choice: Choice) -> None:
         """Free a choice's place in the batch, if it has one, and add up its counters."""
@@ -267,8 +255,8 @@ class ModelWorker:
         self._metrics.generated_tokens.labels(label).inc(choice.tokens)
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
         self._metrics.layers_full.labels(label).inc(choice.tokens * self._num_layers)
-        if choice.tokens and choice.state.first_token is not None:
-            self._row_seconds += 0.1 * (choice.last_time - choice.state.first_token - self._row_seconds)
+        if choice.tokens and choice.admitted is not None:
+            self._row_seconds += 0.1 * (time.perf_counter() - choice.admitted - self._row_seconds)
 
     def _drop(self, state: RequestState) -> None:
         with self._wake:
@@ -283,7 +271,7 @@ class ModelWorker:
 
     # ------------------------------------------------------------------ events and figures
 
-    def _tell(self, state: RequestState, event: Event) -> None:
+    def _tell(self, state: RequestState, event: Update | ApiError) -> None:
         self._events.setdefault(state, []).append(event)
 
     def _send(self) -> None:
@@ -292,12 +280,10 @@ class ModelWorker:
             self._loop.call_soon_threadsafe(self._put, self._events)
         self._events = {}
 
-    def _put(self, events: dict[RequestState, list[Event]]) -> None:
+    def _put(self, events: dict[RequestState, list[Update | ApiError]]) -> None:
         """In the event loop: give events to their readers; those that are too far behind are dropped."""
         for state, new in events.items():
-            if not state.put(new) and not state.closed:
-                state.closed = True
-                state.outcome = "slow_reader"
+            if not state.put(new):
                 self.cancel(state)
 
     def _note_memory(self) -> None:
