@@ -25,7 +25,7 @@ from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import flag
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import Reads, Writes, kinds
-from textgen_tools import read_rows, save_tiny_model
+from textgen_tools import command, read_rows, save_tiny_model
 
 # Of each verb, a command that lacks no option, with paths that are all different.
 COMMANDS = {
@@ -147,7 +147,7 @@ def test_two_options_of_one_path_are_refused(
         told = capsys.readouterr().err
         assert told.count("\n") == 1
         assert first in told or second in told
-        assert content(place) == before
+    assert content(place) == before
 
 
 @pytest.mark.parametrize(("verb", "one", "other"), [p for p in pairs() if p[2] in paths_of(p[0], Writes)])
@@ -253,10 +253,11 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
     reader.start()
     Path("log").write_text("begun\n")
     Path("out").symlink_to("/dev/stdout")
-    command = [sys.executable, "-m", "skipdecode.cli", "generate", "model", "x", "--max-new-tokens", "2"]
+    plain = "generate model x --max-new-tokens 2"
+    commands = [f"{plain} --output /dev/stdout --summary /dev/null", f"{plain} --output out --summary pipe"]
+    code = f"from skipdecode.cli import main\nassert not any([main(one.split()) for one in {commands}])"
     with open("log", "a") as log:
-        for more in (["--output", "/dev/stdout", "--summary", "/dev/null"], ["--output", "out", "--summary", "pipe"]):
-            subprocess.run([*command, *more], stdout=log, stderr=subprocess.DEVNULL, check=True)
+        subprocess.run([sys.executable, "-c", code], stdout=log, stderr=subprocess.DEVNULL, check=True)
     reader.join(10)
     assert json.loads(read[0])["summary"]["rows"] == 1
     first, *rows = Path("log").read_text().splitlines()
@@ -268,7 +269,7 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
     # What is read is not appended to.
     with open("a.jsonl", "a") as log:
         done = subprocess.run(
-            [*command[:-3], "--input", "a.jsonl", "--output", "/dev/stdout"],
+            command("generate", "model", "--input", "a.jsonl", "--output", "/dev/stdout"),
             stdout=log,
             stderr=subprocess.PIPE,
             text=True,

@@ -18,7 +18,6 @@ from tuning_data import records, save_model, write_jsonl
 ROWS = [{"mr": f"name[{r['thing']}]", "ref": r["ref"]} for r in records(8)]
 WAYS = {
     "template": (["--prompt-template", "{mr}\\n", "--response-field", "ref"], "name[{}]\n"),
-    "task": (["--task", "e2e"], "name[{}]\n"),
     "split": (["--task", "e2e", "--prompt-layers", "3"], "name[{}]\n"),
     "chat": (["--prompt-template", "Say {mr}.", "--response-field", "ref", "--chat"], "<user>Say name[{}].<assistant>"),
 }

@@ -13,7 +13,7 @@ from skipdecode.errors import ScheduleError, UnsupportedModelError
 from tiny import LAYERS, OPTIONS, tiny_model
 
 PROMPTS = [(5, 6, 7, 8), (9, 4), tuple(range(3, 20)), (11, 12, 13, 14, 15, 16, 17)]
-SCHEDULE = Schedule.from_speedup(LAYERS, 2, 12)
+SCHEDULE = Schedule.from_speedup(LAYERS, 2, 8)
 
 
 def tokens(engine, requests):
@@ -26,7 +26,7 @@ def tokens(engine, requests):
 @pytest.mark.parametrize("family", sorted(set(OPTIONS) - {"mixtral", "qwen2_moe", "qwen3_moe"}))
 def test_rows_are_those_of_generate_one_by_one(family):
     model = tiny_model(family)
-    requests = [Request(p, 6 + 3 * i) for i, p in enumerate(PROMPTS)]
+    requests = [Request(p, 4 + 2 * i) for i, p in enumerate(PROMPTS)]
     got = tokens(GatedEngine(model, SCHEDULE, max_rows=3), requests)
     with attach(model, SCHEDULE):
         for request, row in zip(requests, got, strict=True):
