@@ -25,7 +25,7 @@ from skipdecode.cli import VERBS, main
 from skipdecode.cli.arguments import flag
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.options import Reads, Writes, kinds
-from textgen_tools import command, read_rows, save_tiny_model
+from textgen_tools import read_rows, save_tiny_model
 
 # Of each verb, a command that lacks no option, with paths that are all different.
 COMMANDS = {
@@ -267,12 +267,10 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
     assert Path("out").is_symlink()
     assert not Path("/dev/stdout.partial").exists()
     # What is read is not appended to.
+    words = ["generate", "model", "--input", "a.jsonl", "--output", "/dev/stdout"]
     with open("a.jsonl", "a") as log:
         done = subprocess.run(
-            command("generate", "model", "--input", "a.jsonl", "--output", "/dev/stdout"),
-            stdout=log,
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, "-m", "skipdecode.cli", *words], stdout=log, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 2
     assert "are the same file" in done.stderr

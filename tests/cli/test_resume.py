@@ -16,7 +16,8 @@ from skipdecode.cli import main
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 from tiny import tiny_model
 
-MANY = [{"id": i, "prompt": "row " * random.Random(i).randint(1, 8) + str(i)} for i in range(320)]  # more than a window of 64 batches
+# More than a window of 64 batches.
+MANY = [{"id": i, "prompt": "row " * random.Random(i).randint(1, 8) + str(i)} for i in range(320)]
 
 
 @pytest.fixture(scope="module")

@@ -159,8 +159,8 @@ def begun_eval(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
 
     place = tmp_path_factory.mktemp("eval")
     prepare(place)
-    command = "eval adapter --data in.jsonl --task t.yaml --schedule s.json --metrics rougeL --max-new-tokens 6 --resamples 20 --no-teacher-forced"
-    words = command.split()
+    command = "eval adapter --data in.jsonl --task t.yaml --schedule s.json --metrics rougeL --max-new-tokens 6"
+    words = [*command.split(), "--resamples", "20", "--no-teacher-forced"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         patch.setattr(RougeL, "statistics", interrupted)

@@ -241,7 +241,7 @@ def test_where_they_cannot_serve_the_reason_is_told(monkeypatch, tmp_path):
 
 @pytest.fixture
 def builds(kernels, monkeypatch, tmp_path):
-    """An empty cache, and a compiler that gives the library that is there, not minutes of work; its lines are builds."""
+    """An empty cache, and a compiler that copies the library that is there; the file has a line for each build."""
     compiler, log = tmp_path / "compiler", tmp_path / "builds"
     real, library = build._compiler(), build.load_library()._name
     version = f'[ "$1" = --version ] && exec {real} --version'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 from skipdecode.engine.router import Route
@@ -12,27 +12,10 @@ from skipdecode.schedule import Schedule
 from skipdecode.schedule import order as layer_order
 from skipdecode.serving.errors import ApiError, ExactModel
 
-__all__ = ["ROUTED", "Catalog", "ModelEntry", "ModelList", "NamedSchedule", "TemplateEntry"]
+__all__ = ["ROUTED", "Catalog", "ModelEntry", "ModelList", "TemplateEntry"]
 
 ROUTED = "routed"
 """For requests: the schedule that a router chooses (`skipdecode serve --router`)."""
-
-
-@dataclass(frozen=True)
-class NamedSchedule:
-    """The schedule of a request.
-
-    Parameters
-    ----------
-    name : str
-        The name that is reported.
-    label : str
-        As it is counted: of loaded schedules the name, else "budget".
-    """
-
-    name: str
-    label: str
-    schedule: Schedule
 
 
 class _ScheduleEntry(ExactModel):
@@ -134,11 +117,10 @@ class Catalog:
         self._budget_order = orders[0] if orders else layer_order.bottom_up(num_layers, min(1, num_layers))
         self._least_budget = max(1, num_layers - len(self._budget_order))
 
-    def find(self, name: str | None, budget: int | None, prompts: Sequence[Sequence[int]] = ()) -> NamedSchedule:
+    def find(self, name: str | None, budget: int | None, prompts: Sequence[Sequence[int]] = ()) -> Schedule:
         """The schedule that a request of these prompts asks for; raises ApiError if there is none."""
         if budget is not None:
-            schedule = self._constant(min(budget, self.num_layers))
-            return NamedSchedule(schedule.name, "budget", schedule)
+            return self._constant(min(budget, self.num_layers))
         name = self.default if name is None else name
         if name == ROUTED and self.route is not None:
             if len(prompts) != 1:
@@ -149,7 +131,11 @@ class Catalog:
             names = (*self.loaded, *(() if self.route is None else (ROUTED,)))
             message = f"there is no schedule of this name: the server has {', '.join(names)}"
             raise ApiError(400, "invalid_value", message, "skipdecode.schedule")
-        return NamedSchedule(name, name, self.loaded[name])
+        return self.loaded[name]
+
+    def label(self, schedule: Schedule) -> str:
+        """The name under which requests of a schedule are counted: budgets have one together."""
+        return schedule.name if self.loaded.get(schedule.name) == schedule else "budget"
 
     def budget_schedule(self) -> Schedule:
         """A schedule that stands for all budgets of requests: it drops as much as any of them."""
@@ -191,11 +177,8 @@ class Catalog:
 
     def _add(self, schedule: Schedule) -> str:
         schedule.check_fits(self.num_layers)
-        name, number = schedule.name, 1
-        while name in self.loaded:
-            if self.loaded[name] == schedule:
-                return name
+        named, number = schedule, 1
+        while self.loaded.setdefault(named.name, named) != named:
             number += 1
-            name = f"{schedule.name}-{number}"
-        self.loaded[name] = schedule
-        return name
+            named = replace(schedule, name=f"{schedule.name}-{number}")
+        return named.name

@@ -67,7 +67,7 @@ class Group:
         """Take a choice; raises a SkipDecodeError if the model cannot run it."""
         if self._engine is None:
             self._engine = self._make()
-        (choice.number,) = self._engine.submit([choice.request], choice.state.schedule.schedule)
+        (choice.number,) = self._engine.submit([choice.request], choice.state.schedule)
         self._choices[choice.number] = choice
 
     def holds(self, choice: Choice) -> bool:

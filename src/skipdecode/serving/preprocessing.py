@@ -77,8 +77,7 @@ class Preprocessor:
         ApiError
             It asks for what the server cannot give.
         """
-        asked = request.extension
-        copies = request.n or 1
+        asked, copies = request.skipdecode, request.n
         sources = request.prompts()
         self._check_choices(len(sources), copies)
         template = self._use_template if asked.template is None else asked.template
@@ -89,8 +88,10 @@ class Preprocessor:
             message = "only a text goes into the checkpoint's template, no chat and no token ids: leave template out"
             raise ApiError(400, "invalid_value", message, "skipdecode.template")
         prompts = [self._checked(source, template) for source in sources]
+        schedule = self._catalog.find(asked.schedule, asked.budget, prompts)
         state = RequestState(
-            schedule=self._catalog.find(asked.schedule, asked.budget, prompts),
+            schedule=schedule,
+            label=self._catalog.label(schedule),
             prompt_tokens=sum(map(len, prompts)),
             trace=asked.trace,
             arrived=arrived,
@@ -175,11 +176,10 @@ class Preprocessor:
         return asked
 
     def _sampling(self, request: GenerationRequest, index: int) -> Sampling:
-        bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+        bias = {int(token): value for token, value in request.logit_bias.items()}
         self._check_ids(bias, "logit_bias")
-        named = {name: getattr(request, name) for name in kinds(Sampling) if name != "top_logprobs"}
-        given = {"temperature": 1.0} | {name: value for name, value in named.items() if value is not None}
-        given["top_k"] = max(0, given.get("top_k", 0))
+        given = {name: getattr(request, name) for name in kinds(Sampling) if name != "top_logprobs"}
+        given["top_k"] = max(0, request.top_k)
         if request.seed is not None:
             given["seed"] = row_seed(request.seed, index)
         return Sampling(**given, logit_bias=bias, top_logprobs=request.top_logprobs_wanted)

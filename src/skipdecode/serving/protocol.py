@@ -96,9 +96,11 @@ class _Strict(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
-            if name in cls.model_fields or (name not in cls.neutral and value is not None):
+            if value is None:
+                continue
+            if name in cls.model_fields or name not in cls.neutral:
                 kept[name] = value
-            elif value is not None and not any(_same(value, neutral) for neutral in cls.neutral[name]):
+            elif not any(_same(value, neutral) for neutral in cls.neutral[name]):
                 accepted = "".join(f", or give {neutral!r}" for neutral in cls.neutral[name])
                 message = f"{name} is not implemented: leave it out{accepted}"
                 raise ApiError(400, "unsupported_field", message, name)
@@ -108,11 +110,12 @@ class _Strict(BaseModel):
 _BOUNDS = {"least": "ge", "most": "le", "above": "gt", "below": "lt"}
 
 
-def _sampling(name: str, description: str | None = None, **bounds: float | None) -> Any:
-    """A field for an option of `Sampling`, with its words and bounds or with others."""
-    said = Sampling.__dataclass_fields__[name].metadata
-    within = {_BOUNDS[each]: value for each, value in (said["bounds"] | bounds).items() if value is not None}
-    return Field(None, description=description or said["help"], **within)
+def _sampling(name: str, description: str | None = None, *, default: Any = None, **bounds: float | None) -> Any:
+    """A field for an option of `Sampling`, with its help text, bounds and default or with others."""
+    option = Sampling.__dataclass_fields__[name]
+    within = {_BOUNDS[of]: value for of, value in (option.metadata["bounds"] | bounds).items() if value is not None}
+    default = option.default if default is None else default
+    return Field(default, description=description or option.metadata["help"], **within)
 
 
 class Extension(_Strict):
@@ -141,7 +144,7 @@ class StreamOptions(_Strict):
     """Of a stream."""
 
     neutral = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class _GenerationFields(_Strict):
@@ -149,26 +152,26 @@ class _GenerationFields(_Strict):
 
     neutral = _NEUTRAL
     model: str | None = Field(None, description="the served name, or left out")
-    n: Annotated[int, Field(ge=1)] | None = Field(None, description="choices for each prompt; default 1")
-    temperature: float | None = _sampling("temperature", "default 1; 0 is greedy", most=2)
-    top_p: float | None = _sampling("top_p")
-    top_k: int | None = _sampling("top_k", "only the k most likely tokens; 0 and -1 are all", least=-1)
-    min_p: float | None = _sampling("min_p")
+    n: int = Field(1, ge=1, description="choices for each prompt; default 1")
+    temperature: float = _sampling("temperature", "default 1; 0 is greedy", default=1.0, most=2)
+    top_p: float = _sampling("top_p")
+    top_k: int = _sampling("top_k", "only the k most likely tokens; 0 and -1 are all", least=-1)
+    min_p: float = _sampling("min_p")
     # Far beyond what is of use, and so that no logit overflows.
-    repetition_penalty: float | None = _sampling("repetition_penalty", above=None, least=0.1, most=10)
-    frequency_penalty: float | None = _sampling("frequency_penalty")
-    presence_penalty: float | None = _sampling("presence_penalty")
+    repetition_penalty: float = _sampling("repetition_penalty", above=None, least=0.1, most=10)
+    frequency_penalty: float = _sampling("frequency_penalty")
+    presence_penalty: float = _sampling("presence_penalty")
     seed: int | None = _sampling("seed", least=-_INT64, below=_INT64)
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="new tokens of a choice at most")
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
-    logit_bias: dict[BiasKey, Bias] | None = Field(None, max_length=1000)
-    stream: bool | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] = []
+    logit_bias: dict[BiasKey, Bias] = Field({}, max_length=1000)
+    stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description=_UNUSED)
     safety_identifier: str | None = Field(None, description=_UNUSED)
     prompt_cache_key: str | None = Field(None, description=_UNUSED)
     metadata: dict[str, Any] | None = Field(None, description=_UNUSED)
-    skipdecode: Extension | None = None
+    skipdecode: Extension = Extension()
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> _GenerationFields:
@@ -180,12 +183,7 @@ class _GenerationFields(_Strict):
     @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
-        return () if self.stop is None else ((self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-
-    @property
-    def extension(self) -> Extension:
-        """The extension, with its defaults."""
-        return self.skipdecode or Extension(schedule=None, budget=None, trace=False, template=None)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def include_usage(self) -> bool:
@@ -252,8 +250,8 @@ class ChatRequest(_GenerationFields):
     neutral = {**_NEUTRAL, **_NEUTRAL_IN_CHATS}
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
 
     @model_validator(mode="after")
     def _fits(self) -> ChatRequest:
@@ -273,7 +271,7 @@ class ChatRequest(_GenerationFields):
     @property
     def top_logprobs_wanted(self) -> int | None:
         """See `CompletionRequest`."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs if self.logprobs else None
 
     def prompts(self) -> Sequence[Prompt]:
         """See `CompletionRequest`."""

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, with_config
 from skipdecode.data.detokenizer import Detokenizer, Piece
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
-from skipdecode.serving.catalog import NamedSchedule
+from skipdecode.schedule import Schedule
 from skipdecode.serving.errors import ApiError
 from skipdecode.serving.metrics import Metrics
 
@@ -89,7 +89,8 @@ class RequestState:
     What is told of times is what a client can measure: they are taken in the event loop, when the text is written.
     """
 
-    schedule: NamedSchedule
+    schedule: Schedule
+    label: str  # of the schedule, in the metrics
     prompt_tokens: int  # of all prompts, each counted once
     trace: bool  # whether the client wants the layers of each token
     arrived: float
@@ -176,12 +177,12 @@ class RequestState:
 
     def summary(self) -> Summary:
         """Of the finished request, written now."""
-        num_layers = self.schedule.schedule.num_layers
+        num_layers = self.schedule.num_layers
         tokens = sum(choice.tokens for choice in self.choices)
         held = sum(choice.kv_bytes for choice in self.choices)
         sets = None
         if self.trace:
-            order = DepthOrder(self.schedule.schedule)
+            order = DepthOrder(self.schedule)
             sets = {str(budget): list(order.layers(budget)) for budget in sorted(self.budgets)}
         return Summary(
             schedule=self.schedule.name,

@@ -183,7 +183,7 @@ class ModelWorker:
                 if not self._waiting or self._rows >= self._limits.max_rows:
                     return
                 choice = self._waiting[0]  # only this thread takes any out
-            schedule = choice.state.schedule.schedule
+            schedule = choice.state.schedule
             # Full depth fits any order: it goes where most rows are.
             group = max((group for group in self._groups if group.takes(schedule)), key=lambda group: group.rows)
             try:
@@ -230,8 +230,8 @@ class ModelWorker:
         state = choice.state
         if not output.position and choice.copy == 0:
             state.cached_tokens += output.cached
-            self._metrics.prompt_tokens.labels(state.schedule.label).inc(len(choice.request.prompt))
-            self._metrics.prefix_hit_tokens.labels(state.schedule.label).inc(output.cached)
+            self._metrics.prompt_tokens.labels(state.label).inc(len(choice.request.prompt))
+            self._metrics.prefix_hit_tokens.labels(state.label).inc(output.cached)
         fed = len(choice.request.prompt) + output.position
         choice.tokens += 1
         choice.layers_run += output.layers
@@ -251,7 +251,7 @@ class ModelWorker:
         if group is None:
             return
         group.remove(choice)
-        label = choice.state.schedule.label
+        label = choice.state.label
         self._metrics.generated_tokens.labels(label).inc(choice.tokens)
         self._metrics.layers_run.labels(label).inc(choice.layers_run)
         self._metrics.layers_full.labels(label).inc(choice.tokens * self._num_layers)
