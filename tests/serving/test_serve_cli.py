@@ -20,7 +20,7 @@ from skipdecode.cli import main, serve
 from skipdecode.cli.arguments import add_options, config_from
 from skipdecode.cli.serve import Config
 from skipdecode.errors import MissingExtraError
-from skipdecode.serving import vllm_server
+from skipdecode.vllm import settings as vllm_settings
 from textgen_tools import command, save_tiny_model, subprocess_environment
 from tiny import LAYERS
 
@@ -154,18 +154,18 @@ def test_vllm_is_started_with_the_plugin_s_settings(monkeypatch, tmp_path):
     path = str(tmp_path)
     schedules = [Schedule.constant(LAYERS, 4)]
     options = {"name": "m", "host": "127.0.0.1", "port": 8000, "dtype": "auto", "schedules": schedules}
-    monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"skipdecode\[vllm\]"):
-        vllm_server.vllm_command(path, **options)
-    monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
-    made = vllm_server.vllm_command(path, **options)
+        vllm_settings.server_command(path, **options)
+    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda name: name)
+    made = vllm_settings.server_command(path, **options)
     assert made[:5] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
     settings = json.loads(made[made.index("--additional-config") + 1])
     assert settings == {"skipdecode": {"schedules": [schedules[0].to_dict()]}}
 
 
 def test_vllm_gets_full_depth_as_default_unless_the_checkpoint_carries_a_schedule(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(vllm_server.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(vllm_settings.importlib.util, "find_spec", lambda name: name)
     started: list[list[str]] = []
 
     def execv(program: str, command: list[str]) -> None:

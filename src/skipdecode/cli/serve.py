@@ -173,8 +173,8 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
 
 
 def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
-    from skipdecode.serving.vllm_server import vllm_command
     from skipdecode.vllm.projection import check_projects
+    from skipdecode.vllm.settings import server_command
 
     if config.quantization != "none":
         raise UsageError("--quantization is not for --engine vllm, which reads the checkpoint's own")
@@ -195,7 +195,7 @@ def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
     if schedules and ref.schedule is None:
         # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.
         schedules.insert(0, Schedule.full(ref.num_layers))
-    command = vllm_command(
+    command = server_command(
         ref.place.where,
         name=_name(config),
         host=config.host,

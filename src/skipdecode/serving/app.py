@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -38,8 +38,6 @@ from skipdecode.serving.service import Service
 from skipdecode.serving.streaming import EventStreamResponse, collect
 
 __all__ = ["create_app"]
-
-T = TypeVar("T")
 
 _STOP_SECONDS = 10.0
 _PAGES = {"index.html": "/", "docs.html": "/docs"}
@@ -83,15 +81,12 @@ def create_app(
     cors : sequence of str
         Origins whose pages may read the answers; "*" is any.
     """
-    # Encoding a long prompt takes a while: one thread of its own, so that the event loop goes on.
-    encoding = ThreadPoolExecutor(1, "encoding")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.worker.start(asyncio.get_running_loop())
         yield
         await asyncio.to_thread(service.worker.stop, _STOP_SECONDS)
-        encoding.shutdown(wait=False, cancel_futures=True)
 
     failure = {"model": ErrorResponse, "description": "A failure"}
     app = FastAPI(
@@ -103,7 +98,7 @@ def create_app(
         responses={"4XX": failure, "5XX": failure},
     )
     add_error_handlers(app)
-    _add_generation(app, service, encoding)
+    _add_generation(app, service)
     _add_models(app, service)
     _add_operations(app, service)
     _add_page(app)
@@ -125,10 +120,9 @@ def create_app(
 # ---------------------------------------------------------------------- paths
 
 
-def _add_generation(app: FastAPI, service: Service, encoding: ThreadPoolExecutor) -> None:
-    def in_thread(work: Callable[..., T], *arguments: Any) -> Awaitable[T]:
-        return asyncio.get_running_loop().run_in_executor(encoding, work, *arguments)
-
+def _add_generation(app: FastAPI, service: Service) -> None:
+    # Encoding a long prompt takes a while: in a thread, so that the event loop goes on, and one at a time.
+    in_thread = partial(to_thread.run_sync, limiter=CapacityLimiter(1))
     encoded = 0  # requests whose prompts are being encoded
 
     async def generate(request: Request, body: GenerationRequest, kind: type[ResponseBuilder]) -> Any:

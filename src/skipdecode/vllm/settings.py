@@ -5,16 +5,20 @@ Travels between vLLM's processes as JSON in `VllmConfig.additional_config["skipd
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from skipdecode.common.options import Options, option
 from skipdecode.common.registry import check_name
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import MissingExtraError, ScheduleError, UsageError
 from skipdecode.schedule import Schedule
 
-__all__ = ["KEY", "Mode", "PluginSettings"]
+__all__ = ["KEY", "Mode", "PluginSettings", "server_command"]
 
 KEY = "skipdecode"
 """Names our part of config.json, of `additional_config`, and of a request's extra arguments."""
@@ -134,3 +138,30 @@ class PluginSettings(Options):
         """A JSON-ready dictionary: options for `from_config`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {"schedules": [s.to_dict() for s in self.schedules]}
+
+
+def server_command(
+    model: str, *, name: str, host: str, port: int, dtype: str, schedules: Sequence[Schedule]
+) -> list[str]:
+    """The command of vLLM's own server, which finds the plugin by itself.
+
+    Parameters
+    ----------
+    model : str
+        A directory or a hub id; no adapter.
+    name : str
+        The model's name as clients see it.
+    schedules : sequence of Schedule
+        Schedules beside the checkpoint's own.
+
+    Raises
+    ------
+    MissingExtraError
+        vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError("--engine vllm", "vllm")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
+    settings = {KEY: {"schedules": [schedule.to_dict() for schedule in schedules]}}
+    return [*command, "--additional-config", json.dumps(settings)] if schedules else command
