@@ -27,6 +27,7 @@ __all__ = [
     "cached_positions",
     "check_prompt_length",
     "label_positions",
+    "layer_bounds",
     "length_positions",
 ]
 
@@ -76,7 +77,7 @@ class StepPlan:
     def of_columns(cls, schedule: Schedule, positions: list[int]) -> StepPlan:
         """Plan for rows with the same positions; `positions` has the generation position of each column."""
         plans = []
-        for first, end, skipped in zip(*_bounds(schedule), strict=True):
+        for first, end, skipped in zip(*layer_bounds(schedule), strict=True):
             count = bisect_left(positions, end)
             start = min(count, bisect_left(positions, first))
             plans.append(LayerPlan(count, start, bridged=bisect_left(positions, skipped)))
@@ -85,7 +86,7 @@ class StepPlan:
     @classmethod
     def of_rows(cls, schedule: Schedule, positions: Tensor) -> StepPlan:
         """Plan for rows with different positions; `positions` (batch, columns) never fall along a row."""
-        bounds = (torch.tensor(bound, device=positions.device)[:, None, None] for bound in _bounds(schedule))
+        bounds = (torch.tensor(bound, device=positions.device)[:, None, None] for bound in layer_bounds(schedule))
         first, end, skipped = bounds
         before, active, crosses = positions < first, positions < end, positions >= skipped
         ends = torch.stack((before.sum(-1), active.sum(-1), (~crosses).sum(-1))).tolist()  # one transfer for all layers
@@ -93,7 +94,7 @@ class StepPlan:
         return cls(positions.shape[1], tuple(map(_row_plan, *ends, active, crosses)))
 
 
-def _bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
+def layer_bounds(schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
     """For each layer the positions at which it starts to run, stops running, and starts to use its bridge."""
     on_prompt, at_last = set(schedule.prompt_layers()), set(schedule.last_prompt_layers())
     first = [LAST_PROMPT if layer in at_last - on_prompt else PROMPT for layer in range(schedule.num_layers)]

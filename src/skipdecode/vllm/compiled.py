@@ -61,9 +61,8 @@ class LayerPieces:
 
     def __init__(self, vllm_config: Any, axis: int) -> None:
         self._config, self._axis = vllm_config, axis
-        self._of: dict[tuple[nn.Module, Callable[..., Any], tuple[str, ...]], Piece] = {}
-        self._made: dict[tuple[Callable[..., Any], tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
-        self._blocks: dict[tuple[tuple[nn.Module, ...], tuple[str, ...]], Piece | None] = {}
+        self._of: dict[tuple[Any, Piece, tuple[str, ...]], Piece | None] = {}
+        self._made: dict[tuple[Piece, tuple[str, ...]], list[tuple[Piece, list[Fact]]]] = {}
         self.makes_blocks = False
         settings = vllm_config and vllm_config.compilation_config
         self.eager = not settings or int(settings.mode or 0) < 2 or settings.backend == "eager"
@@ -75,51 +74,41 @@ class LayerPieces:
 
     def __call__(self, function: Callable[..., Any], layer: nn.Module, arguments: dict[str, Any]) -> Any:
         """What `function(layer, **arguments)` gives; the first call for a layer may compile."""
-        nones = _nones(arguments)
-        piece = self._of.get((layer, function, nones))
-        if piece is None:
-            piece = self._find(function, layer, arguments, nones)
-        return piece(layer, arguments)
+        piece = self._piece(_alone(function), layer, arguments, compiles=not self.eager)
+        return function(layer, **arguments) if piece is None else piece(layer, arguments)
 
     def block(self, forward: Callable[..., Any], layers: tuple[nn.Module, ...], arguments: dict[str, Any]) -> Any:
         """What layers of one class give one after the other; None, and nothing done, where no piece serves them."""
-        nones = _nones(arguments)
-        piece = self._blocks.get((layers, nones))
-        if piece is None and (self.makes_blocks or (layers, nones) not in self._blocks):
-            made = self._made.setdefault((in_turn := _in_turn(forward), nones), [])
-            piece = _sharing(made, layers, arguments)
-            if piece is None and self.makes_blocks and not self.eager and len(made) < _MOST:
-                try:
-                    made.append(self._compile(in_turn, layers, arguments, arguments["hidden_states"].shape[self._axis]))
-                    piece = made[-1][0]
-                except Exception as e:  # As of single layers, which do for these too.
-                    _log.info("skipdecode: no blocks of layers: %s", e)
-            if made:
-                self._blocks[layers, nones] = piece
+        piece = self._piece(_in_turn(forward), layers, arguments, compiles=self.makes_blocks and not self.eager)
         return None if piece is None else piece(layers, arguments)
 
-    def _find(self, function: Any, layer: nn.Module, arguments: dict[str, Any], nones: tuple[str, ...]) -> Piece:
-        def eager(layer: nn.Module, arguments: dict[str, Any]) -> Any:
-            return function(layer, **arguments)
-
+    def _piece(self, function: Piece, layer: Any, arguments: dict[str, Any], *, compiles: bool) -> Piece | None:
+        """The piece that serves a layer, or a block; None if there is none."""
+        nones = tuple([name for name, value in arguments.items() if value is None])
+        key = layer, function, nones
+        piece = self._of.get(key)
+        if piece is not None or (key in self._of and not compiles):
+            return piece
         rows = arguments.get("hidden_states", next(iter(arguments.values()))).shape[self._axis]
         if rows < 2:
-            return eager  # A trace would take the one row for a constant; the next call may have more.
-        made = self._made.setdefault((function, nones), [])
-        found = _sharing(made, layer, arguments)
-        if found is None and len(made) == _MOST:
-            self._run_eagerly(f"they differ from the {_MOST} that are compiled")
-        elif found is None and not self.eager:
+            return None  # A trace would take the one row for a constant; the next call may have more.
+        made, scope = self._made.setdefault((function, nones), []), dict(zip(_SCOPE, (layer, arguments), strict=True))
+        self._of[key] = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
+        if self._of[key] is None and compiles:
             try:
-                made.append(self._compile(eager, layer, arguments, rows))
-                found = made[-1][0]
+                if len(made) == _MOST:
+                    raise RuntimeError(f"they differ from the {_MOST} that are compiled")
+                made.append(self._compile(function, layer, arguments, rows))
+                self._of[key] = made[-1][0]
             except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
-                self._run_eagerly(f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
-        return self._of.setdefault((layer, function, nones), found or eager)
+                self._run_eagerly(layer, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
+        return self._of[key]
 
-    def _run_eagerly(self, reason: str) -> None:
-        if not self.eager:
-            _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
+    def _run_eagerly(self, layer: Any, reason: str) -> None:
+        if isinstance(layer, tuple):  # Single layers do for a block.
+            _log.info("skipdecode: no blocks of layers: %s", reason)
+            return
+        _log.warning("skipdecode: decoder layers run eagerly in steps that skip, which is slower: %s", reason)
         self.eager = True
 
     def _compile(self, forward: Piece, layer: Any, arguments: dict[str, Any], rows: int) -> tuple[Piece, list[Fact]]:
@@ -154,6 +143,16 @@ class LayerPieces:
 
 
 @functools.cache
+def _alone(function: Callable[..., Any]) -> Piece:
+    """One layer."""
+
+    def run(layer: Any, arguments: dict[str, Any]) -> Any:
+        return function(layer, **arguments)
+
+    return run
+
+
+@functools.cache
 def _in_turn(forward: Callable[..., Any]) -> Piece:
     """Several layers, each on what the one before gives."""
 
@@ -171,16 +170,6 @@ def _in_turn(forward: Callable[..., Any]) -> Piece:
 def listed(output: Any) -> list[Any]:
     """The states that a layer gave, one or several."""
     return list(output) if isinstance(output, tuple) else [output]
-
-
-def _nones(arguments: dict[str, Any]) -> tuple[str, ...]:
-    return tuple([name for name, value in arguments.items() if value is None])
-
-
-def _sharing(made: list[tuple[Piece, list[Fact]]], layer: Any, arguments: dict[str, Any]) -> Piece | None:
-    """The piece whose facts hold for a layer, or a block."""
-    scope = dict(zip(_SCOPE, (layer, arguments), strict=True))
-    return next((piece for piece, facts in made if _all_hold(facts, scope)), None)
 
 
 def _described(kind: str, value: Any) -> Any:

@@ -20,8 +20,7 @@ from torch import Tensor
 from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
-from skipdecode.vllm.fits import LayerBridge
-from skipdecode.vllm.projection import KeyProjection
+from skipdecode.vllm.projection import KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
 
 __all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers"]

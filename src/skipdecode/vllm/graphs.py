@@ -76,6 +76,11 @@ def choose_levels(schedules: Sequence[Schedule]) -> tuple[Level, ...]:
 class DepthGraphs:
     """The graphs by depth of one model runner.
 
+    Parameters
+    ----------
+    bridged : frozenset of int
+        Layers that have a bridge, which all rows that sit such a layer out take in a graph.
+
     Attributes
     ----------
     levels : tuple of Level
@@ -84,15 +89,15 @@ class DepthGraphs:
         (rows, layers), bool: whether a row keeps what a layer made of it. Captured graphs read it where it lies.
     captured : set of DepthDescriptor
         Graphs that there are.
-    bridged : frozenset of int
-        Layers that have a bridge, which all rows that sit such a layer out take in a graph.
     """
 
-    def __init__(self, schedules: Sequence[Schedule], most_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, schedules: Sequence[Schedule], most_rows: int, device: torch.device, bridged: frozenset[int] = frozenset()
+    ) -> None:
         self.levels = choose_levels(schedules)
         self.keep = torch.zeros(most_rows, schedules[0].num_layers, dtype=torch.bool, device=device)
         self.captured: set[DepthDescriptor] = set()
-        self.bridged: frozenset[int] = frozenset()
+        self._bridged = bridged
         self._capturing: int | None = None
         self._filled: StepRows | None = None
 
@@ -133,7 +138,7 @@ class DepthGraphs:
         """
         if not self.captured or any(kind != NONE for kind in step.projects):
             return None
-        if any(step.rows_of(i) + step.rows_across(i) < step.num_rows for i in self.bridged):
+        if any(step.rows_of(i) + step.rows_across(i) < step.num_rows for i in self._bridged):
             return None
         layers = frozenset(i for i, kind in enumerate(step.layers) if kind != NONE)
         fitting = [n for n, level in enumerate(self.levels) if level.serves(layers, not step.parts)]

@@ -16,9 +16,8 @@ from packaging.version import Version
 
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
 from skipdecode.schedule import Schedule
-from skipdecode.vllm.fits import checkpoint_fit
 from skipdecode.vllm.gates import check_architecture
-from skipdecode.vllm.projection import check_projects
+from skipdecode.vllm.projection import check_projects, checkpoint_fit
 from skipdecode.vllm.settings import KEY, PluginSettings
 
 __all__ = ["layers_of_stages", "register"]
@@ -243,22 +242,14 @@ def layers_of_stages(schedule: Schedule, stages: int) -> list[int]:
 
 def _fewest(work: list[float], stages: int) -> list[int]:
     """Cut `work` into parts so that the largest sum is least; of equals the one with the earliest cuts."""
-    layers = len(work)
-    sums = [0.0]
-    for w in work:
-        sums.append(sums[-1] + w)
-    # least[s][i]: the largest part's sum when the first i layers make s stages; came[s][i]: the last cut.
-    least = [[float("inf")] * (layers + 1) for _ in range(stages + 1)]
-    came = [[0] * (layers + 1) for _ in range(stages + 1)]
-    least[0][0] = 0
-    for s in range(1, stages + 1):
-        for i in range(s, layers + 1):
-            for j in range(s - 1, i):
-                value = max(least[s - 1][j], sums[i] - sums[j])
-                if value < least[s][i]:
-                    least[s][i], came[s][i] = value, j
-    parts, end = [], layers
-    for s in range(stages, 0, -1):
-        parts.append(end - came[s][end])
-        end = came[s][end]
-    return parts[::-1]
+
+    @functools.cache
+    def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        """The largest sum of the first `end` values in so many parts, and where these end."""
+        if parts == 1:
+            return sum(work[:end]), (end,)
+        before = ((cut, *best(cut, parts - 1)) for cut in range(parts - 1, end))
+        return min((max(largest, sum(work[cut:end])), (*cuts, end)) for cut, largest, cuts in before)
+
+    ends = best(len(work), stages)[1]
+    return [end - start for start, end in zip((0, *ends), ends, strict=False)]

@@ -23,11 +23,10 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
-from skipdecode.vllm.fits import checkpoint_fit, layer_bridges
 from skipdecode.vllm.gates import LayerGates, find_layers
 from skipdecode.vllm.graphs import DepthDescriptor, DepthGraphs
 from skipdecode.vllm.metadata import StepMetadata
-from skipdecode.vllm.projection import KeyProjection, given_keys
+from skipdecode.vllm.projection import KeyProjection, checkpoint_fit, given_keys, layer_bridges
 from skipdecode.vllm.settings import Mode, PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 
@@ -123,12 +122,11 @@ class Skipping:
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self._settings, self._config, self._device = settings, vllm_config, device
         self._fit = checkpoint_fit(vllm_config.model_config, settings.schedules)
-        fitted = range(settings.num_layers) if self._fit is not None else ()
-        bridged = frozenset(n for n in fitted if self._fit is not None and self._fit.bridge(n) is not None)
+        bridged = frozenset(map(int, () if self._fit is None else self._fit.bridges))
         self._limits = LayerLimits(settings.schedules, bridged)
         self.step: StepRows | None = None
-        self.graphs = DepthGraphs(settings.schedules, vllm_config.scheduler_config.max_num_batched_tokens, device)
-        self.graphs.bridged = bridged
+        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.graphs = DepthGraphs(settings.schedules, most_rows, device, bridged)
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""

@@ -1,4 +1,4 @@
-"""Which rows of a step run which layer, from positions alone. numpy; knows neither vLLM nor torch.
+"""Which rows of a step run which layer, from positions alone. numpy; knows nothing of vLLM.
 
 A *row* is one token of the step. A request's rows lie side by side, in the order of the text, and because schedules are
 nested a layer runs a first part of them: all, none, or (a text computed anew after preemption, or drafted tokens) some.
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skipdecode.models.plan import AFTER, PROMPT, layer_bounds
 from skipdecode.schedule import Schedule
 
 __all__ = ["ALL", "NONE", "LayerLimits", "RowSubset", "StepBatch", "StepRows"]
@@ -23,7 +24,7 @@ ALL = -1
 NONE = -2
 """In `StepRows`: no row."""
 
-_NEVER = np.int64(2**40)  # past any text
+_NEVER = np.int64(AFTER)  # past any text
 Selection = slice | NDArray[np.int64]
 
 
@@ -145,8 +146,10 @@ class LayerLimits:
 
     def __init__(self, schedules: Sequence[Schedule], bridged: Collection[int] = ()) -> None:
         self.num_layers = schedules[0].num_layers
-        limits = np.array([_limits(s, bridged) for s in schedules], np.int64).transpose(1, 0, 2)
-        self._first, self._end, self._bridged = limits
+        # Tokens are counted from the prompt's end: `PROMPT` stands for all of the prompt, and so for its beginning.
+        bounds = np.array([layer_bounds(s) for s in schedules], np.int64).transpose(1, 0, 2)
+        self._first, self._end, self._bridged = np.where(bounds == PROMPT, -_NEVER, bounds)
+        self._bridged[:, [layer for layer in range(self.num_layers) if layer not in bridged]] = _NEVER
         self._full = np.array([s.is_full for s in schedules])
         # From here on no schedule changes: a step like the last one needs no new plan.
         self._settled = max([0, *self._end[self._end < _NEVER].tolist()])
@@ -214,22 +217,6 @@ class LayerLimits:
         left = (batch.prompt - batch.start)[:, None]
         before: NDArray[np.int64] = np.clip(limits[batch.schedule] + left, 0, batch.rows[:, None])
         return before
-
-
-def _limits(schedule: Schedule, bridged: Collection[int]) -> tuple[list[Any], list[Any], list[Any]]:
-    """For each layer the tokens, counted from the prompt's end, from which it runs, from which it does no more, and
-    from which a text takes its bridge (`skipdecode.models.plan.LayerPlan`).
-    """
-    on_prompt, projected = set(schedule.prompt_layers()), set(schedule.projected)
-    first, end, across = [], [], []
-    for layer in range(schedule.num_layers):
-        drop = schedule.drop_position(layer)
-        first.append(np.int64(-1) if layer in projected else -_NEVER)
-        runs = layer in on_prompt or layer in projected
-        end.append(-_NEVER if not runs else _NEVER if drop is None else np.int64(drop))
-        skipped = end[-1] if runs else -_NEVER if schedule.prompt == "max_exit" else np.int64(-1)
-        across.append(skipped if layer in bridged else _NEVER)
-    return first, end, across
 
 
 def _part(
