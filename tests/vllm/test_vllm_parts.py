@@ -79,6 +79,7 @@ def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int
         across = [i for i, (s, n, prompt) in enumerate(tokens) if crosses(LOADED[s], layer, n, prompt)]
         if step is not None:
             assert step.rows_of(layer) == len(expected)
+            assert np.flatnonzero(step.mask(len(tokens) + 1)[:, layer]).tolist() == expected
             assert listed(step, step.bridge(layer), len(tokens)) == (across if layer in BRIDGED else [])
             assert step.starts is None or np.flatnonzero(step.starts).tolist() == [
                 i for i, (_, n, _) in enumerate(tokens) if n == 0
@@ -88,13 +89,11 @@ def test_rows_are_those_of_the_schedules(requests: list[tuple[int, int, int, int
 
 @settings(max_examples=80)
 @given(REQUESTS)
-def test_parts_say_what_is_cut_and_what_is_left(requests: list[tuple[int, int, int, int]]):
+def test_parts_say_what_is_cut(requests: list[tuple[int, int, int, int]]):
     batch = batch_of(requests)
     step = LayerLimits(LOADED).step(batch)
     for part in step.parts if step else ():
         every = np.arange(step.num_rows)  # type: ignore[union-attr]
-        rest = part.rest if isinstance(part.rest, np.ndarray) else np.concatenate([every[s] for s in part.rest])
-        assert sorted([*every[part.rows], *rest]) == every.tolist()
         assert (part.lead + part.counts + part.cut == batch.rows[part.requests]).all()
         starts = (np.cumsum(batch.rows) - batch.rows)[part.requests] + part.lead
         ranges = [np.arange(s, s + n) for s, n in zip(starts, part.counts, strict=True)]
@@ -194,7 +193,8 @@ def test_gates_leave_other_rows_as_they_were(put_back: bool, requests: list[tupl
         gates.projections = {number: Keys() for number in range(LAYERS)}  # type: ignore[misc]
         gates.bridges = bridges
         slots = {n: torch.tensor(listed(step, kind, rows)) for n, kind in enumerate(step.projects) if kind != NONE}
-        gates.begin(step, put_back, torch.device("cpu"), slots)
+        keep = torch.from_numpy(step.mask(rows)) if put_back and step.parts else None
+        gates.begin(step, keep, torch.device("cpu"), slots)
         hidden, residual = given_states.clone(), None
         for layer in layers.values():
             if takes_residual:

@@ -21,7 +21,7 @@ from skipdecode.errors import UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
 from skipdecode.vllm.projection import KeyProjection, LayerBridge
-from skipdecode.vllm.step_rows import ALL, NONE, RowSubset, StepRows
+from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 
 __all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers"]
 
@@ -91,10 +91,8 @@ class LayerGates:
     ----------
     step : StepRows or None
         The rows of the step under way; None lets every layer run on everything.
-    put_back : bool
-        Whether a layer that some rows run computes all of them and gets the others put back.
     keep : Tensor or None
-        (rows, layers), bool, read by graphs at each replay: rows without it are put back. Set before `begin`.
+        See `begin`.
     pieces : LayerPieces
         Runs layers in a step that skips.
     projections : dict of int to KeyProjection
@@ -107,12 +105,13 @@ class LayerGates:
 
     def __init__(self, layers: dict[int, Any], axis: int = 0, vllm_config: Any = None, norm: Any = None) -> None:
         self.step: StepRows | None = None
-        self.put_back = self.finished = False
-        self.keep: Tensor | None = None
+        self.finished = False
         self.pieces = LayerPieces(vllm_config, axis)
         self.projections: dict[int, KeyProjection] = {}
         self.bridges: dict[int, LayerBridge] = {}
         self._axis = axis
+        self.keep: Tensor | None = None
+        self._replayed = False
         self._last = max(layers)
         self._holds = ALL
         self._waiting: list[Any] = []
@@ -136,16 +135,26 @@ class LayerGates:
             base: Any = type(layer)
             layer.__class__ = with_mixin(_Gated, base)
 
-    def begin(self, step: StepRows, put_back: bool, device: torch.device, slots: dict[int, Tensor]) -> None:
-        """Start a step; `end` must follow. `slots`: where the rows that a layer projects are stored, by layer."""
-        self.step, self.put_back, self.finished = step, put_back, False
+    def begin(self, step: StepRows, keep: Tensor | None, device: torch.device, slots: dict[int, Tensor]) -> None:
+        """Start a step; `end` must follow.
+
+        Parameters
+        ----------
+        keep : Tensor or None
+            (rows, layers), bool. With it, a layer that some rows run computes all of them, and rows without it are put
+            back. If the step itself has all layers run all rows or none, a graph is captured, and each replay reads it.
+        slots : dict of int to Tensor
+            Where the rows that a layer projects are stored, by layer.
+        """
+        self.step, self.finished = step, False
+        self.keep, self._replayed = keep, keep is not None and not step.parts
         self._holds, self._waiting = ALL, []
         self._rows = {n: _selection(part.rows, device) for n, part in enumerate(step.parts)} | {ALL: slice(None)}
         self._slots = slots
         texts = {"schedules": step.schedules, "starts": step.starts}
         self._texts = {name: torch.from_numpy(of).to(device) for name, of in texts.items() if of is not None}
         self._done = set()
-        whole = self._axis == 0 and self.keep is None and not self.pieces.eager
+        whole = self._axis == 0 and not self._replayed and not self.pieces.eager
         self._blocks = self._blocks_of(step) if whole else {}
 
     def maps_keys(self, layer: int) -> bool:
@@ -176,15 +185,13 @@ class LayerGates:
             return self.pieces(type(layer)._skipdecode_base.forward, layer, arguments)
         kind = NONE if index in self._done else step.layers[index]
         states = [arguments[name] for name in STATES if name in arguments]
-        puts_back = kind >= 0 and self.put_back
-        if step.projects[index] != NONE and not puts_back:
+        masked = self.keep is not None and kind != NONE and (kind != ALL or self._replayed)
+        if step.projects[index] != NONE and not masked:
             # First, for a text's rows may attend to those that another leaves in this step.
             states = self._project(index, arguments, states, step)
-        if puts_back:
+        if masked:
             # Rows that are to be projected run here: the same keys and values, and their state is put back.
-            states = self._across(index, self._run_all(index, layer, arguments, states, step.parts[kind]), step)
-        elif kind != NONE and self.keep is not None:
-            states = self._run_masked(index, layer, arguments, states)
+            states = self._across(index, self._run_masked(index, layer, arguments, states), step)
         elif kind != NONE:
             if kind != self._holds:
                 states = self._change_rows(states, kind)
@@ -263,29 +270,13 @@ class LayerGates:
         others = {n: self._cut(v, total, rows) for n, v in arguments.items() if n not in given}
         return listed(self.pieces(forward, layer, others | given))
 
-    def _run_all(
-        self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any], part: RowSubset
-    ) -> list[Any]:
-        """The layer on all rows; those that sit it out are put back."""
-        states = self._change_rows(states, ALL)
-        alone = not isinstance(part.rest, tuple)
-        rest: Any = (_selection(part.rest, states[0].device),) if alone else part.rest
-        # Kept as copies, because a fused norm adds into what it is given.
-        kept = [[self._take(s, r).clone() if s is not None else None for r in rest] for s in states]
-        out = self._call(index, layer, arguments, states)
-        for state, saved in zip(out, kept, strict=True):
-            for rows, before in zip(rest, saved, strict=True):
-                if before is None:
-                    self._view(state)[rows] = 0
-                else:
-                    self._view(state)[rows] = self._view(before)
-        return out
-
     def _run_masked(self, index: int, layer: Any, arguments: dict[str, Any], states: list[Any]) -> list[Any]:
-        """The layer on all rows; those that do not `keep` what it made are put back, by operations of fixed shape."""
+        """The layer on all rows; those that do not keep what it made are put back, by operations of fixed shape."""
         keep = self.keep[: self.step.num_rows, index, None]  # type: ignore[union-attr, index]
+        states = self._change_rows(states, ALL)
+        # Copies, because a fused norm adds into what it is given.
         before = [None if s is None else s.clone() for s in states]
-        if index in self.bridges:
+        if self._replayed and index in self.bridges:
             before[0] = self._bridged(index, before)
         pairs = zip(self._call(index, layer, arguments, states), before, strict=True)
         return [n.masked_fill(~keep, 0) if old is None else torch.where(keep, n, old) for n, old in pairs]

@@ -148,10 +148,7 @@ class DepthGraphs:
         """Get `keep` ready for a replay, on the stream of the replay."""
         if step is self._filled or not self.levels[descriptor.level].masked:
             return
-        runs = torch.zeros(descriptor.num_tokens, len(step.layers), dtype=torch.bool)
-        for layer, kind in enumerate(step.layers):
-            if kind != NONE:
-                runs.numpy()[slice(step.num_rows) if kind == ALL else step.parts[kind].rows, layer] = True
+        runs = torch.from_numpy(step.mask(descriptor.num_tokens))
         # New pinned memory every time: the copy of the step before may still be under way.
         self.keep[: len(runs)].copy_(runs.pin_memory() if self.keep.is_cuda else runs, non_blocking=True)
         self._filled = step

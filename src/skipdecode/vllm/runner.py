@@ -98,7 +98,7 @@ class SkipRunner:
         try:
             output = run(*args, **kwargs)
         finally:
-            self.skipping.end()
+            self.skipping.gates.end()
         if not self.skipping.gates.finished:
             raise UnsupportedFeatureError(
                 "this vLLM ran its own graph in a step that skips layers: start it with --enforce-eager"
@@ -171,8 +171,7 @@ class Skipping:
         try:
             for module in self._graphs:
                 module.do_not_compile = True
-            self.gates.keep = keep
-            self.gates.begin(step, False, self._device, {})
+            self.gates.begin(step, keep, self._device, {})
             yield
         finally:
             self.gates.end()
@@ -182,7 +181,6 @@ class Skipping:
     def watch(self, groups: Any) -> None:
         """The KV cache is there, and with it the builders of attention metadata."""
         self._metadata = StepMetadata(groups, self._layer_names)
-        self.choice.builders = self._metadata.num_builders
         if not self._metadata.repeatable:
             if any(map(self.gates.maps_keys, self.gates.projections)):
                 raise UnsupportedFeatureError(
@@ -218,17 +216,15 @@ class Skipping:
             )
         # A layer that ran on all rows would store its own keys and values of those that have a map's.
         mapped = any(kind != NONE and self.gates.maps_keys(i) for i, kind in enumerate(step.projects))
-        put_back = not mapped and self.choice.puts_back(step)
+        keep = None
+        if not mapped and self.choice.puts_back(step, self._metadata.num_builders):
+            keep = torch.from_numpy(step.mask(step.num_rows)).to(self._device)
         slots = self._metadata.projected_slots(step, context.slot_mapping)
-        if not put_back:
+        if keep is None:
             self._metadata.fill(step, context.attn_metadata, context.slot_mapping)
-        self.gates.begin(step, put_back, self._device, slots)
+        self.gates.begin(step, keep, self._device, slots)
         context.skip_compiled = True  # vLLM's own switch: the loop over the layers runs in Python.
         return True
-
-    def end(self) -> None:
-        """The forward is over."""
-        self.gates.end()
 
     def _batch(self, input_batch: Any, requests: Any, scheduled: dict[str, int]) -> StepBatch:
         ids = input_batch.req_ids
@@ -278,13 +274,10 @@ class ModeChoice:
     ----------
     mode : {"auto", "nested", "where"}
         Anything but "auto" settles the matter; may be set between steps.
-    builders : int
-        Metadata builders that each selection of rows takes.
     """
 
     def __init__(self, settings: PluginSettings, vllm_config: Any, device: torch.device) -> None:
         self.mode: Mode = settings.mode
-        self.builders = 1
         model = vllm_config.model_config
         self._shards = vllm_config.parallel_config.tensor_parallel_size
         # Sizes are counted on transformers' model, whose class vLLM may have changed so that it compiles itself.
@@ -295,15 +288,18 @@ class ModeChoice:
             self._geometry = ModelGeometry.from_config(model.hf_config, model.dtype.itemsize)
         self._machine = Machine(*(settings.machine or _measured(device, model.dtype)))
 
-    def puts_back(self, step: StepRows) -> bool:
-        """Whether a step runs layers on all rows and puts back those that sit them out."""
+    def puts_back(self, step: StepRows, builders: int) -> bool:
+        """Whether a step runs layers on all rows and puts back those that sit them out.
+
+        `builders`: how many builders of metadata each selection of rows takes.
+        """
         if self.mode != "auto" or not step.parts:
-            return self.mode == "where"
+            return self.mode == "where" and bool(step.parts)
         all_rows = self._layer_seconds(step.num_rows)
         more = sum(
             all_rows - self._layer_seconds(step.rows_of(i)) for i, kind in enumerate(step.layers) if kind != NONE
         )
-        return more < len({k for k in step.layers if k >= 0}) * self.builders * _BUILD_SECONDS
+        return more < len({k for k in step.layers if k >= 0}) * builders * _BUILD_SECONDS
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - lives as long as the runner
     def _layer_seconds(self, rows: int) -> float:

@@ -65,8 +65,6 @@ class RowSubset:
         Requests that have such rows.
     rows : slice or array of int
         The rows.
-    rest : tuple of slice, or array of int
-        All other rows.
     counts : array of int
         Rows of each of `requests`.
     lead : array of int
@@ -77,7 +75,6 @@ class RowSubset:
 
     requests: Selection
     rows: Selection
-    rest: tuple[slice, ...] | NDArray[np.int64]
     counts: NDArray[np.int64]
     lead: NDArray[np.int64]
     cut: NDArray[np.int64]
@@ -128,6 +125,14 @@ class StepRows:
     def rows_across(self, layer: int) -> int:
         """How many rows take a bridge over a layer."""
         return self._count(self.bridge(layer))
+
+    def mask(self, rows: int) -> NDArray[np.bool_]:
+        """(rows, layers): whether a row runs a layer; `rows` may be more than there are."""
+        runs = np.zeros((rows, len(self.layers)), np.bool_)
+        for layer, kind in enumerate(self.layers):
+            if kind != NONE:
+                runs[slice(self.num_rows) if kind == ALL else self.parts[kind].rows, layer] = True
+        return runs
 
     def _count(self, kind: int) -> int:
         return self.num_rows if kind == ALL else 0 if kind == NONE else self.parts[kind].num_rows
@@ -229,10 +234,8 @@ def _part(
     first, last = int(chosen[0]), int(chosen[-1])
     side_by_side = last - first + 1 == len(chosen)
     requests: Selection = slice(first, last + 1) if side_by_side else chosen
-    begin, end, total = int(starts[0]), int(starts[-1] + some[-1]), int(offsets[-1])
+    begin, end = int(starts[0]), int(starts[-1] + some[-1])
     if end - begin == some.sum():
-        rest = tuple(s for s in (slice(0, begin), slice(end, total)) if s.stop > s.start)
-        return RowSubset(requests, slice(begin, end), rest, some, before, cut)
+        return RowSubset(requests, slice(begin, end), some, before, cut)
     index = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(starts, some, strict=True)])
-    others = np.setdiff1d(np.arange(total), index, assume_unique=True)
-    return RowSubset(requests, index, others, some, before, cut)
+    return RowSubset(requests, index, some, before, cut)
