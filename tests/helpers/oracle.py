@@ -80,6 +80,20 @@ def oracle_logits(
             handle.remove()
 
 
+@torch.no_grad()
+def alone_logits(
+    model: Any, schedule: Schedule, text: Tensor, mask: Tensor, prompt: int, row: int, fit: Any = None
+) -> Tensor:
+    """Logits (new tokens, vocabulary) of one row of `text`, uncached, alone and without its padding.
+
+    `mask` is that of the left-padded prompts, of `prompt` columns.
+    """
+    padding = int((mask[row] == 0).sum())
+    own, start = text[row : row + 1, padding:], prompt - padding
+    active = active_tokens(schedule, start, own.shape[1])
+    return oracle_logits(model, own, torch.ones_like(own), active, fit, schedule, start)[0, start - 1 : -1]
+
+
 def position_ids(model: Any, mask: Tensor) -> dict[str, Tensor]:
     """The position ids that `generate` gives left-padded rows, for models that take them."""
     takes = "position_ids" in inspect.signature(type(model).forward).parameters
