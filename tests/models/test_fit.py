@@ -100,6 +100,18 @@ def test_given_keys_equal_the_oracle(family, prompt, taps, schedule: Schedule):
     check(model, own, random_fit(model, [prompt], taps=taps))
 
 
+@pytest.mark.parametrize("prompt", ["full", LOWER, GAPS])
+def test_a_row_alone_is_the_row_in_a_batch(prompt):
+    model, schedule = model_of("llama"), replace(FALLING, prompt=prompt)
+    fit = random_fit(model, [] if prompt == "full" else [prompt], taps=2)
+    ids, mask = ragged_prompts()
+    together, _ = decode(model, schedule, fit, ids, mask)
+    for row in range(len(ids)):
+        own = ids[row, mask[row].bool()][None]
+        alone, _ = decode(model, schedule, fit, own, torch.ones_like(own))
+        assert alone[0, own.shape[1] :].tolist() == together[row, ids.shape[1] :].tolist()
+
+
 def _map(model):
     return PromptMap(torch.zeros(8, model.config.hidden_size), torch.zeros(8), torch.zeros(8))
 
