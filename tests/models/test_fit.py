@@ -103,7 +103,7 @@ def test_given_keys_equal_the_oracle(family, prompt, taps, schedule: Schedule):
 @pytest.mark.parametrize("prompt", ["full", LOWER, GAPS])
 def test_a_row_alone_is_the_row_in_a_batch(prompt):
     model, schedule = model_of("llama"), replace(FALLING, prompt=prompt)
-    fit = random_fit(model, [] if prompt == "full" else [prompt], taps=2)
+    fit = random_fit(model) if prompt == "full" else random_fit(model, [prompt], taps=2)
     ids, mask = ragged_prompts()
     together, _ = decode(model, schedule, fit, ids, mask)
     for row in range(len(ids)):
