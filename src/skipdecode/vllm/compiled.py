@@ -93,16 +93,18 @@ class LayerPieces:
         if rows < 2:
             return None  # A trace would take the one row for a constant; the next call may have more.
         made, scope = self._made.setdefault((function, nones), []), dict(zip(_SCOPE, (layer, arguments), strict=True))
-        self._of[key] = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
-        if self._of[key] is None and compiles:
+        found = next((piece for piece, facts in made if _all_hold(facts, scope)), None)
+        if found is None and compiles:
             try:
                 if len(made) == _MOST:
                     raise RuntimeError(f"they differ from the {_MOST} that are compiled")
                 made.append(self._compile(function, layer, arguments, rows))
-                self._of[key] = made[-1][0]
+                found = made[-1][0]
             except Exception as e:  # Dynamo's internals differ by version, and none of it must stop the engine.
                 self._run_eagerly(layer, f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}")
-        return self._of[key]
+        if made or self.eager:
+            self._of[key] = found
+        return found
 
     def _run_eagerly(self, layer: Any, reason: str) -> None:
         if isinstance(layer, tuple):  # Single layers do for a block.
