@@ -121,13 +121,13 @@ def _sampling(name: str, description: str | None = None, *, default: Any = None,
 class Extension(_Strict):
     """Which layers run, and whether the client wants to know."""
 
-    schedule: str | None = Field(None, description="one of the names of /v1/models, or routed (serve --router)")
+    schedule: str | None = Field(default=None, description="one of the names of /v1/models, or routed (serve --router)")
     budget: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="a constant number of layers after the prompt; at most all layers run"
+        default=None, description="a constant number of layers after the prompt; at most all layers run"
     )
-    trace: bool = Field(False, description="report the number of layers of each token")
+    trace: bool = Field(default=False, description="report the number of layers of each token")
     template: bool | None = Field(
-        None,
+        default=None,
         description="put a completion's text into the template that the checkpoint was tuned on, or leave it as it is "
         "(default: the server's, see /v1/models)",
     )
