@@ -17,7 +17,7 @@ import torch
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from skipdecode import Schedule, attach
-from skipdecode.data.prompts import load_examples
+from skipdecode.data.prompts import encode_examples, read_file
 from skipdecode.data.records import Template
 from skipdecode.models.loading.hub import load_model
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> Trainer:
     args = parse(argv)
     loaded = load_model(args.model, dtype="float32")
     template = Template(args.prompt_template + "\n", args.response_field)
-    examples, _ = load_examples(args.train, template, loaded.tokenizer)
+    examples, _ = encode_examples(read_file(args.train, template), template, loaded.tokenizer)
     rows = [
         {"input_ids": [*e.prompt, *e.response], "labels": [-100] * len(e.prompt) + list(e.response)} for e in examples
     ]
