@@ -1,31 +1,29 @@
-"""Every error a user can meet.
+"""All errors for users.
 
 ::
 
-    SkipDecodeError            base; what was asked cannot be done as written (the command line's exit code is then 2)
-    ├── WorkError              the work failed once it had begun (exit code 1)
-    │   ├── DivergedError      a loss that is no number
-    │   ├── FetchError         a model that could not be fetched or kept; a ModelLoadError too
-    │   └── WriteError         results that could not be written; an OutputError too
-    ├── UsageError             wrong flags or values on the command line
+    SkipDecodeError            base: wrong usage (exit code 2)
+    ├── WorkError              the work failed (exit code 1)
+    │   ├── DivergedError      a loss or gradient that is not finite
+    │   ├── FetchError         a model that could not be downloaded or stored; also a ModelLoadError
+    │   └── WriteError         results that could not be written; also an OutputError
+    ├── UsageError             wrong options on the command line
     │   └── OptionError        a value that an option does not accept
     ├── ScheduleError          a schedule that is not nested, or does not fit the model
     ├── FitError               a fit that cannot be read, or is for another model
-    ├── TargetError            a wall-clock target that no schedule of this kind reaches
-    ├── AttachError            the model cannot be gated
-    │   ├── UnsupportedModelError   its architecture is not in the table of families
+    ├── TargetError            a speed target that no schedule reaches
+    ├── AttachError            a schedule cannot be attached to the model
+    │   ├── UnsupportedModelError   the model type is not supported
     │   └── AlreadyAttachedError    a schedule is attached already
-    ├── UnsupportedFeatureError     a generation feature that breaks cached skipping, refused by name
-    ├── UnfitModelError        the fast engine does not cover the model; transformers' own forward still may
-    ├── RefusedEngineError     a vLLM engine that would give wrong text, refused before it starts
-    ├── ModelLoadError         a model name or directory that does not load
-    ├── DataError              prompts or records that cannot be read; carries the line number
-    ├── OutputError            a place that cannot take the results
-    └── MissingExtraError      an optional dependency is absent; says what to install
+    ├── UnsupportedFeatureError     a generation feature that does not work with skipped layers
+    ├── UnfitModelError        the fast engine does not support the model; transformers may
+    ├── RefusedEngineError     a vLLM engine that would produce wrong text
+    ├── ModelLoadError         a model that cannot be loaded
+    ├── DataError              prompts or records that cannot be read; has the line number
+    ├── OutputError            a path that the results cannot be written to
+    └── MissingExtraError      an optional dependency is not installed
 
-Beside them one warning: `UntunedScheduleWarning`.
-
-Messages are one line: what was wrong, what is accepted, what to do.
+There is one warning: `UntunedScheduleWarning`. Messages are one line: what was wrong, what is accepted, what to do.
 """
 
 from __future__ import annotations
@@ -56,19 +54,19 @@ __all__ = [
 
 
 class SkipDecodeError(Exception):
-    """Base of all errors this package raises on purpose."""
+    """Base of all errors that this package raises."""
 
     exit_code = 2
 
 
 class WorkError(SkipDecodeError):
-    """The work failed once it had begun."""
+    """The work failed after it had started."""
 
     exit_code = 1
 
 
 class UsageError(SkipDecodeError):
-    """A command line that cannot be carried out as written."""
+    """A wrong command line."""
 
 
 class OptionError(UsageError):
@@ -77,11 +75,11 @@ class OptionError(UsageError):
     Parameters
     ----------
     name : str
-        The option's field.
+        The field of the option.
     value : Any
-        What was given.
+        The given value.
     accepted : str
-        What is accepted, in words.
+        The accepted values, in words.
     """
 
     def __init__(self, name: str, value: object, accepted: str) -> None:
@@ -90,7 +88,7 @@ class OptionError(UsageError):
 
 
 class ScheduleError(SkipDecodeError, ValueError):
-    """A schedule that is not nested, drops a layer it must keep, or does not fit the model."""
+    """A schedule that is not nested, skips a layer that must run, or does not fit the model."""
 
 
 class FitError(SkipDecodeError, ValueError):
@@ -98,39 +96,39 @@ class FitError(SkipDecodeError, ValueError):
 
 
 class TargetError(SkipDecodeError, ValueError):
-    """A speed target out of reach; the message states the bound and what sets it."""
+    """A speed target that no schedule reaches; the message has the bound and its cause."""
 
 
 class AttachError(SkipDecodeError):
-    """The model cannot be gated."""
+    """A schedule cannot be attached to the model."""
 
 
 class UnsupportedModelError(AttachError, TypeError):
-    """The model's architecture is not in the table of families."""
+    """The model type is not in the table of families."""
 
 
 class AlreadyAttachedError(AttachError, RuntimeError):
-    """A schedule is attached to this model already."""
+    """The model already has an attached schedule."""
 
 
 class UnsupportedFeatureError(SkipDecodeError, ValueError):
-    """A generation feature that cannot work with skipped layers, refused by name."""
+    """A generation feature that cannot work with skipped layers; the message names it."""
 
 
 class UnfitModelError(SkipDecodeError):
-    """The fast engine does not cover this model, or cannot run here; the message says what it met."""
+    """The fast engine does not support the model or the machine; the message has the reason."""
 
 
 class RefusedEngineError(SkipDecodeError):
-    """A vLLM engine whose schedule does not fit, or that is asked for something that skipped layers break."""
+    """A vLLM engine whose schedule does not fit, or with a feature that does not work with skipped layers."""
 
 
 class ModelLoadError(SkipDecodeError):
-    """A model name, directory or file that does not load."""
+    """A model name, directory or file that cannot be loaded."""
 
 
 class FetchError(WorkError, ModelLoadError):
-    """A model that could not be fetched, or kept: the network or the disk is at fault, not its name."""
+    """A model that could not be downloaded or stored, because of the network or the disk."""
 
 
 class DataError(SkipDecodeError):
@@ -139,13 +137,13 @@ class DataError(SkipDecodeError):
     Parameters
     ----------
     message : str
-        What is wrong and what is accepted.
+        The error and what is accepted.
     line : int, optional
-        1-based line number in the file; put in front of the message.
+        1-based line number in the file; added to the message.
     index : int, optional
-        Place in a list of prompts, from 0 on; put in front of the message.
+        0-based index in a list of prompts; added to the message.
     id : str, optional
-        The record's own id, where it is known.
+        The id of the record, if it is known.
     """
 
     def __init__(
@@ -157,26 +155,26 @@ class DataError(SkipDecodeError):
 
 
 class OutputError(SkipDecodeError):
-    """A place that cannot take the results: it is told before the work begins."""
+    """A path that the results cannot be written to; raised before the work starts."""
 
 
 class WriteError(WorkError, OutputError):
-    """Results that could not be written once the work had begun."""
+    """Results that could not be written after the work had started."""
 
 
 class DivergedError(WorkError):
-    """A loss or gradient that is no number, or no longer one; the message names the records."""
+    """A loss or gradient that is not finite; the message names the records."""
 
 
 class MissingExtraError(SkipDecodeError, ImportError):
-    """An optional dependency is absent.
+    """An optional dependency is not installed.
 
     Parameters
     ----------
     what : str
         The feature that needs it.
     extra : str
-        The extra of this package that brings it.
+        The extra of this package that installs it.
     """
 
     def __init__(self, what: str, extra: str) -> None:
@@ -184,4 +182,4 @@ class MissingExtraError(SkipDecodeError, ImportError):
 
 
 class UntunedScheduleWarning(UserWarning):
-    """A schedule on weights that were not tuned under it or a deeper cut: the text breaks."""
+    """A schedule with weights that were not tuned under it, or under fewer layers: the text degrades."""

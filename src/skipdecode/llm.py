@@ -1,6 +1,6 @@
-"""Text in, text out, in Python: a model on its fastest engine, with a schedule for each call.
+"""Text generation in Python: a model on its fastest engine, with a schedule for each call.
 
-What a prompt is made of, and where a text ends, `skipdecode.data` decides, as for the command line and the server.
+`skipdecode.data` encodes prompts and ends texts, as for the command line and the server.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from skipdecode.schedule.order import bottom_up
 __all__ = ["LLM", "Output", "Outputs", "Prompt", "generate"]
 
 Prompt = str | list[Message] | Mapping[str, Any]
-"""A text; a chat, as a list of ``{"role": …, "content": …}``; or a record, which the checkpoint's template renders."""
+"""A text; a chat, as a list of ``{"role": …, "content": …}``; or a record for the checkpoint's template."""
 
 _MOST_IDLE = 4
-"""Engines that are kept between calls: one for each drop order, and for each of the streams that ran side by side."""
+"""Engines that are kept between calls: one for each drop order, and one for each concurrent stream."""
 _SPEEDUP = re.compile(r"(\d+(?:\.\d+)?)x")
 
 
 @dataclass(frozen=True)
 class Output:
-    """What became of one prompt.
+    """The output of one prompt.
 
     Parameters
     ----------
     prompt : str
-        As it was tokenised: with its template, or its chat template, around it.
+        The prompt as it was tokenized, with its template or chat template.
     text : str
-        Without the stop text.
+        The output without the stop string.
     tokens : list of int
-        New tokens, the end token included.
+        The new tokens, with the end token.
     finish_reason : {"eos", "length", "stop"}
-        An end token, `max_new_tokens` (or the end of the context), or a text of `stop`.
+        An end token, `max_new_tokens` (or the end of the context), or a stop string.
     """
 
     prompt: str
@@ -70,44 +70,44 @@ class Outputs(list[Output]):
     Attributes
     ----------
     stats : RunSummary
-        Of all of them together.
+        The statistics of the call.
     """
 
     stats: RunSummary
 
 
 class LLM:
-    """A model that is ready to generate.
+    """A model that is ready to generate text.
 
-    Calls may differ in schedule and share the weights. One thread at a time.
+    Calls can have different schedules and share the weights. Not safe for concurrent threads.
 
     Parameters
     ----------
     model : str, Path or LoadedModel
-        A name, as `skipdecode.load` takes it, or what that gave.
+        A name as for `skipdecode.load`, or its result.
     schedule : Schedule or str, optional
-        Of calls that name none: see `schedule_of`. Default: the one that the checkpoint carries, else full depth. A fit
-        beside a schedule file is used for a model that is loaded by name.
+        The schedule of calls without one: see `schedule_of`. Default: the schedule of the checkpoint, else full depth.
+        For a model that is loaded by name, a fit beside a schedule file is used.
     engine : {"auto", "fast", "transformers"}
-        What runs the model; auto: the package's own engine where it covers the model.
+        The engine; auto: the fast engine if it supports the model.
     quantization : {"none", "int8", "int4", "w8a8"}
-        Of the weights, after loading, by the fast engine (CPUs only).
+        Quantization of the weights after loading (fast engine, CPUs).
     dtype, device
-        Of a model that is loaded by name: see `skipdecode.load`.
+        For a model that is loaded by name: see `skipdecode.load`.
     max_rows : int
-        Prompts that are decoded together.
+        Most prompts that are decoded together.
 
     Attributes
     ----------
     loaded : LoadedModel
         Model, tokenizer, carried schedule and recipe.
     stats : RunSummary or None
-        Of the last call that has ended.
+        The statistics of the last finished call.
 
     Raises
     ------
     SkipDecodeError
-        The model does not load (`skipdecode.load`), the engine does not run it, or the schedule does not fit it.
+        The model cannot be loaded, the engine does not support it, or the schedule does not fit it.
     """
 
     def __init__(
@@ -141,25 +141,25 @@ class LLM:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """Schedules that have a name here: full depth, and those that the weights were tuned under."""
+        """The schedules by name: full depth, and those that the weights were tuned under."""
         recipe, carried = self.loaded.recipe, self.loaded.schedule
         own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
         return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
 
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
-        """The schedule that a call with this argument runs under.
+        """The schedule of a call with this argument.
 
         Parameters
         ----------
         asked : Schedule, str or None
             A schedule; a name of `schedules`; a schedule file; or a nominal speed-up such as "2x", with the order and
-            positions of the schedule that the checkpoint carries, else the paper's over `max_new_tokens` positions.
-            None: what the LLM was made with, by default the checkpoint's own, else full depth.
+            positions of the checkpoint's schedule, else those of the paper over `max_new_tokens` positions. None: the
+            schedule of the LLM, by default that of the checkpoint, else full depth.
 
         Raises
         ------
         ScheduleError
-            There is no such schedule, or it is for another number of layers.
+            The schedule is unknown, or is for another number of layers.
         """
         asked, carried = self._schedule if asked is None else asked, self.loaded.schedule
         if asked is None:
@@ -193,28 +193,28 @@ class LLM:
         template: bool | str = True,
         **sampling: Any,
     ) -> Outputs:
-        """Texts for prompts, in batches of `max_rows`; greedy unless a temperature is given.
+        """Generate a text for each prompt, in batches of `max_rows`; greedy unless a temperature is given.
 
         Parameters
         ----------
         prompts : a prompt, or a list of prompts
             See `Prompt`.
         max_new_tokens : int
-            Most new tokens of each; fewer where the context ends.
+            Most new tokens of an output; fewer at the end of the context.
         schedule : Schedule or str, optional
-            Of this call: see `schedule_of`.
+            The schedule of this call: see `schedule_of`.
         stop : str or sequence of str, optional
-            Texts that end an output, cut off.
+            Stop strings: they end an output and are cut off.
         template : bool or str
-            Put texts and records into the template that the checkpoint was tuned on, if it names one; or into this one.
+            Whether to use the template that the checkpoint was tuned on, if it has one; or another template.
         **sampling
-            Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … A prompt's draws depend on the
-            seed and its place in the list, not on its batch.
+            Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … The random numbers of a prompt
+            depend on the seed and its index in the list, not on its batch.
 
         Raises
         ------
         DataError
-            A prompt cannot be used; its `index` says which. Nothing was generated then.
+            A prompt cannot be used; `index` is its position. Nothing is generated.
         UsageError, ScheduleError
             A value is not accepted.
 
@@ -236,7 +236,7 @@ class LLM:
         try:
             rows = engine.decode([how.request(prompt) for prompt in encoded], take, chosen)
         except BaseException:
-            self._drop(engine)  # what it keeps of prompts may be half done
+            self._drop(engine)  # its prefix cache may be incomplete
             raise
         outputs = Outputs(
             Output(prompt.text, text, row.tokens, row.finish_reason)
@@ -246,9 +246,9 @@ class LLM:
         return outputs
 
     def stream(self, prompt: Prompt, max_new_tokens: int = 128, **options: Any) -> TextStream:
-        """The text of one prompt, in pieces as they come; `stats` are told at its end.
+        """Generate the text of one prompt as a stream of pieces; `stats` are available at its end.
 
-        `options` are those of `generate`; raises as it does.
+        Options and errors are those of `generate`.
         """
         start = time.perf_counter()
         (encoded,), how, chosen = self._prepared([prompt], max_new_tokens, **options)
@@ -263,7 +263,7 @@ class LLM:
         )
 
     def encode(self, prompts: Sequence[Prompt], *, template: bool | str = True) -> list[EncodedPrompt]:
-        """Prompts as token ids, with their `room` in the context; one that cannot be used has an `error`."""
+        """Prompts as token ids, with their `room` in the context; a prompt that cannot be used has an `error`."""
         form = choose_form(
             self.loaded.recipe,
             no_template=not template,
@@ -283,7 +283,7 @@ class LLM:
         template: bool | str = True,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
-        """Token ids, what they are decoded with and under which schedule; raises for what cannot be done."""
+        """The encoded prompts, the decoding settings, and the schedule of a call."""
         drawn = Sampling(**sampling)
         drawn.check_effect()
         how = Decoding(
@@ -305,10 +305,10 @@ class LLM:
         return encoded, how, asked
 
     def _engine(self, schedule: Schedule) -> Engine:
-        """One that is idle and takes the schedule, with fresh statistics; what it keeps of earlier prompts stays."""
+        """An idle engine for the schedule, with new statistics and its earlier prefix cache."""
         found = next((engine for engine in self._engines if engine.takes(schedule) and not engine.has_work), None)
         if found is None:
-            # Full depth goes with any order.
+            # Full depth is possible with any order.
             carried = self.loaded.schedule
             order = schedule.drop_order or (carried and carried.drop_order) or bottom_up(self.num_layers, 1)
             found = self._source.for_order(order, max_rows=self._max_rows, prefix_cache=True)
@@ -333,12 +333,12 @@ class LLM:
 
 
 def generate(name: str, prompts: Prompt | Sequence[Prompt], **options: Any) -> Outputs:
-    """Load a model and generate: `LLM(name).generate(prompts, **options)`. Calls after the first want an `LLM`."""
+    """Load a model and generate: `LLM(name).generate(prompts, **options)`. For several calls, use an `LLM`."""
     return LLM(name).generate(prompts, **options)
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of it; a list of messages is one chat."""
+    """A list of prompts from one or several; a list of messages is one chat."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed: list[Any] = list(prompts)
