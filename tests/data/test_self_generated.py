@@ -18,7 +18,7 @@ from skipdecode.models.loading.hub import load_model
 from textgen_tools import command, read_rows, save_tiny_model, subprocess_environment, write_rows
 
 PACE = ["--steps", "2", "--batch-size", "4", "--compare-batches", "0", "--lora-rank", "2", "--precision", "fp32"]
-WORDS = ["--self", "--self-records", "16", "--self-tokens", "200"]
+WORDS = ["--self", "--self-records", "32", "--self-tokens", "200"]
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,13 @@ def test_a_model_is_tuned_on_what_it_says_itself(model: str, tuned: Path, tmp_pa
 
 
 def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, tmp_path: Path) -> None:
-    again = ["tune", "--recipe", str(tuned / "recipe.json"), "--out", str(tmp_path / "again")]
-    assert main(again) == 0
+    assert main(["tune", model, *WORDS, *PACE, "--out", str(tmp_path / "again")]) == 0
     assert main(["tune", model, *WORDS, *PACE, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
     assert words(tmp_path / "again") == words(tuned) != words(tmp_path / "other")
     assert weights(tmp_path / "again") == weights(tuned) != weights(tmp_path / "other")
+    recipe = str(tuned / "recipe.json")
+    assert main(["tune", "--recipe", recipe, "--out", str(tmp_path / "recipe")]) == 0
+    assert words(tmp_path / "recipe") == words(tuned)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, t
         "name: cut\nprompt: '{post}\\n'\nreferences: [short]\ntruncate: post\nmax_prompt_tokens: 12\n"
         "response_tokens: {median: 8, p95: 16}\nmax_new_tokens: 20\nmetrics: [chrf]\n".replace("'", '"')
     )
-    file = write_rows(tmp_path / "posts.jsonl", [{"post": f"{a}{b} " * 12} for a in "abcd" for b in "ghij"])
+    file = write_rows(tmp_path / "posts.jsonl", [{"post": f"{a}{b} " * 12} for a in "abcdef" for b in "ghijkl"])
     out = tmp_path / "out"
     asked = ["--self", "--task", str(task), "--prompts", file, "--self-tokens", "200"]
     assert main(["tune", model, *asked, *PACE, "--nominal-speedup", "1", "--out", str(out)]) == 0
@@ -211,7 +213,7 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "eval"
-    asked = ["--self-records", "8", "--self-tokens", "40", "--batch-size", "4", "--resamples", "20"]
+    asked = ["--self-records", "12", "--self-tokens", "40", "--batch-size", "4", "--resamples", "20"]
     call = ["eval", str(tuned), "--self", *asked, "--out", str(out)]
     assert main(call) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -239,7 +241,7 @@ def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     again = json.loads(capsys.readouterr().out.partition("\n")[2])
     assert [row["kl"] for row in again["rows"][1:]] == [row["kl"] for row in document["rows"][1:]]
     # Other words in the same place.
-    assert main([*call, "--self-records", "4", "--self-tokens", "8", "--overwrite"]) == 0
+    assert main([*call, "--self-records", "6", "--self-tokens", "8", "--overwrite"]) == 0
     assert json.loads((out / "run.json").read_text())["config"]["self_generated"]["self_tokens"] == 8
 
 
