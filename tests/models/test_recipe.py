@@ -12,10 +12,11 @@ from checkpoints import save_adapter, save_checkpoint
 from skipdecode import Schedule
 from skipdecode.data.forms import choose_form
 from skipdecode.errors import DataError, UsageError
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.recipe import Recipe
 from skipdecode.models.loading.ref import ModelRef
-from tiny import LAYERS
+from tiny import LAYERS, tiny_model
 
 TARGET = Schedule.from_speedup(LAYERS, 2, 16)
 PROMPT = {"template": "{mr}\n", "responses": ["ref"], "chat": False}
@@ -145,3 +146,8 @@ def test_what_the_user_says_comes_before_the_recipe() -> None:
     assert choose_form(ONE, field="plan").record({"mr": "no", "plan": "yes"}).prompt == "yes\n"
     with pytest.raises(UsageError):
         choose_form(ONE, prompt_template="<{mr}>", no_template=True)
+
+
+def test_an_adapter_leaves_the_sample_of_its_bases_weights_as_it_is(tmp_path: Path) -> None:
+    adapted = save_adapter(tmp_path, "base")
+    assert base_sample(adapted) == base_sample(tiny_model("llama"))

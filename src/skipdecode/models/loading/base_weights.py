@@ -128,8 +128,9 @@ def is_other_model(known: Any, now: list[float]) -> bool:
 
 
 def base_sample(model: Any) -> list[float]:
-    """A sample of the model's weights from all its matrices, to six digits."""
-    matrices = [(n, p) for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point()]
+    """A sample of the model's weights from all its matrices but those of an adapter, to six digits."""
+    named = ((n, p) for n, p in model.named_parameters() if "lora_" not in n)
+    matrices = [(n, p) for n, p in named if p.dim() > 1 and p.is_floating_point()]
     # Steps of the golden ratio: no two matrices are read at the same place.
     shares = [(i * 0.6180339887 % 1, matrices[i * len(matrices) // _PLACES][1]) for i in range(_PLACES)]
     values = [matrix.flatten()[int(share * matrix.numel())].item() for share, matrix in shares]
