@@ -16,6 +16,7 @@ from checkpoints import byte_tokenizer, save_checkpoint
 from skipdecode import LLM, Schedule
 from skipdecode.cli import main
 from skipdecode.engine import FastEngine
+from skipdecode.engine.drafts import Planner
 from skipdecode.errors import (
     DataError,
     ModelLoadError,
@@ -46,6 +47,24 @@ def texts(outputs: Any) -> list[str]:
 
 
 # ---------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
+def test_exact_texts_are_those_of_full_depth(
+    llm: LLM, model_dir: str, tmp_path: Path, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
+    full = texts(llm.generate(TEXTS, 24, schedule="full", **sampling))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UntunedScheduleWarning)  # the text is not the schedule's
+        assert texts(llm.generate(TEXTS, 24, schedule="2x", exact=True, **sampling)) == full
+    stream = llm.stream(TEXTS[1], 24, schedule="2x", exact=True, stop=[full[1][3:5]], **{**sampling, "temperature": 0})
+    assert "".join(stream) == stream.text
+    out = str(tmp_path / "out.jsonl")
+    command = ["generate", model_dir, *TEXTS, "--output", out, "--max-new-tokens", "24", "--nominal-speedup", "2"]
+    given = ["--temperature", "0.8", "--seed", "3"] if sampling else []
+    assert main([*command, *given, "--exact", "--batch-size", "2", "--compare"]) == 0
+    assert [row["text"] for row in read_rows(out)] == full
 
 
 def test_texts_are_those_of_the_command_line_in_any_batch(llm: LLM, model_dir: str, tmp_path: Path):

@@ -191,6 +191,7 @@ class LLM:
         schedule: Schedule | str | Path | None = None,
         stop: str | Sequence[str] | None = (),
         template: bool | str = True,
+        exact: bool = False,
         **sampling: Any,
     ) -> Outputs:
         """Generate a text for each prompt, in batches of `max_rows`; greedy unless a temperature is given.
@@ -207,6 +208,9 @@ class LLM:
             Stop strings: they end an output and are cut off.
         template : bool or str
             Whether to use the template that the checkpoint was tuned on, if it has one; or another template.
+        exact : bool
+            Give the tokens of full depth, bit for bit, also sampled ones: the schedule drafts, and full depth checks
+            the drafts, if that is faster. Needs the fast engine.
         **sampling
             Fields of `skipdecode.engine.Sampling`: temperature, top_k, top_p, seed, … The random numbers of a prompt
             depend on the seed and its index in the list, not on its batch.
@@ -224,7 +228,7 @@ class LLM:
             Once for each schedule that the weights were not tuned under.
         """
         start = time.perf_counter()
-        options = {"schedule": schedule, "stop": stop, "template": template} | sampling
+        options = {"schedule": schedule, "stop": stop, "template": template, "exact": exact} | sampling
         encoded, how, chosen = self._prepared(_listed(prompts), max_new_tokens, **options)
         engine, readers = self._engine(chosen), [how.reader() for _ in encoded]
         texts = [""] * len(encoded)
@@ -281,6 +285,7 @@ class LLM:
         schedule: Schedule | str | Path | None = None,
         stop: str | Sequence[str] | None = (),
         template: bool | str = True,
+        exact: bool = False,
         **sampling: Any,
     ) -> tuple[list[EncodedPrompt], Decoding, Schedule]:
         """The encoded prompts, the decoding settings, and the schedule of a call."""
@@ -292,9 +297,10 @@ class LLM:
             max_new_tokens=max_new_tokens,
             ends=self._ends,
             stop=StopStrings((stop,) if isinstance(stop, str) else stop or ()),
+            exact=exact,
         )
         asked = self.schedule_of(schedule, max_new_tokens)
-        line = self.loaded.untuned_line([asked])
+        line = None if exact else self.loaded.untuned_line([asked])
         if line is not None and asked not in self._warned:
             self._warned.add(asked)
             warnings.warn(line, UntunedScheduleWarning, stacklevel=3)

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as hf
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine
 from skipdecode.engine.requests import Request, Sampling
-from skipdecode.engine.sampling import Sampler, choose
+from skipdecode.engine.sampling import Predicted, Sampler
 from skipdecode.errors import UsageError
 from tiny import LAYERS, tiny_model
 
@@ -109,7 +109,8 @@ def test_bias_acts_and_leaves_the_logits_alone():
 def test_seed_decides_and_other_rows_do_not():
     settings = [Sampling(temperature=1.0, seed=i) for i in range(3)]
     alone = [[Sampler(s, ()).pick(logits(i))] for i, s in enumerate(settings)]
-    together, _ = choose(torch.stack([logits(i) for i in range(3)]), [Sampler(s, ()) for s in settings])
+    predicted = Predicted(torch.stack([logits(i) for i in range(3)]))
+    together = [predicted.token(i, Sampler(s, ())).token for i, s in enumerate(settings)]
     assert together == [a[0] for a in alone]
 
 
@@ -117,7 +118,8 @@ def test_logprob_is_the_models_own():
     values = torch.stack([logits(0), logits(1)])
     sampling = Sampling(temperature=0.3, top_k=2, repetition_penalty=1.5, presence_penalty=1, seed=0)
     rows = [Sampler(sampling, (5,)), Sampler(Sampling(), ())]
-    tokens, logprobs = choose(values, rows)
+    predicted = Predicted(values)
+    tokens, logprobs, _ = zip(*(predicted.token(i, row) for i, row in enumerate(rows)), strict=True)
     want = values.log_softmax(-1)[torch.arange(2), torch.tensor(tokens)]
     torch.testing.assert_close(torch.tensor(logprobs), want)
 

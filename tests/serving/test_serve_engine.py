@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from kernel_reference import kernels_or_skip
+from serve_tools import greedy, metric, running, tiny_service
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, GatedEngine, Request, Sampling
+from skipdecode.engine.drafts import Planner
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.errors import ScheduleError
@@ -99,3 +101,25 @@ def test_a_cancelled_row_leaves_a_gated_wave():
             engine.cancel(0)
     assert seen[0] in (2, 3)
     assert seen[1] == 6
+
+
+def test_an_exact_request_has_the_text_of_full_depth_and_is_counted(monkeypatch):
+    monkeypatch.setattr(Planner, "plan", lambda planner, rows, drafters: [min(2, each.room) for each in drafters])
+    service = tiny_service()
+    asked = greedy(prompt="hello", max_tokens=40)
+    with running(service) as client:
+        full, exact = (
+            client.post("/v1/completions", json=asked | {"skipdecode": {"schedule": name, "exact": drafts}}).json()
+            for name, drafts in (("full", False), ("nested", True))
+        )
+    assert exact["choices"] == full["choices"]
+    assert exact["skipdecode"]["layers_run"] == full["skipdecode"]["layers_run"]
+    counts = [metric(service, f"{name}_tokens_total") for name in ("drafted", "accepted", "verified")]
+    assert counts[0] > 0 <= counts[1] < counts[2] <= 40
+
+
+def test_an_exact_request_needs_an_engine_that_drafts():
+    with running(tiny_service(engine="transformers")) as client:
+        answer = client.post("/v1/completions", json=greedy(prompt="hello", skipdecode={"exact": True}))
+    assert answer.status_code == 400
+    assert "exact decoding needs the fast engine" in answer.json()["error"]["message"]

@@ -162,7 +162,7 @@ class _Session:
         start, first = time.perf_counter(), None
         turns = self._fitted([*self._turns, {"role": "user", "content": text}])
         messages = turns if self._system is None else [{"role": "system", "content": self._system}, *turns]
-        options: dict[str, Any] = self._config.sampling_fields()
+        options: dict[str, Any] = self._config.sampling_fields() | {"exact": self._config.exact}
         stream = self._llm.stream(messages, self._config.max_new_tokens, schedule=self._schedule, **options)
         with self._interruptible():
             for piece in stream:

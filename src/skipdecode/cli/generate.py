@@ -222,7 +222,7 @@ def _tell_schedules(config: Config, chosen: ScheduleChoice | Router, loaded: Loa
     else:
         schedules = list(chosen.schedules)
         note(f"router {config.router}: each prompt runs one of {', '.join(each.name for each in schedules)}")
-    if line := loaded.untuned_line(schedules):
+    if not config.exact and (line := loaded.untuned_line(schedules)):
         note(line)
 
 
@@ -240,6 +240,7 @@ def _fingerprint(
         "model": config.model,
         "max_new_tokens": config.max_new_tokens,
         **config.sampling_fields(),
+        **({"exact": True} if config.exact else {}),
         "stop": list(config.stop),
         "template": None if form.template is None else form.template.to_dict(),
         "chat": config.chat,
@@ -276,6 +277,7 @@ def _job(
         max_new_tokens=config.max_new_tokens,
         ends=end_tokens(loaded.model, tokenizer),
         stop=StopStrings(config.stop),
+        exact=config.exact,
         encoder=PromptEncoder(tokenizer, context, chat=chat, system=config.system, template=form.template),
         make_engine=make_engine,
         route=None if isinstance(chosen, ScheduleChoice) else chosen.bind(loaded.model),

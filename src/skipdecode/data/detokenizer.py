@@ -190,7 +190,7 @@ class TextStream(Iterator[str]):
                 self._open = False
                 self._failed()
                 raise
-            piece = "".join(map(self._take, outputs))
+            piece = "".join(self._take(out) for out in outputs)
             self.text += piece
             if self.finish_reason is not None:
                 self.close()
@@ -209,6 +209,8 @@ class TextStream(Iterator[str]):
         self.close()
 
     def _take(self, out: StepOutput) -> str:
+        if self.finish_reason is not None:
+            return ""  # behind a stop string, in the same step
         self.tokens.append(out.token)
         pieces = self._reader.push(out)
         self.finish_reason = "stop" if self._reader.stopped else out.finish_reason

@@ -48,6 +48,8 @@ class Decoding:
         A sequence ends after any of these tokens.
     stop : StopStrings
         Strings that end a text; the text is cut before them.
+    exact : bool
+        Tokens of full depth, which the schedule drafts; see `skipdecode.engine.Request`.
     """
 
     texts: TokenTexts
@@ -55,11 +57,13 @@ class Decoding:
     max_new_tokens: int
     ends: frozenset[int]
     stop: StopStrings = field(default_factory=StopStrings)
+    exact: bool = False
 
     def request(self, prompt: EncodedPrompt) -> Request:
         """The request for the engine."""
         room = self.max_new_tokens if prompt.room is None else min(self.max_new_tokens, prompt.room)
-        return Request(tuple(prompt.token_ids), room, self.sampling.for_row(prompt.record.index), self.ends)
+        sampling = self.sampling.for_row(prompt.record.index)
+        return Request(tuple(prompt.token_ids), room, sampling, self.ends, exact=self.exact)
 
     def reader(self) -> Detokenizer:
         """Turns a sequence's tokens into text, and finds stop strings."""
@@ -238,7 +242,7 @@ def generate_rows(
     summary.seconds = time.perf_counter() - started
     if job.full_depth is not None:
         # Before the output is put in place, so that an interrupted comparison can be resumed.
-        summary.comparison = _compared(run.compared, job.make_engine, job.full_depth)
+        summary.comparison = _compared(run.compared, job.make_engine, job.full_depth, job.exact)
     writer.finish()
     return summary
 
@@ -258,7 +262,7 @@ def _windows(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
 
 
 def _compared(
-    batches: list[list[Request]], ours: Callable[[int], Engine], full: Callable[[int], Engine]
+    batches: list[list[Request]], ours: Callable[[int], Engine], full: Callable[[int], Engine], exact: bool
 ) -> SpeedComparison:
     """Time both sides on each batch, for as many steps as its longest sequence took."""
     found = SpeedComparison()
@@ -266,7 +270,7 @@ def _compared(
 
     def decode(side: Literal["schedule", "full"], batch: list[Request], tokens: int) -> EngineStats:
         engine = engines[side](len(batch))
-        engine.decode([Request(request.prompt, tokens) for request in batch])
+        engine.decode([Request(request.prompt, tokens, exact=exact and side == "schedule") for request in batch])
         return engine.stats
 
     warm = False

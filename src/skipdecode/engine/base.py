@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from skipdecode.engine.requests import FinishReason, Request, StepOutput
 from skipdecode.engine.sequence import Sequence
+from skipdecode.errors import UsageError
 from skipdecode.schedule import Schedule
 
 __all__ = ["ENGINES", "QUANTIZATIONS", "Decoded", "Engine", "EngineStats", "NextToken", "StopCheck"]
@@ -43,14 +44,17 @@ class EngineStats:
         Time in forwards of prompts. If a forward has prompts and decoding sequences, its time is split in proportion
         to tokens x layers, because the separate costs are not known.
     fed_tokens : int
-        Generated tokens that were fed back: one per decoding sequence and step.
+        Generated tokens that were fed back: one per decoding sequence and step, and the accepted drafts.
     token_layers : int
-        Sum over fed tokens of the layers that they ran.
+        Sum over fed tokens of the layers that they ran; of exact requests, drafts and all checks included.
     layer_reads : int
         Sum over steps of the layers that some fed token ran, and whose weights the step therefore read.
     short_heads, head_fallbacks : int
         Forwards whose tokens the 8-bit copy of the head decided (`skipdecode.engine.kernels.head`), and forwards that
         used the full head after it.
+    drafted_tokens, accepted_tokens, verified_tokens : int
+        For exact requests: drafted tokens, accepted drafts, and new tokens of steps that checked drafts (each check
+        gives one token more than it accepts).
     kv_bytes_peak, kv_bytes_full_peak : int
         Peak bytes of keys and values, and the peak of the same sequences at full depth.
     """
@@ -66,6 +70,9 @@ class EngineStats:
     layer_reads: int = 0
     short_heads: int = 0
     head_fallbacks: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    verified_tokens: int = 0
     kv_bytes_peak: int = 0
     kv_bytes_full_peak: int = 0
 
@@ -114,9 +121,12 @@ class Engine(ABC):
     stats : EngineStats
     began : float
         Reading of `clock` at which `StepOutput.seconds` is 0.
+    drafts : bool
+        Whether the engine accepts exact requests.
     """
 
     name: str
+    drafts = False
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_layers, self.schedule = schedule.num_layers, schedule
@@ -148,7 +158,9 @@ class Engine(ABC):
 
     def _sequences(self, requests: Iterable[Request], schedule: Schedule | None) -> list[Sequence]:
         """`submit`, but returns the sequences."""
-        wanted = self.schedule if schedule is None else schedule
+        wanted, requests = self.schedule if schedule is None else schedule, list(requests)
+        if not self.drafts and any(request.exact for request in requests):
+            raise UsageError(f"exact decoding needs the fast engine, not {self.name!r}: leave exact out")
         new = [Sequence(number, request, wanted) for number, request in enumerate(requests, self._submitted)]
         self._enqueue(wanted, new)
         self._submitted += len(new)
@@ -198,13 +210,13 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027  # most have nothing to give back
         """Drop all requests and free their memory; the model is as before."""
 
-    def _emit(self, sequences: list[Sequence], tokens: list[NextToken], start: float) -> list[StepOutput]:
-        """Append a token to each sequence, and make its `StepOutput`; the step began at `start`."""
+    def _emit(self, chosen: list[tuple[Sequence, NextToken]], start: float) -> list[StepOutput]:
+        """Append the chosen tokens to their sequences, and make the outputs; the step began at `start`."""
         now = self.clock()
         times = now - self.began, now - start
-        self.stats.new_tokens += len(sequences)
+        self.stats.new_tokens += len(chosen)
         outputs = []
-        for sequence, (token, logprob, top) in zip(sequences, tokens, strict=True):
+        for sequence, (token, logprob, top) in chosen:
             sequence.append(token)
             position, layers = len(sequence.output) - 1, len(sequence.layers)
             told = sequence.number, position, token, logprob, layers, sequence.finish_reason

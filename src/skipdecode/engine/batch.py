@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from skipdecode.engine.sequence import Sequence
 
 __all__ = ["Chunk", "TokenRows", "rows_by_layer", "token_rows"]
 
-Chunk = tuple[Sequence, tuple[int, ...]]
-"""A sequence, and the number of its next tokens that a forward runs."""
+
+class Chunk(NamedTuple):
+    """Tokens of a sequence that a forward runs, the position of the first, and the layers that they run.
+
+    Logits are needed for all tokens of a decoding sequence, and for the last token of a prompt. For prompts with layers
+    of their own, `layers` are those of the last token.
+    """
+
+    sequence: Sequence
+    tokens: tuple[int, ...]
+    start: int
+    layers: tuple[int, ...]
+
+    @classmethod
+    def following(cls, sequence: Sequence, tokens: tuple[int, ...]) -> Self:
+        """The sequence's next tokens."""
+        return cls(sequence, tokens, sequence.ran, sequence.layers)
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + len(self.tokens)
 
 
 class TokenRows(NamedTuple):
@@ -18,7 +38,7 @@ class TokenRows(NamedTuple):
 
     `counts` has for each layer the number of leading rows that run it, and `stored`, if different, the number that
     store keys and values in it. `wanted` lists in ascending order the rows whose logits are needed. `tops`, if given,
-    has for each wanted row the number of top tokens whose logits are enough.
+    has for each wanted row the number of top tokens whose logits are enough. `drafting`: approximate logits are enough.
     """
 
     tokens: list[int]
@@ -31,12 +51,14 @@ class TokenRows(NamedTuple):
     bridged: list[tuple[int, int]] | None = None
     before: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
+    drafting: bool = False
 
 
 class _Span(NamedTuple):
     """Successive tokens of a sequence that run and store the same layers.
 
-    `bridges`: the tokens take the bridges of skipped layers. `wanted`: the logits of the last token are needed.
+    `bridges`: the tokens take the bridges of skipped layers. `wanted`: the number of last tokens whose logits are
+    needed.
     """
 
     sequence: Sequence
@@ -45,7 +67,7 @@ class _Span(NamedTuple):
     run: tuple[int, ...]
     stored: tuple[int, ...]
     bridges: bool
-    wanted: bool
+    wanted: int
 
 
 def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[TokenRows, list[Sequence]]:
@@ -56,12 +78,12 @@ def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[Tok
     If such a prompt is split, the last `taps` tokens of a part run again with the next part, whose first tokens need
     their states; they store the same keys and values again, bit for bit.
     """
-    first = chunks[0][0]
+    first = chunks[0].sequence
     own = first.prompt if first.in_prefill and first.prompt.own else None
     if own is None:
-        spans = [_whole(sequence, tokens) for sequence, tokens in chunks]
+        spans = [_whole(chunk) for chunk in chunks]
     else:
-        spans = [span for sequence, tokens in chunks for span in _parts(sequence, tokens, taps)]
+        spans = [span for chunk in chunks for span in _parts(chunk, taps)]
     spans.sort(key=lambda span: (-len(span.run), -len(span.stored), not span.bridges))
     counts = rows_by_layer(num_layers, ((span.run, len(span.tokens)) for span in spans))
     stored = before = prompt = None
@@ -76,30 +98,29 @@ def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[Tok
         batch.tokens.extend(span.tokens)
         batch.slots.extend([span.sequence.slot] * len(span.tokens))
         batch.positions.extend(range(span.start, span.start + len(span.tokens)))
-        if span.wanted:
-            batch.wanted.append(len(batch.tokens) - 1)
+        batch.wanted.extend(range(len(batch.tokens) - span.wanted, len(batch.tokens)))
     sequences = [span.sequence for span in spans if span.wanted]
-    tops = [sequence.sampler.top for sequence in sequences]
+    tops = [span.sequence.sampler.top for span in spans for _ in range(span.wanted)]
     # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
     return batch._replace(tops=tops if all(tops) else None), sequences
 
 
-def _whole(sequence: Sequence, tokens: tuple[int, ...]) -> _Span:
-    ends = sequence.ran + len(tokens) >= len(sequence.request.prompt)
-    return _Span(sequence, tokens, sequence.ran, sequence.layers, sequence.layers, True, ends)
+def _whole(chunk: Chunk) -> _Span:
+    sequence, tokens, start, layers = chunk
+    wanted = len(tokens) if sequence.output else int(chunk.end >= len(sequence.request.prompt))
+    return _Span(sequence, tokens, start, layers, layers, True, wanted)
 
 
-def _parts(sequence: Sequence, tokens: tuple[int, ...], taps: int) -> Iterable[_Span]:
+def _parts(chunk: Chunk, taps: int) -> Iterable[_Span]:
     """The spans of a chunk of a prompt with layers of its own: the last token, the others, and the taps before it."""
-    start, prompt, text = sequence.ran, sequence.prompt, sequence.request.prompt
-    ends = start + len(tokens) >= len(text)
-    if ends:
-        held = sequence.layers
-        yield _Span(sequence, tokens[-1:], start + len(tokens) - 1, held, held, True, True)
+    sequence, tokens, start, held = chunk
+    prompt, text = sequence.prompt, sequence.request.prompt
+    if chunk.end >= len(text):
+        yield _Span(sequence, tokens[-1:], chunk.end - 1, held, held, True, 1)
         tokens = tokens[:-1]
     begin = max(0, start - taps)
-    yield _Span(sequence, tokens, start, prompt.run, sequence.layers, False, False)
-    yield _Span(sequence, text[begin:start], begin, prompt.run, prompt.run, False, False)
+    yield _Span(sequence, tokens, start, prompt.run, held, False, 0)
+    yield _Span(sequence, text[begin:start], begin, prompt.run, prompt.run, False, 0)
 
 
 def _rows_before(spans: list[_Span], taps: int) -> list[list[int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from skipdecode.engine.base import NextToken
 from skipdecode.engine.batch import Chunk, token_rows
@@ -14,7 +13,7 @@ from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.kv import PagedKV
 from skipdecode.engine.loop import DecodeLoop
 from skipdecode.engine.requests import StepOutput
-from skipdecode.engine.sampling import Sampler, next_tokens
+from skipdecode.engine.sampling import Predicted, Sampler
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
@@ -74,6 +73,7 @@ class FastEngine(DecodeLoop):
         super().__init__(
             schedule, max_rows=max_rows, join_below=join_below, in_order=in_order, prompt_tokens=prompt_tokens
         )
+        self.planner = self.model.planner
         self._prefix_cache = prefix_cache
         self.kv: PagedKV = self.model.new_kv(prefix_cache)
         self._kv_pages = None if kv_bytes is None else kv_bytes // self.kv.layout.page_bytes
@@ -137,15 +137,16 @@ class FastEngine(DecodeLoop):
         self.stats.prefix_hit_tokens += ran - sequence.ran
         sequence.cached += ran - sequence.ran
         sequence.ran = ran
-        return not any(self._is_ahead(*chunk, sequence) for chunk in chunks)
+        return not any(self._is_ahead(chunk, sequence) for chunk in chunks)
 
-    def _is_ahead(self, other: Sequence, tokens: tuple[int, ...], sequence: Sequence) -> bool:
+    def _is_ahead(self, chunk: Chunk, sequence: Sequence) -> bool:
         """Whether the chunk of another sequence has the next page of this prompt, so that waiting lets it be shared."""
+        other = chunk.sequence
         prompt, end = sequence.request.prompt, sequence.ran + self.kv.layout.page_tokens
         return (
             sequence.ran % self.kv.layout.page_tokens == 0
-            and other.ran <= sequence.ran
-            and end <= other.ran + len(tokens)
+            and chunk.start <= sequence.ran
+            and end <= chunk.end
             and end < len(prompt)
             and other.prompt == sequence.prompt
             and other.request.cache_salt == sequence.request.cache_salt
@@ -154,24 +155,26 @@ class FastEngine(DecodeLoop):
 
     # ------------------------------------------------------------------ one forward
 
-    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Tensor | Candidates]:
-        for sequence, tokens in chunks:
+    def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[Sequence], Predicted]:
+        pages = self.kv.layout.pages
+        for chunk in chunks:
             # From the second new token on, most tokens lie in a page that the sequence has.
-            if len(sequence.output) < 2 or not sequence.ran % self.kv.layout.page_tokens:
-                self.kv.extend(sequence.slot, sequence.layers, sequence.ran + len(tokens))
+            if len(chunk.sequence.output) < 2 or pages(chunk.end) > pages(chunk.start):
+                self.kv.extend(chunk.sequence.slot, chunk.layers, chunk.end)
         batch, due = token_rows(chunks, self.num_layers, self.model.taps)
-        logits = self.model.forward(batch, self.kv)
+        logits = self.model.forward(batch._replace(drafting=drafting), self.kv)
         self.stats.short_heads += isinstance(logits, Candidates)
         self.stats.head_fallbacks += self.model.fell_back
-        for sequence, tokens in chunks:
+        for chunk in chunks:
+            sequence = chunk.sequence
             if not sequence.output:
                 # The last prompt token of such a prompt runs more layers than the others, so it is not shared.
                 prompt = sequence.request.prompt[:-1] if sequence.prompt.own else sequence.request.prompt
-                self.kv.keep(sequence.slot, sequence.prompt, prompt, sequence.ran + len(tokens))
-        return due, logits
+                self.kv.keep(sequence.slot, sequence.prompt, prompt, chunk.end)
+        return due, Predicted(logits)
 
-    def _choose(self, due: list[Sequence], predicted: Tensor | Candidates) -> list[NextToken]:
-        return next_tokens(predicted, due)
+    def _choose(self, predicted: Predicted, row: int, sampler: Sampler) -> NextToken:
+        return predicted.token(row, sampler)
 
     def _count(self, chunks: list[Chunk], seconds: float) -> None:
         super()._count(chunks, seconds)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skipdecode.engine.batch import TokenRows
+from skipdecode.engine.drafts import Planner
 from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.head import Candidates, NativeHead
 from skipdecode.engine.kernels.native import NativeKernels, NativeStack
@@ -67,6 +68,7 @@ class FastModel:
         self.dtype = model.get_input_embeddings().weight.dtype
         self._positions = 2048
         self._spec = self._read(self._positions)
+        self.planner = Planner()
         self.num_layers = len(self._spec.layers)
         self.vocab_size = self._spec.head.weight.shape[0]
         self._bind()
@@ -114,7 +116,8 @@ class FastModel:
     def forward(self, rows: TokenRows, kv: PagedKV) -> Tensor | Candidates:
         """Logits (wanted rows, vocabulary), fp32, valid until the next forward; `kv` is from `new_kv`.
 
-        With `rows.tops` the result may be `Candidates`: only the tokens that are enough for these.
+        With `rows.tops` the result may be `Candidates`: only the tokens that are enough for these. With
+        `rows.drafting`, tokens that are rare may have minus infinity.
         """
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
@@ -132,7 +135,7 @@ class FastModel:
         else:
             self._stack_for(rows.prompt)(given)
             hidden = hidden if len(rows.wanted) == len(rows.tokens) else hidden[rows.wanted]
-        return self._head(hidden, rows.tops)
+        return self._head.draft(hidden, self.planner.tokens) if rows.drafting else self._head(hidden, rows.tops)
 
     def _bridged_top(self, rows: TokenRows) -> bool:
         """Whether a layer above all running layers has a bridge, which must then come after the top layer."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from skipdecode.engine.base import Engine
 from skipdecode.engine.requests import StepOutput
-from skipdecode.engine.sampling import Sampler, next_tokens
+from skipdecode.engine.sampling import Predicted, Sampler
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.models.attach import Attachment
@@ -140,7 +140,9 @@ class GatedEngine(Engine):
                 row.layers = wave.schedule.layers(wave.position - 1)
         logits = self._logits(wave)
         self._count(wave, time.perf_counter() - start)
-        outputs = self._emit(wave.rows, next_tokens(logits, wave.rows), start)
+        predicted = Predicted(logits)
+        chosen = [(row, predicted.token(place, row.sampler)) for place, row in enumerate(wave.rows)]
+        outputs = self._emit(chosen, start)
         wave.position += 1
         wave.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
         wave.mask = torch.cat((wave.mask, wave.mask.new_ones(len(outputs), 1)), dim=1)

@@ -1,19 +1,24 @@
-"""The decode loop: admit, one forward, emit. Subclasses define the forward and the store of keys and values."""
+"""The decode loop: admit, draft, one forward, emit. Subclasses say what a forward is and where keys and values lie."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from operator import eq
 from typing import Any
 
 from skipdecode.engine.base import Engine, NextToken
 from skipdecode.engine.batch import Chunk
 from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.drafts import Planner
 from skipdecode.engine.requests import StepOutput
 from skipdecode.engine.scheduler import PROMPT_TOKENS, Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.schedule import Schedule
 
 __all__ = ["DecodeLoop"]
+
+Drafts = dict[Sequence, tuple[int, ...]]
+"""Drafts of a step by sequence."""
 
 
 class DecodeLoop(Engine):
@@ -30,9 +35,15 @@ class DecodeLoop(Engine):
     in_order : bool
         Admit in order of submission instead of by length.
     prompt_tokens : int
-        Maximum prompt tokens of one forward. It bounds the buffers, and the time that a sequence waits for its next
-        token.
+        Most prompt tokens of one forward: bounds the buffers, and how long a sequence waits for its next token.
+
+    Attributes
+    ----------
+    planner : Planner
+        Says how many tokens exact sequences draft.
     """
+
+    drafts = True
 
     def __init__(
         self,
@@ -49,6 +60,7 @@ class DecodeLoop(Engine):
         self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
+        self.planner = Planner()
 
     @property
     def waiting(self) -> int:
@@ -81,30 +93,42 @@ class DecodeLoop(Engine):
     def step(self) -> list[StepOutput]:
         """Admit sequences, then run one forward: a part of the waiting prompts, and one token of every other sequence.
 
-        Prompts with layers of their own have a separate forward. If it gives no token, a decode step follows at once.
+        Drafts of exact sequences run before it, and are checked in it. Prompts with layers of their own have a forward
+        to themselves; decoding goes on after it if it gave no token.
         """
         start = self.clock()
         for sequence in self._scheduler.admit(self.rows, self._free_pages()):
             self._join(sequence)
+            if sequence.drafting is not None:
+                sequence.drafter = self.planner.drafter(sequence.drafting, sequence.request.prompt)
             self._prefilling.append(sequence)
         prefill = self._next_prefill()
         outputs: list[StepOutput] = []
-        if prefill and prefill[0][0].prompt.own:
-            outputs, prefill = self._forward(prefill), []
+        if prefill and prefill[0].sequence.prompt.own:
+            outputs, prefill = self._forward(prefill, {}), []
         if not outputs and (prefill or self._decoding):
-            outputs = self._forward(prefill + [(sequence, (sequence.output[-1],)) for sequence in self._decoding])
+            drafted = self._draft()
+            for sequence in self._decoding:
+                self._fall(sequence)
+                tokens = sequence.output[-1], *drafted.get(sequence, ())
+                prefill.append(Chunk.following(sequence, tokens))
+            outputs = self._forward(prefill, drafted)
         self.stats.seconds += self.clock() - start
         return outputs
 
     # ------------------------------------------------------------------ what subclasses say
 
     @abstractmethod
-    def _run(self, chunks: list[Chunk]) -> tuple[list[Sequence], Any]:
-        """One forward over the chunks; returns the sequences that get a token, and the input of `_choose`."""
+    def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[Sequence], Any]:
+        """One forward over the chunks: the sequences that get tokens with it, and what `_choose` takes.
+
+        Rows that say a next token are those of the sequences in this order: of each one row for every token that it
+        ran, of a prompt one.
+        """
 
     @abstractmethod
-    def _choose(self, due: list[Sequence], predicted: Any) -> list[NextToken]:
-        """The next token of each sequence."""
+    def _choose(self, predicted: Any, row: int, sampler: Any) -> NextToken:
+        """The token that a sequence's sampler takes after a row."""
 
     def _free_pages(self) -> int | None:
         """Free pages of keys and values for new sequences; None: unlimited."""
@@ -141,28 +165,90 @@ class DecodeLoop(Engine):
             if sequence.prompt != own and (own is not None or sequence.prompt.own):
                 continue
             if self._starts(sequence, chunks):
-                chunks.append((sequence, sequence.request.prompt[sequence.ran : sequence.ran + room]))
-                room -= len(chunks[-1][1])
+                tokens = sequence.request.prompt[sequence.ran : sequence.ran + room]
+                chunks.append(Chunk.following(sequence, tokens))
+                room -= len(tokens)
         return chunks
 
-    def _forward(self, chunks: list[Chunk]) -> list[StepOutput]:
-        """Run prompt chunks and tokens of decoding sequences; returns the outputs of sequences that get a token."""
+    def _forward(self, chunks: list[Chunk], drafted: Drafts) -> list[StepOutput]:
+        """Run prompt chunks, and tokens of decoding sequences with their drafts; returns the outputs."""
         start = self.clock()
-        for sequence, _ in chunks:
-            if sequence.output:
-                self._fall(sequence)
         due, predicted = self._run(chunks)
-        for sequence, tokens in chunks:
-            sequence.ran += len(tokens)
+        for chunk in chunks:
+            chunk.sequence.ran = chunk.end
         self._count(chunks, self.clock() - start)
         self._prefilling = [sequence for sequence in self._prefilling if sequence.in_prefill]
         self._decoding += [sequence for sequence in due if not sequence.output]
-        outputs = self._emit(due, self._choose(due, predicted), start) if due else []
+        outputs = self._emit(self._chosen(due, predicted, drafted), start) if due else []
         for sequence in due:
             if sequence.finish_reason is not None:
                 self._decoding.remove(sequence)
                 self._leave(sequence)
         return outputs
+
+    def _chosen(self, due: list[Sequence], predicted: Any, drafted: Drafts) -> list[tuple[Sequence, NextToken]]:
+        """The next tokens of each sequence: its accepted drafts, and one more."""
+        chosen: list[tuple[Sequence, NextToken]] = []
+        row = 0
+        for sequence in due:
+            drafts, before = drafted.get(sequence, ()), len(chosen)
+            for place in range(len(drafts) + 1):
+                token = self._choose(predicted, row + place, sequence.sampler)
+                chosen.append((sequence, token))
+                if token.token in sequence.request.stop_ids or token.token not in drafts[place : place + 1]:
+                    break
+            row += len(drafts) + 1
+            came = [token.token for _, token in chosen[before:]]
+            # Keys and values of rejected drafts stay in the pages and are overwritten.
+            sequence.ran -= len(drafts) + 1 - len(came)
+            self._learn(sequence, drafts, came)
+        return chosen
+
+    # ------------------------------------------------------------------ exact sequences
+
+    def _draft(self) -> Drafts:
+        """Draft as many tokens of exact sequences as the planner says, from their texts or under their schedules."""
+        exact = [sequence for sequence in self._decoding if sequence.drafting is not None]
+        if not exact:
+            return {}
+        for sequence in exact:
+            sequence.drafter.look(sequence.request.max_new_tokens - len(sequence.output) - 1)
+        counts = self.planner.plan(len(self._decoding), [sequence.drafter for sequence in exact])
+        wanted = {sequence: count for sequence, count in zip(exact, counts, strict=True) if count}
+        drafted = {
+            sequence: () if sequence.drafter.runs else sequence.drafter.found[:count]
+            for sequence, count in wanted.items()
+        }
+        samplers = {sequence: sequence.sampler.fork() for sequence in wanted if sequence.drafter.runs}
+        while chunks := [
+            self._draft_chunk(sequence, drafted[sequence])
+            for sequence in samplers
+            if len(drafted[sequence]) < wanted[sequence]
+        ]:
+            start = self.clock()
+            due, predicted = self._run(chunks, drafting=True)
+            for row, sequence in enumerate(due):
+                drafted[sequence] += (self._choose(predicted, row, samplers[sequence]).token,)
+            self.planner.drafts.note(len(chunks), self.clock() - start)
+            self.stats.token_layers += sum(len(chunk.layers) for chunk in chunks)
+        return drafted
+
+    def _draft_chunk(self, sequence: Sequence, drafts: tuple[int, ...]) -> Chunk:
+        """The last token or draft, which runs the layers of its position under the schedule."""
+        layers = self._order.layers(sequence.drafter.schedule.budget(len(sequence.output) - 1 + len(drafts)))
+        token = drafts[-1] if drafts else sequence.output[-1]
+        return Chunk(sequence, (token,), sequence.ran + len(drafts), layers)
+
+    def _learn(self, sequence: Sequence, drafts: tuple[int, ...], came: list[int]) -> None:
+        """Learn from the drafts and new tokens of a sequence."""
+        if sequence.drafting is None:
+            return
+        sequence.drafter.learn(drafts, came)
+        if drafts:
+            self.stats.drafted_tokens += len(drafts)
+            self.stats.accepted_tokens += sum(map(eq, drafts, came))
+            self.stats.verified_tokens += len(came)
+            self.stats.fed_tokens += len(came) - 1
 
     def _fall(self, sequence: Sequence) -> None:
         """Drop the layers that the next token of a decoding sequence does not run."""
@@ -173,14 +259,16 @@ class DecodeLoop(Engine):
             sequence.layers = layers
 
     def _count(self, chunks: list[Chunk], seconds: float) -> None:
-        """Update the statistics; the time of a forward is split between prefill and decode by tokens x layers."""
-        stats, depths = self.stats, [len(sequence.layers) for sequence, _ in chunks if sequence.output]
-        prompts = [(len(tokens), len(sequence.prompt.run)) for sequence, tokens in chunks if not sequence.output]
+        """Note what a forward did; its time is split between prefill and decode in proportion to tokens x layers."""
+        stats, depths = self.stats, [len(c.layers) for c in chunks if c.sequence.output for _ in c.tokens]
+        prompts = [(len(c.tokens), len(c.sequence.prompt.run)) for c in chunks if not c.sequence.output]
         layers, prompt_layers = sum(depths), sum(tokens * depth for tokens, depth in prompts)
+        if depths and not prompts and min(depths) == self.num_layers:
+            self.planner.checks.note(len(depths), seconds)
         stats.prompt_tokens += sum(tokens for tokens, _ in prompts)
         stats.prompt_seconds += seconds * prompt_layers / (layers + prompt_layers)
         if depths:
             stats.steps += 1
-            stats.fed_tokens += len(depths)
+            stats.fed_tokens += len(chunks) - len(prompts)
             stats.token_layers += layers
             stats.layer_reads += max(depths)

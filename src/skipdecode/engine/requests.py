@@ -98,7 +98,8 @@ class Sampling(SamplingOptions):
 class Request(Options):
     """One prompt of at least one token id; a token of `stop_ids` ends the output and is part of it. Default: greedy.
 
-    A prefix cache is shared by requests of the same `cache_salt` only.
+    A prefix cache is shared by requests of the same `cache_salt` only. An `exact` request has the tokens of full depth;
+    its schedule drafts them (see `skipdecode.engine.drafts`).
     """
 
     prompt: tuple[int, ...]
@@ -106,6 +107,7 @@ class Request(Options):
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    exact: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

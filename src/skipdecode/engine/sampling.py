@@ -5,8 +5,11 @@ The choice of a sequence depends on its logits and its own generator only, not o
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -15,9 +18,8 @@ from skipdecode.engine.base import NextToken
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.requests import Sampling
-from skipdecode.engine.sequence import Sequence
 
-__all__ = ["Sampler", "choose", "likeliest", "next_tokens"]
+__all__ = ["Predicted", "Sampler"]
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
 
@@ -53,6 +55,13 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(sampling.seed)
+
+    def fork(self) -> Self:
+        """An independent copy, with the same random numbers to come."""
+        twin = copy.copy(self)
+        twin._output = None if self._output is None else self._output.copy()
+        twin._generator = None if self._generator is None else self._generator.clone_state()
+        return twin
 
     def pick(self, logits: Tensor) -> int:
         """The next token from logits (vocabulary,), fp32 on the CPU; the logits are not changed."""
@@ -104,43 +113,45 @@ class Sampler:
         return index if tokens is None else int(tokens[index])
 
 
-def choose(logits: Tensor | Candidates, rows: list[Sampler]) -> tuple[list[int], list[float]]:
-    """Next tokens and their log-probabilities under the unchanged logits (NaN for candidates).
+class Predicted:
+    """The predictions of a forward: gives the next token after each wanted row to the sampler of its sequence.
 
     Parameters
     ----------
     logits : torch.Tensor or Candidates
-        (rows, vocabulary), fp32; or the tokens that are enough for the `top` of each row.
-    rows : list of Sampler
-        One for each row.
+        (rows, vocabulary), fp32; or the tokens that are enough for the `Sampler.top` of each row.
     """
-    if isinstance(logits, Candidates):
-        tokens = list(logits.best)
-        for i, row in enumerate(rows):
-            if not row.is_plain_greedy:
-                count = logits.counts[i]
-                tokens[i] = int(logits.words[i, row.pick(logits.logits[i, :count])])
-        return tokens, [math.nan] * len(rows)
-    tokens, logprobs = greedy(logits)
-    if own := [i for i, row in enumerate(rows) if not row.is_plain_greedy]:
-        local = (logits if len(own) == len(rows) else logits[own]).cpu()
-        for i, values in zip(own, local, strict=True):
-            tokens[i] = rows[i].pick(values)
-            logprobs[i] = float(values[tokens[i]] - values.logsumexp(-1))
-    return tokens, logprobs
 
+    def __init__(self, logits: Tensor | Candidates) -> None:
+        self._logits = logits
 
-def likeliest(logits: Tensor | Candidates, rows: list[Sampler]) -> list[tuple[tuple[int, float], ...]]:
-    """For each row its top tokens and their log-probabilities, as many as it asks for; arguments as of `choose`."""
-    found: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
-    for i, row in enumerate(rows):
-        if row.sampling.top_logprobs and isinstance(logits, Tensor):
-            values, tokens = logits[i].topk(min(row.sampling.top_logprobs, logits.shape[1]))
-            found[i] = tuple(zip(tokens.tolist(), (values - logits[i].logsumexp(-1)).tolist(), strict=True))
-    return found
+    @cached_property
+    def _greedy(self) -> tuple[list[int], list[float]]:
+        if isinstance(self._logits, Candidates):
+            return self._logits.best, [math.nan] * len(self._logits.best)
+        return greedy(self._logits)
 
+    @cached_property
+    def _local(self) -> Tensor:
+        return self._logits.cpu()  # type: ignore[union-attr]  # of tensors only
 
-def next_tokens(logits: Tensor | Candidates, sequences: list[Sequence]) -> list[NextToken]:
-    """The next token of each sequence, from its logits; arguments otherwise as of `choose`."""
-    samplers = [sequence.sampler for sequence in sequences]
-    return list(map(NextToken, *choose(logits, samplers), likeliest(logits, samplers)))
+    def token(self, row: int, sampler: Sampler) -> NextToken:
+        """The token that a sampler chooses from a row's logits.
+
+        Its log-probability is that under the untouched logits (of candidates: NaN).
+        """
+        found = self._logits
+        if sampler.is_plain_greedy:
+            chosen, logprob = self._greedy[0][row], self._greedy[1][row]
+        elif isinstance(found, Candidates):
+            return NextToken(int(found.words[row, sampler.pick(found.logits[row, : found.counts[row]])]))
+        else:
+            values = self._local[row]
+            chosen = sampler.pick(values)
+            logprob = float(values[chosen] - values.logsumexp(-1))
+        count = sampler.sampling.top_logprobs
+        if not count or isinstance(found, Candidates):
+            return NextToken(chosen, logprob)
+        values, tokens = found[row].topk(min(count, found.shape[1]))
+        logprobs = values - found[row].logsumexp(-1)
+        return NextToken(chosen, logprob, tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True)))

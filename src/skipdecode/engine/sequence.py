@@ -10,6 +10,7 @@ from skipdecode.engine.requests import FinishReason, Request
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.engine.drafts import Drafter
     from skipdecode.engine.sampling import Sampler
 
 __all__ = ["Sequence"]
@@ -26,10 +27,14 @@ class Sequence:
     request : Request
         The user's request.
     schedule : Schedule
-        The layers that its tokens run.
+        Which layers its tokens run; of an exact request, full depth.
 
     Attributes
     ----------
+    drafting : Schedule or None
+        Under which the tokens of an exact request are drafted; None of any other.
+    drafter : Drafter
+        Of an exact request; set when the sequence is admitted.
     prompt : PromptLayers
         The layers of its prompt tokens.
     output : list of int
@@ -53,6 +58,8 @@ class Sequence:
     number: int
     request: Request
     schedule: Schedule
+    drafting: Schedule | None = field(init=False, default=None)
+    drafter: Drafter = field(init=False)
     prompt: PromptLayers = field(init=False)
     output: list[int] = field(init=False, default_factory=list)
     finish_reason: FinishReason | None = field(init=False, default=None)
@@ -64,6 +71,8 @@ class Sequence:
     cached: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        if self.request.exact:
+            self.drafting, self.schedule = self.schedule, Schedule.full(self.schedule.num_layers)
         self.prompt = PromptLayers.of(self.schedule)
         self.layers = self.prompt.held
 

@@ -203,17 +203,19 @@ class _SimulatedEngine(DecodeLoop):
         self._ended = ended
         return True
 
-    def _run(self, chunks: list[Chunk]) -> tuple[list[EngineSequence], Any]:
-        due = [sequence for sequence, tokens in chunks if sequence.ran + len(tokens) >= len(sequence.request.prompt)]
-        tokens = sum(len(fed) for sequence, fed in chunks if not sequence.output)
-        if tokens and chunks[0][0].prompt.own:
+    def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[EngineSequence], Any]:
+        due = [chunk.sequence for chunk in chunks if chunk.end >= len(chunk.sequence.request.prompt)]
+        tokens = sum(len(chunk.tokens) for chunk in chunks if not chunk.sequence.output)
+        if tokens and chunks[0].sequence.prompt.own:
             self.now += self._cost.prompt_seconds(self.schedule, tokens, min(len(due), len(self._steps)))
         else:
-            self.now += self._seconds([sequence for sequence, _ in chunks if sequence.output], tokens, len(due))
-        return due, None
+            rows = [chunk.sequence for chunk in chunks if chunk.sequence.output]
+            self.now += self._seconds(rows, tokens, len(due))
+        return due, due
 
-    def _choose(self, due: list[EngineSequence], predicted: Any) -> list[NextToken]:
-        return [_END if len(s.output) + 1 == self._asked[s.number][0].new_tokens else _TOKEN for s in due]
+    def _choose(self, predicted: Any, row: int, sampler: Any) -> NextToken:
+        sequence = predicted[row]
+        return _END if len(sequence.output) + 1 == self._asked[sequence.number][0].new_tokens else _TOKEN
 
     def _seconds(self, rows: list[EngineSequence], tokens: int, due: int) -> float:
         """Of a forward over a token of each sequence that decodes and over tokens of prompts; `due` get a new token."""

@@ -88,6 +88,15 @@ class Group:
             return []
         return [(self._choices[out.request], out) for out in self._engine.step()]
 
+    def take_drafts(self) -> dict[str, int]:
+        """Tokens that were drafted, accepted and verified since the last call, by their names in `EngineStats`."""
+        counts = {}
+        if self._engine is not None:
+            for name in ("drafted_tokens", "accepted_tokens", "verified_tokens"):
+                counts[name] = getattr(self._engine.stats, name)
+                setattr(self._engine.stats, name, 0)
+        return counts
+
     def drop_engine(self) -> None:
         """Close the engine; what runs on it is lost."""
         engine, self._engine = self._engine, None

@@ -102,7 +102,8 @@ class Preprocessor:
         for index in range(len(prompts) * copies):
             prompt = prompts[index // copies]
             new_tokens, sampling = self._new_tokens(request, len(prompt)), self._sampling(request, index)
-            engine_request = Request(tuple(prompt), new_tokens, sampling, self._end_tokens, cache_salt)
+            ends, exact = self._end_tokens, asked.exact
+            engine_request = Request(tuple(prompt), new_tokens, sampling, ends, cache_salt, exact)
             detokenizer = Detokenizer(self._texts, stops)
             state.choices.append(Choice(state, index, index % copies, engine_request, detokenizer))
         return state

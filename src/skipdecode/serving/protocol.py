@@ -126,6 +126,9 @@ class Extension(_Strict):
         default=None, description="a constant number of layers after the prompt; at most all layers run"
     )
     trace: bool = Field(default=False, description="report the number of layers of each token")
+    exact: bool = Field(
+        default=False, description="the tokens of full depth: the schedule drafts, and full depth checks the drafts"
+    )
     template: bool | None = Field(
         default=None,
         description="put a completion's text into the template that the checkpoint was tuned on, or leave it as it is "

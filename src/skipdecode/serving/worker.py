@@ -210,6 +210,8 @@ class ModelWorker:
                     self._fail(state, ApiError(500, "engine_error", "the model failed; the request is lost"), "error")
                 continue
             self._metrics.steps.inc()
+            for name, count in group.take_drafts().items():
+                getattr(self._metrics, name).inc(count)
             self._metrics.step_seconds.observe(time.perf_counter() - start)
             if outputs:
                 self._metrics.step_depth.observe(sum(out.layers for _, out in outputs) / len(outputs))

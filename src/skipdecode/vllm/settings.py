@@ -95,6 +95,10 @@ class PluginSettings(Options):
     def index_of(self, request: Any) -> int:
         """The number of the schedule that one of vLLM's requests asks for; raises as `index`."""
         asked = (request.sampling_params and request.sampling_params.extra_args) or {}
+        if "exact" in asked:
+            raise ScheduleError(
+                "exact decoding is not vLLM's: skipdecode serve has it, and vLLM its speculative_config"
+            )
         return self.index(asked.get(KEY))
 
     @classmethod

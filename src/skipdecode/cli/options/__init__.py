@@ -125,6 +125,10 @@ class DecodingOptions(SamplingOptions):
     """How the next token is chosen."""
 
     seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
+    exact: bool = option(
+        "the tokens of full depth: the schedule drafts them, and full depth checks the drafts, where that is faster",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

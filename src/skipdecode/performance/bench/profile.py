@@ -119,7 +119,8 @@ def _labelled(engine: Any, phases: dict[str, float]) -> Iterator[None]:
 
         return labelled
 
-    calls: list[tuple[Any, str, Callable[..., Any]]] = [(sampling, "choose", named("sampling", sampling.choose))]
+    choice = named("sampling", sampling.Predicted.token)
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [(sampling.Predicted, "token", choice)]
     if isinstance(engine, FastEngine):
         model, kv = engine.model, engine.kv
         calls += [(kv, name, named("cache", getattr(kv, name))) for name in ("extend", "drop", "close")]

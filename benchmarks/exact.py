@@ -1,0 +1,185 @@
+"""Exact decoding against plain full depth: whether any token differs, and what it gains on this machine.
+
+    python benchmarks/exact.py --e2e test.jsonl --out results/exact-smollm2-135m.json --minutes 4
+
+First tokens are compared: every sequence drafts at every step, `DRAFTS` tokens, whether that pays or not, in batches of
+each size, and each text is compared with the one that plain full depth gives alone. Then times: requests of one batch,
+plain and exact in turn, where the planner says what is drafted (`request_speedup` is the median of the rounds' ratios
+of whole requests' seconds).
+
+Pieces that the file has are left alone, and it is written after each: after `--minutes` no new piece is begun, and the
+same command goes on. Nothing else should run while times are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skipdecode import LLM
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading, read_result
+from skipdecode.engine.base import EngineStats
+from skipdecode.engine.drafts import Drafter, Planner
+from skipdecode.engine.fast import FastEngine
+from skipdecode.engine.requests import Request
+from skipdecode.schedule import Schedule
+
+HERE = Path(__file__).parent
+BATCHES = (1, 2, 4, 8, 32)
+DRAFTS = 3
+ROUNDS = 3
+
+
+class Task(NamedTuple):
+    """A checkpoint, the schedule of its that drafts, most new tokens, and prompts of a comparison."""
+
+    checkpoint: str
+    schedule: str
+    new_tokens: int
+    compared: int
+
+
+TASKS = {
+    "e2e": Task("e2e-smollm2-135m", "e2e-5x", 60, 40),
+    "chat": Task("chat-smollm2-135m", "chat-1.6x", 96, 16),
+}
+
+
+class Always(Planner):
+    """Drafts at every step."""
+
+    def plan(self, rows: int, drafters: Sequence[Drafter]) -> list[int]:
+        return [min(DRAFTS, drafter.room) for drafter in drafters]
+
+
+class Side:
+    """A task's checkpoint on the fast engine, and its prompts."""
+
+    def __init__(self, name: str, quantization: str, e2e: str) -> None:
+        self.task = TASKS[name]
+        self.llm = LLM(self.task.checkpoint, schedule=self.task.schedule, dtype="bfloat16", quantization=quantization)
+        if name == "e2e":
+            records = [json.loads(line) for line in Path(e2e).read_text(encoding="utf-8").splitlines()]
+            prompts: list[Any] = [{"mr": mr} for mr in dict.fromkeys(record["mr"] for record in records)]
+            prompts = prompts[:: max(1, len(prompts) // 128)]  # they are sorted by name and length
+        else:
+            lines = (HERE / "tasks" / "chat_prompts.txt").read_text(encoding="utf-8").splitlines()
+            prompts = [[{"role": "user", "content": line}] for line in lines]
+        self.prompts = [tuple(prompt.token_ids) for prompt in self.llm.encode(prompts)]
+
+    def requests(self, count: int, *, exact: bool) -> list[Request]:
+        """The first prompts, over again where there are fewer."""
+        chosen = (self.prompts * (count // len(self.prompts) + 1))[:count]
+        return [Request(p, self.task.new_tokens, stop_ids=self.llm._ends, exact=exact) for p in chosen]
+
+    def engine(self, batch: int) -> FastEngine:
+        """Of all schedules that drop layers in the order of the one that drafts, full depth too."""
+        return FastEngine(self.llm._source.fast, self.llm.schedule_of(None), max_rows=batch)
+
+    def decode(self, batch: int, count: int, *, exact: bool, always: bool = False) -> tuple[list[Any], EngineStats]:
+        """Outputs and figures."""
+        engine = self.engine(batch)
+        if always:
+            engine.planner = Always()
+        schedule = None if exact else Schedule.full(engine.num_layers)
+        return engine.decode(self.requests(count, exact=exact), schedule=schedule), engine.stats
+
+
+def compared(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """For each size of batch that is missing: tokens, and how many differ from plain full depth's alone."""
+    done = {row["batch"] for row in document["compared"] if about.items() <= row.items()}
+    count, plain = side.task.compared, None
+    for batch in sorted(set(BATCHES) - done):
+        plain = plain or side.decode(1, count, exact=False)[0]
+        outputs, stats = side.decode(batch, count, exact=True, always=True)
+        pairs = [(ours.tokens, theirs.tokens) for ours, theirs in zip(outputs, plain, strict=True)]
+        tokens = sum(len(theirs) for _, theirs in pairs)
+        same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False))
+        yield about | {
+            "batch": batch,
+            "tokens": tokens,
+            "different": tokens - same,
+            "drafted": stats.drafted_tokens,
+            "accepted": stats.accepted_tokens,
+        }
+
+
+def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """For each size of batch that is missing: request speed-up, acceptance and mean number of drafts of a check."""
+    done = {row["batch"] for row in document["rows"] if about.items() <= row.items()}
+    for batch in sorted(set(BATCHES) - done):
+        count = max(8, batch)
+        side.decode(batch, count, exact=True)  # the planner learns what forwards take
+        rounds = []
+        for turn in range(ROUNDS):
+            stats = {exact: side.decode(batch, count, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
+            rounds.append(stats)
+        exacts = [stats[True] for stats in rounds]
+        drafted = sum(s.drafted_tokens for s in exacts)
+        accepted = sum(s.accepted_tokens for s in exacts)
+        checks = sum(s.verified_tokens for s in exacts) - accepted
+        yield about | {
+            "batch": batch,
+            "requests": count,
+            "request_speedup": statistics.median(s[False].seconds / s[True].seconds for s in rounds),
+            "decode_speedup": statistics.median(s[False].after_prompts / s[True].after_prompts for s in rounds),
+            "acceptance": accepted / drafted if drafted else None,
+            "gamma": drafted / checks if checks else 0.0,
+            "new_tokens": exacts[0].new_tokens,
+            "drafted": drafted // ROUNDS,
+            "full_tokens_per_s": rounds[0][False].new_tokens / rounds[0][False].seconds,
+            "forward_ms": {
+                str(rows): 1e3 * (side.engine(1).planner.checks(rows) or 0.0) for rows in (batch, 2 * batch)
+            },
+        }
+
+
+PARTS = {"compared": compared, "rows": timed}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing and write; returns 0, or 1 where pieces are left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--e2e", required=True, help="JSONL file of E2E records")
+    parser.add_argument("--out", type=Path, required=True, help="file for the result as JSON")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no new piece is begun (default: 60)")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--quantization", nargs="+", default=["none", "int8"])
+    options = parser.parse_args(argv)
+    deadline = time.monotonic() + 60 * options.minutes
+    empty: dict[str, Any] = {part: [] for part in PARTS}
+    document = read_result(options.out, "benchmark") if options.out.exists() else empty
+    for part, task, quantization in (
+        (p, t, q) for p in options.parts for t in options.tasks for q in options.quantization
+    ):
+        about = {"task": task, "quantization": quantization}
+        for row in PARTS[part](Side(task, quantization, options.e2e), document, about):
+            document[part].append(row)
+            print(part, json.dumps(row), flush=True)
+            write(options.out, document)
+            if time.monotonic() > deadline:
+                print("the time is up: the same command goes on", file=sys.stderr)
+                return 1
+    return 0
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """The result so far."""
+    totals = {name: sum(row[name] for row in document["compared"]) for name in ("tokens", "different")}
+    parts = {part: document[part] for part in PARTS}
+    about = {"drafts_compared": DRAFTS, "tasks": {name: task._asdict() for name, task in TASKS.items()}}
+    whole = {**heading("benchmark", "exact"), "environment": environment(), **totals, **about, **parts}
+    write_whole(path, json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Drafts of exact sequences: their source, and their number. Pure Python.
+
+The text of an exact sequence is that of full depth. Its next tokens are drafted, and one forward at full depth checks
+them: drafts are accepted up to the first one that full depth would not have chosen, which full depth's own token
+replaces. Drafts come from the text, if its last tokens have occurred before (prompt lookup), else from forwards under
+the schedule.
+
+`Planner` says how many tokens each sequence drafts at a step. A draft pays if the forwards with it give more tokens per
+second than those without it. Its gain is the chance that full depth accepts it and all drafts before it, estimated from
+the earlier drafts of the sequence. Forwards are timed as they run. If nothing pays, nothing is drafted.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence as Several
+
+from skipdecode.schedule import Schedule
+
+__all__ = ["MOST_DRAFTS", "Acceptance", "Drafter", "ForwardTimes", "Planner"]
+
+MOST_DRAFTS = 8
+"""Maximum drafts of a sequence at a step."""
+_GRAM = 2  # last tokens that must have occurred before
+_PRIOR, _PRIOR_WEIGHT, _LEAST_RATE = 0.7, 2, 0.05
+_THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_GAIN = 1.03  # minimum expected speed-up of drafting
+_PROBE_EVERY = 64  # steps without a draft before a probe
+_LEAST_SLOPE = 0.25  # share of the time per row that another row takes at least, if that is not known yet
+
+
+class Acceptance:
+    """The chance that full depth accepts a draft if it accepted those before it: a moving mean.
+
+    Parameters
+    ----------
+    common : Acceptance, optional
+        Of all sequences: gives the initial value, and learns too.
+    """
+
+    def __init__(self, common: Acceptance | None = None) -> None:
+        self.chance: float = _PRIOR if common is None else common.chance
+        self._common, self._seen = common, _PRIOR_WEIGHT
+
+    def note(self, taken: int, drafted: int) -> None:
+        """Learn that the first `taken` of `drafted` tokens were accepted; those after the next were not judged."""
+        for hit in [1] * taken + [0] * (taken < drafted):
+            self._seen += 1
+            self.chance += max(1 / self._seen, _LEAST_RATE) * (hit - self.chance)
+        if self._common is not None:
+            self._common.note(taken, drafted)
+
+
+class Drafter:
+    """The drafting state of one sequence.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        Drafts tokens; full depth: drafts come from the text only.
+    text : sequence of int
+        The prompt.
+    from_text, from_layers : Acceptance
+        Of all sequences.
+    tokens : set of int
+        Tokens of all texts; those of this text are added.
+
+    Attributes
+    ----------
+    acceptance : Acceptance
+        Of the source of this step's drafts.
+    found : tuple of int
+        What the text suggests at this step.
+    room : int
+        Maximum number of drafts at this step.
+    """
+
+    def __init__(
+        self, schedule: Schedule, text: Several[int], from_text: Acceptance, from_layers: Acceptance, tokens: set[int]
+    ) -> None:
+        self.schedule, self._seen = schedule, tokens
+        self._from_text, self._from_layers = Acceptance(from_text), Acceptance(from_layers)
+        self._text: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+        self.acceptance, self.room = self._from_layers, 0
+        self.found: tuple[int, ...] = ()
+        self._extend(text)
+
+    def look(self, room: int) -> None:
+        """Choose the source of the next drafts, at most `room`."""
+        self.room = max(0, min(room, MOST_DRAFTS))
+        place = self._after.get(tuple(self._text[-_GRAM:]))
+        self.found = () if place is None else tuple(self._text[place : place + self.room])
+        flat = self.schedule.is_full
+        if flat or (self.found and self._from_text.chance >= self._from_layers.chance / 2):
+            self.acceptance, self.room = self._from_text, len(self.found)
+        else:
+            self.acceptance = self._from_layers
+
+    @property
+    def runs(self) -> bool:
+        """Whether this step's drafts need forwards."""
+        return self.acceptance is self._from_layers
+
+    def learn(self, drafted: Several[int], tokens: Several[int]) -> None:
+        """Learn from a step's drafts and new tokens; what the text suggested is judged too."""
+        for source, said in ((self._from_text, self.found), (self._from_layers, drafted if self.runs else ())):
+            judged = min(len(said), len(tokens))
+            taken = next((i for i in range(judged) if said[i] != tokens[i]), judged)
+            source.note(taken, judged)
+        self._extend(tokens)
+
+    def _extend(self, tokens: Several[int]) -> None:
+        self._seen.update(tokens)
+        for token in tokens:
+            if len(self._text) >= _GRAM:
+                self._after[tuple(self._text[-_GRAM:])] = len(self._text)
+            self._text.append(token)
+
+
+class ForwardTimes:
+    """Seconds of a forward by its rows: interpolated between measured ones, extrapolated conservatively."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._seconds: dict[int, float] = {}
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Add a measurement. Disturbances only make forwards slower, so a shorter time has more weight."""
+        if rows not in self._seconds:
+            bisect.insort(self._rows, rows)
+            self._seconds[rows] = seconds
+        known = self._seconds[rows]
+        self._seconds[rows] += (0.5 if seconds < known else 0.1) * (seconds - known)
+
+    def __call__(self, rows: int) -> float | None:
+        """Seconds of a forward of `rows` rows; None before any measurement."""
+        place = bisect.bisect_left(self._rows, rows)
+        if rows in self._seconds or (self._rows and not place):
+            return self._seconds[self._rows[place]]
+        if not self._rows:
+            return None
+        low = self._rows[place - 1]
+        seconds = self._seconds[low]
+        if place < len(self._rows):
+            high = self._rows[place]
+            return seconds + (self._seconds[high] - seconds) * (rows - low) / (high - low)
+        slope = _LEAST_SLOPE * seconds / low
+        if place > 1:
+            before = self._rows[place - 2]
+            slope = max(slope, (seconds - self._seconds[before]) / (low - before))
+        return seconds + slope * (rows - low)
+
+
+class Planner:
+    """The numbers of drafts, for all engines of a model.
+
+    Attributes
+    ----------
+    checks, drafts : ForwardTimes
+        Of forwards at full depth, and under schedules.
+    tokens : set of int
+        Tokens that have occurred in texts of exact sequences; drafts choose from them.
+    """
+
+    def __init__(self) -> None:
+        self.checks, self.drafts = ForwardTimes(), ForwardTimes()
+        self.tokens: set[int] = set()
+        self._common: dict[Schedule | None, Acceptance] = {}
+        self._idle = 0
+
+    def drafter(self, schedule: Schedule, prompt: Several[int]) -> Drafter:
+        """The state of a new sequence."""
+        text, layers = (self._common.setdefault(key, Acceptance()) for key in (None, schedule))
+        return Drafter(schedule, prompt, text, layers, self.tokens)
+
+    def plan(self, rows: int, drafters: Several[Drafter]) -> list[int]:
+        """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step."""
+        alone = self.checks(rows)
+        nothing = [0] * len(drafters)
+        if alone is None:
+            return nothing
+        best, chosen = _GAIN * rows / alone, nothing
+        for threshold in _THRESHOLDS:
+            counts = [_drafts_above(threshold, drafter) for drafter in drafters]
+            if any(counts) and counts != chosen:
+                rate = self._rate(rows, drafters, counts)
+                if rate > best:
+                    best, chosen = rate, counts
+        self._idle = 0 if any(chosen) else self._idle + 1
+        if self._idle >= _PROBE_EVERY:
+            # One draft of one sequence measures what may have changed.
+            self._idle = 0
+            first = next((i for i, drafter in enumerate(drafters) if drafter.room), None)
+            return [int(i == first) for i in range(len(drafters))]
+        return chosen
+
+    def _rate(self, rows: int, drafters: Several[Drafter], counts: Several[int]) -> float:
+        """Expected tokens per second."""
+        seconds = self.checks(rows + sum(counts)) or 0.0
+        tokens, running = float(rows), []
+        for drafter, count in zip(drafters, counts, strict=True):
+            chance = min(drafter.acceptance.chance, 0.99)
+            tokens += chance * (1 - chance**count) / (1 - chance)
+            running += [count] if drafter.runs else []
+        for step in range(max(running, default=0)):
+            at_once = sum(count > step for count in running)
+            known = self.drafts(at_once)
+            if known is None:
+                shares = [drafter.schedule.budget(0) / drafter.schedule.num_layers for drafter in drafters]
+                known = max(shares) * (self.checks(at_once) or 0.0)
+            seconds += known
+        return tokens / seconds if seconds else math.inf
+
+
+def _drafts_above(threshold: float, drafter: Drafter) -> int:
+    """Number of drafts that are all accepted with a chance of at least `threshold`."""
+    chance = drafter.acceptance.chance
+    if chance < threshold:
+        return 0
+    return min(drafter.room, int(math.log(threshold) / math.log(min(chance, 0.99))))
