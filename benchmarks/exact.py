@@ -88,7 +88,7 @@ class Side:
         """Outputs and figures."""
         engine = self.engine(batch)
         if always:
-            engine.planner = Always()
+            engine.planner = engine.model.planner = Always()
         schedule = None if exact else Schedule.full(engine.num_layers)
         return engine.decode(self.requests(count, exact=exact), schedule=schedule), engine.stats
 

@@ -25,7 +25,7 @@ MOST_DRAFTS = 8
 _GRAM = 2  # last tokens that must have occurred before
 _PRIOR, _PRIOR_WEIGHT, _LEAST_RATE = 0.7, 2, 0.05
 _THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-_GAIN = 1.03  # minimum expected speed-up of drafting
+_GAIN = 1.1  # minimum expected speed-up of drafting
 _PROBE_EVERY = 64  # steps without a draft before a probe
 _LEAST_SLOPE = 0.25  # share of the time per row that another row takes at least, if that is not known yet
 
