@@ -34,7 +34,7 @@ from skipdecode.engine.opening import Backend, GenerateBackend
 from skipdecode.engine.requests import Request
 from skipdecode.errors import MissingExtraError, SkipDecodeError, UsageError, WorkError
 from skipdecode.models.families import decoder_layers, unwrap
-from skipdecode.performance.bench.gguf_file import KINDS, write_gguf
+from skipdecode.models.loading.gguf_file import KINDS, write_gguf
 from skipdecode.performance.bench.measure import open_backend
 from skipdecode.performance.bench.workload import ENGINES
 from skipdecode.schedule import Schedule

@@ -38,6 +38,7 @@ COMMANDS = {
     "prepare": "model --train a.jsonl --dev d.jsonl --out run --cost cost.json --task t.yaml",
     "calibrate": "model --data a.jsonl --out run --cost cost.json --task t.yaml --target-speedup 1.5",
     "eval": "model --task t.yaml --data a.jsonl --out run --report r.html --methods s.json",
+    "export": "model --schedule s.json --out run",
     "report": "s.json --out page.html",
     "bench": "model --out b.json --png b.png --profile b.trace",
     "serve": "model --schedule s.json --api-keys keys.txt",

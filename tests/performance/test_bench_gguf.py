@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skipdecode.errors import UsageError
-from skipdecode.performance.bench.gguf_file import KINDS, write_gguf
+from skipdecode.models.loading.gguf_file import KINDS, write_gguf
 from skipdecode.performance.geometry import ModelGeometry
 from tiny import LAYERS, tiny_model
 

@@ -36,6 +36,7 @@ VERBS = {
     "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",
     "report": "result files as one HTML page that works offline",
     "bench": "decoding speed of engines and schedules, next to the limit that the machine sets",
+    "export": "a flat schedule's model as a smaller ordinary one, for transformers, vLLM and llama.cpp",
     "serve": "an OpenAI-compatible server with a schedule per request, and a page to try it",
     "info": "versions, devices, supported families, cached models",
 }

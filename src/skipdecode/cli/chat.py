@@ -29,8 +29,8 @@ from skipdecode.cli.options import (
     EngineOptions,
     ScheduleChoice,
     ScheduleOptions,
+    adjusted_schedule,
     choose_schedule,
-    with_prompt_layers,
 )
 from skipdecode.common.jsonl import decoded, read_lines
 from skipdecode.common.options import Reads, option
@@ -151,7 +151,7 @@ class _Session:
 
         schedule, origin = self._llm.schedule_of(asked, self._config.max_new_tokens), "from the next turn on"
         if asked not in self._llm.schedules:  # those with a name here have prompts of their own
-            schedule, origin = with_prompt_layers(self._config, schedule, origin)
+            schedule, origin = adjusted_schedule(self._config, schedule, origin)
         self._schedule = schedule
         note(schedule_line(schedule, origin))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures, table
-from skipdecode.cli.options import with_prompt_layers
+from skipdecode.cli.options import adjusted_schedule
 from skipdecode.cli.options.evaluation import Config, choose_method, each_method
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import read_objects
@@ -96,7 +96,7 @@ def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> list[Me
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
         choices = [choose_method(one, loaded.num_layers, **kind) for one in each]
     else:
-        choices = [with_prompt_layers(config, schedule, "tuned under") for schedule in loaded.recipe.tuned_under]
+        choices = [adjusted_schedule(config, schedule, "tuned under") for schedule in loaded.recipe.tuned_under]
     schedules = [schedule for schedule, _ in choices if not schedule.is_full]
     if not schedules:
         raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")

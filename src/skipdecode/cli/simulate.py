@@ -61,7 +61,6 @@ class Config(ScheduleOptions):
     flops: float | None = option(
         "GFLOP/s of a modelled worker's matrix product; goes with --bandwidth", default=None, above=0
     )
-    flat: bool = option("use the constant schedule of the same mean depth", default=False)
     policy: Admission = option(
         "waves: sorted by length, start together; continuous: fill every free row at once, in order; cohort: join in "
         "order when a quarter of the rows is left",
@@ -115,8 +114,6 @@ def run(config: Config) -> int:
     _check(config)
     cost = _cost(config)
     chosen = choose_schedule(config, cost.num_layers, carried=None, default_seq_len=_positions(config)).schedule
-    if config.flat:
-        chosen = chosen.flattened()
     started = time.perf_counter()
     full = _simulated(config, cost, Schedule.full(cost.num_layers), None)
     runs = [full] if chosen.is_full else [full, _simulated(config, cost, chosen, full.capacity)]

@@ -14,7 +14,17 @@ from skipdecode.errors import ScheduleError
 from skipdecode.models.families import decoder_layers, layers_in, unwrap
 from skipdecode.schedule import Schedule
 
-__all__ = ["FIT_FILE", "SCHEDULE_FILE", "carry", "keep_tuned", "of_adapter", "of_config", "of_model", "tuned_under"]
+__all__ = [
+    "FIT_FILE",
+    "SCHEDULE_FILE",
+    "carry",
+    "drop_schedule",
+    "keep_tuned",
+    "of_adapter",
+    "of_config",
+    "of_model",
+    "tuned_under",
+]
 
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
@@ -68,6 +78,11 @@ def carry(adapted: Any, schedule: Schedule) -> None:
     """Store a schedule in the active adapter of a PeftModel, so that saving the adapter saves the schedule."""
     config = adapted.active_peft_config
     config.auto_mapping = {**(config.auto_mapping or {}), _KEY: schedule.to_dict()}
+
+
+def drop_schedule(config: Any) -> None:
+    """Have a transformers config carry no schedule."""
+    vars(config).pop(_KEY, None)
 
 
 def keep_tuned(model: Any, schedules: tuple[Schedule, ...]) -> None:

@@ -214,6 +214,12 @@ class Schedule:
         """Whether all positions run the same layers, so a batch with sequences of different ages loses nothing."""
         return self.budgets[0] == self.budgets[-1]
 
+    @property
+    def fixed_layers(self) -> tuple[int, ...] | None:
+        """The layers that every token runs, of prompts and generated; None where two tokens run different layers."""
+        same = self.is_flat and self.prompt_layers() == self.layers(0)
+        return self.layers(0) if same else None
+
     def contains(self, other: Schedule) -> bool:
         """Whether this schedule runs all layers that `other` runs, in the prompt and at every position."""
         if self.num_layers != other.num_layers:

@@ -31,12 +31,12 @@ __all__ = [
     "ScheduleChoice",
     "ScheduleOptions",
     "ThreadOptions",
+    "adjusted_schedule",
     "choose_schedule",
     "named_schedule",
     "read_cost",
     "stop_text",
     "with_breaks",
-    "with_prompt_layers",
 ]
 
 
@@ -166,6 +166,11 @@ class ScheduleOptions(Options):
         "generated tokens run beyond these, prompts leave keys and values and compute nothing else",
         default=None,
     )
+    flat: bool = option(
+        "use the constant schedule of the same mean depth; with --prompt-layers max_exit every token runs the same "
+        "layers, and skipdecode export can write the model",
+        default=False,
+    )
 
 
 class ScheduleChoice(NamedTuple):
@@ -206,11 +211,13 @@ def choose_schedule(
         origin = "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup"
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
-    return with_prompt_layers(options, *chosen)
+    return adjusted_schedule(options, *chosen)
 
 
-def with_prompt_layers(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
-    """The choice with the prompt set of --prompt-layers; raises ScheduleError if the schedule cannot have it."""
+def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
+    """The choice as --flat and --prompt-layers say; raises ScheduleError if the schedule cannot have the prompt set."""
+    if options.flat and not schedule.is_flat:
+        schedule = schedule.flattened()
     text = options.prompt_layers
     if text is None:
         return ScheduleChoice(schedule, origin)

@@ -11,9 +11,9 @@ from skipdecode.cli.options import (
     EngineOptions,
     ScheduleChoice,
     ScheduleOptions,
+    adjusted_schedule,
     choose_schedule,
     named_schedule,
-    with_prompt_layers,
 )
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
@@ -203,7 +203,7 @@ def choose_method(
         )
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
-        return with_prompt_layers(options, schedule, origin)
+        return adjusted_schedule(options, schedule, origin)
     if options.method == "full":
         return ScheduleChoice(Schedule.full(num_layers), "every layer")
     return choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)

@@ -1,79 +1,88 @@
-"""Builds the C++ kernels on first use with the system's compiler, into the user's cache directory, and loads them.
+"""Loads the C++ kernels: those that the wheel brings for this kind of processor, else compiled ones.
 
-The cache key is a hash of the sources, the compiler's version, the flags and this CPU's features, so an upgrade or
-another machine on the same home directory builds its own. The file's name holds a digest of its content, which is
-checked before it is loaded: a damaged file is removed and built again. It appears under its name by an atomic rename,
-so processes that build at the same time do no harm.
+Kernels are compiled on first use by the system's compiler into the user's cache directory. The cache key is a hash of
+the sources, the compiler's version, the flags and the CPU's features, so an upgrade or another machine on the same home
+directory compiles its own. The name of a library has a digest of the content, which is checked before the library is
+loaded: a damaged file is removed and compiled again. A library appears under its name by an atomic rename, so processes
+that compile at the same time do no harm.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 
 from skipdecode.common.files import cache_dir, write_whole
+from skipdecode.engine.kernels.targets import HEADERS, SOURCES, TARGETS, compile_command, find_compiler
 from skipdecode.errors import WriteError
 
 __all__ = ["KernelBuildError", "load_library"]
 
-_SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "head.cpp", "read.cpp")
-_HEADERS = ("kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _HINT = "install a C++ compiler with OpenMP (for example g++) or name one in the environment variable CXX"
 
 
 class KernelBuildError(Exception):
-    """The kernels could not be built or loaded; the message gives the reason and a remedy."""
+    """The kernels could not be compiled or loaded; the message says why and what would help."""
 
 
 @lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL:
-    """The loaded kernel library, built when the cache does not hold it (about 3 s).
+    """The loaded kernel library; compiled (about 3 s) if neither the wheel nor the cache has it.
+
+    If CXX names a compiler, the wheel's library is not used: kernels are compiled for this very processor.
 
     Raises
     ------
     KernelBuildError
-        If there is no compiler, it fails, or its result does not load.
+        There is no compiler, the compiler fails, or the library does not load.
     """
     # torch brings its OpenMP runtime; loaded first, it also serves our library (same soname), so that one pool of
     # threads runs both and torch.set_num_threads governs it.
     import torch  # noqa: F401
 
+    if not os.environ.get("CXX") and (prebuilt := _prebuilt()) is not None:
+        with contextlib.suppress(OSError):  # a wheel for a newer C library
+            return ctypes.CDLL(str(prebuilt))
     try:
-        path = _built(_compiler())
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(_built(_compiler())))
     except (OSError, WriteError) as error:
         raise KernelBuildError(f"the CPU kernels could not be built or loaded ({error}): {_HINT}") from error
 
 
+def _prebuilt() -> Path | None:
+    """The wheel's best library for this processor; None without one."""
+    features = set(_cpu_features().split())
+    paths = (Path(__file__).with_name(f"kernels-{name}.so") for name, it in TARGETS.items() if it.needs <= features)
+    return next(filter(Path.is_file, paths), None)
+
+
 def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
-    raise KernelBuildError(f"no C++ compiler was found: {_HINT}")
+    if (found := find_compiler()) is None:
+        raise KernelBuildError(f"no C++ compiler was found: {_HINT}")
+    return found
 
 
 def _built(compiler: str) -> Path:
     sources = Path(__file__).parent
-    target = ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64") else ("-mcpu=native",)
-    command = [compiler, *_FLAGS, *target, *(str(sources / name) for name in _SOURCES)]
+    native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    text = "".join((sources / name).read_text() for name in _SOURCES + _HEADERS)
-    key = hashlib.sha256("\0".join([text, version, *_FLAGS, *target, _cpu_features()]).encode()).hexdigest()[:20]
+    text = "".join((sources / name).read_text() for name in SOURCES + HEADERS)
+    flags = [word for word in compile_command(compiler, (native,), Path()) if word.startswith("-")]
+    key = hashlib.sha256("\0".join([text, version, *flags, _cpu_features()]).encode()).hexdigest()[:20]
     for path in cache_dir().glob(f"kernels-{key}-*.so"):
         if path == _place(key, path.read_bytes()):
             return path
         path.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "kernels.so"
-        result = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True)
+        result = subprocess.run(compile_command(compiler, (native,), built), capture_output=True, text=True)
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
             raise KernelBuildError(f"{compiler} could not build the CPU kernels ({first}): {_HINT}")

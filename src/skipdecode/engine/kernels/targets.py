@@ -1,0 +1,49 @@
+"""The kinds of processors that a wheel brings kernels for, and the compiler's command line.
+
+Standard library alone: setup.py runs this file before the package is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["HEADERS", "SOURCES", "TARGETS", "Target", "compile_command", "find_compiler"]
+
+SOURCES = ("skinny_gemm.cpp", "paged_attention.cpp", "stack.cpp", "greedy.cpp", "head.cpp", "read.cpp")
+HEADERS = ("kernels.h", "prologue.h", "team.h", "vectors.h", "weights.h", "wide_gemm.h")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+
+
+class Target(NamedTuple):
+    """A kind of processor: the flags that compile for it, and what Linux lists of one in /proc/cpuinfo."""
+
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
+_X86 = {  # the best first
+    "x86-64-v4-bf16": Target(("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"), _BF16),
+    "x86-64-v4": Target(("-march=x86-64-v4",), _V4),
+    "x86-64-v3": Target(("-march=x86-64-v3",), _V3),
+}
+_ALL_TARGETS = {"x86_64": _X86, "amd64": _X86, "aarch64": {"armv8-a": Target(("-march=armv8-a",), frozenset())}}
+TARGETS: dict[str, Target] = _ALL_TARGETS.get(platform.machine().lower(), {})
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that CXX names, else the system's; None without one."""
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def compile_command(compiler: str, flags: tuple[str, ...], output: Path) -> list[str]:
+    """The command that makes the kernels' library of this directory's sources."""
+    sources = (str(Path(__file__).with_name(name)) for name in SOURCES)
+    return [compiler, *_FLAGS, *flags, *sources, "-o", str(output)]

@@ -1,0 +1,130 @@
+"""A smaller model of the model's own class: the layers that a schedule of one depth runs, and nothing of this package.
+
+transformers, vLLM and other tools load the checkpoint as any model of its class.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from skipdecode.common.progress import without_foreign_bars
+from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.models.carried import drop_schedule
+from skipdecode.models.families import decoder_layers, find_family
+from skipdecode.models.fit import Fit
+from skipdecode.models.loading.gguf_file import write_gguf
+from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.models.loading.recipe import RECIPE_FILE, stored_recipe
+from skipdecode.models.loading.ref import ModelRef
+from skipdecode.schedule import Schedule
+
+__all__ = ["check_exportable", "cut_model", "save_checkpoint", "save_gguf"]
+
+_ONE_VALUE_A_LAYER = ("layer_types", "attention_layers", "no_rope_layers")
+
+
+def check_exportable(schedule: Schedule, ref: ModelRef) -> tuple[int, ...]:
+    """The layers of the smaller model. Reads no weights.
+
+    Raises
+    ------
+    ScheduleError
+        Two tokens run different layers; names the nearest schedule of one depth.
+    UsageError
+        Skipped layers have bridges: no stock class computes those.
+    """
+    layers = schedule.fixed_layers
+    if layers is None:
+        falls = f"falls from {schedule.budgets[0]} to {schedule.budgets[-1]} layers"
+        differs = f"runs {len(schedule.prompt_layers())} layers on prompts and {schedule.budgets[0]} on new tokens"
+        nearest = schedule.flattened().with_prompt("max_exit")
+        raise ScheduleError(
+            f"schedule {schedule.name!r} {differs if schedule.is_flat else falls}, and an ordinary model runs the same "
+            f"layers on every token: the nearest flat schedule runs {nearest.budgets[0]} of {nearest.num_layers} "
+            "layers; give --flat --prompt-layers max_exit, to skipdecode tune too"
+        )
+    if ref.fit is not None and len(layers) < schedule.num_layers and Fit.load(ref.fit).bridges:
+        raise UsageError(
+            f"the bridges of {ref.fit} cannot be exported, as no ordinary model computes them: take that file away "
+            "and tune the model without it (skipdecode tune --schedule)"
+        )
+    return layers
+
+
+def cut_model(model: Any, layers: tuple[int, ...]) -> None:
+    """Leave only some layers in a transformers causal LM, and correct its config. The result is to be saved, not run.
+
+    Modules keep the layer numbers that they were made with; loading the saved model gives them new ones.
+    """
+    path, _, name = find_family(model).layers.rpartition(".")
+    kept = nn.ModuleList(decoder_layers(model)[number] for number in layers)
+    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+        _fold_layer_scale(kept, layers, model.config)
+    setattr(attrgetter(path)(model), name, kept)
+    _cut_config(model.config, layers)
+
+
+def save_checkpoint(loaded: LoadedModel, schedule: Schedule, directory: Path) -> None:
+    """Write a model that `cut_model` has cut, its tokenizer, generation config and recipe into a directory.
+
+    The recipe keeps the prompt that the model was tuned on, and says what was exported; without recipe there is none.
+    """
+    drop_schedule(loaded.model.config)
+    with _whole(directory) as partial:
+        with without_foreign_bars():
+            loaded.model.save_pretrained(partial)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(partial)
+        if (recipe := stored_recipe(loaded.path)) is not None:
+            recipe |= {"schedule": None, "exported": {"model": loaded.name, "schedule": schedule.to_dict()}}
+            (partial / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+
+
+def save_gguf(loaded: LoadedModel, directory: Path, kind: str) -> Path:
+    """Write a model that `cut_model` has cut, with its tokenizer, as a file for llama.cpp; returns the file."""
+    name = f"{Path(loaded.name).resolve().name}-{kind}.gguf"
+    with _whole(directory) as partial:
+        write_gguf(loaded.model, partial / name, kind, loaded.tokenizer)
+    return directory / name
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A directory whose files go into `directory` at the end, config.json last: it makes the directory a model's."""
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
+        yield Path(partial)
+        for file in sorted(Path(partial).iterdir(), key=lambda each: each.name == "config.json"):
+            os.replace(file, directory / file.name)
+
+
+def _cut_config(config: Any, layers: tuple[int, ...]) -> None:
+    """Correct every entry of a config that counts or lists layers."""
+    config.num_hidden_layers = len(layers)
+    for name in _ONE_VALUE_A_LAYER:
+        if (values := getattr(config, name, None)) is not None:
+            setattr(config, name, [values[number] for number in layers])
+    if hasattr(config, "attention_types"):  # GPT-Neo: the list above is read from this one
+        config.attention_types = [[config.attention_layers, 1]]
+    if hasattr(config, "max_window_layers"):
+        config.max_window_layers = sum(number < config.max_window_layers for number in layers)
+    if hasattr(config, "decoder_sparse_step"):
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers
+        config.mlp_only_layers = [i for i, number in enumerate(layers) if number in dense or (number + 1) % step]
+        config.decoder_sparse_step = 1
+
+
+def _fold_layer_scale(kept: Any, layers: tuple[int, ...], config: Any) -> None:
+    """GPT-2 may divide attention by the layer's number + 1, which is about to change: divide the queries instead."""
+    for layer, number in zip(kept, layers, strict=True):
+        for values in (layer.attn.c_attn.weight, layer.attn.c_attn.bias):
+            values.data[..., : config.hidden_size] /= number + 1
+    config.scale_attn_by_inverse_layer_idx = False

@@ -1,0 +1,194 @@
+"""A transformers model of Llama's kind as a GGUF file for llama.cpp.
+
+Four-bit files keep embeddings and head in Q8_0, and all files keep norms in fp32, as llama.cpp's own tool does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from skipdecode.errors import MissingExtraError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["KINDS", "GgufSizes", "check_architecture", "write_gguf"]
+
+KINDS = ("bf16", "f16", "q8_0", "q4_0", "q4_1")
+# transformers' model type -> GGUF's architecture, and whether its rotary pairs are neighbours instead of halves.
+_ARCHITECTURES = {
+    "llama": ("llama", True),
+    "mistral": ("llama", True),
+    "qwen2": ("qwen2", False),
+    "qwen3": ("qwen3", False),
+}
+_BLOCK = 32
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# GGUF's name of a split into words -> the split that a tokenizer makes before the byte-level one.
+_SPLITS = {
+    "gpt-2": [],
+    "smollm": [{"type": "Digits", "individual_digits": True}],
+    "llama-bpe": [_WORDS.replace("DIGITS", "{1,3}")],
+    "qwen2": [_WORDS.replace("DIGITS", "")],
+}
+
+
+class GgufSizes(NamedTuple):
+    """Bytes of a file's tensors that a decode step reads: of a layer, the mean, and of output embedding and norm."""
+
+    layer: float
+    head: int
+
+
+def write_gguf(model: Any, path: Path, kind: str, tokenizer: Any = None) -> GgufSizes:
+    """Write the weights of `model` (of type llama, mistral, qwen2 or qwen3) and its tokenizer to `path`.
+
+    `kind` is the type of the matrices. A matrix whose rows are no multiple of 32 stays f16 in a quantized file. Without
+    tokenizer llama.cpp takes token ids alone.
+
+    Raises
+    ------
+    UsageError
+        If llama.cpp has no match for the model or its tokenizer, or `kind` is unknown.
+    MissingExtraError
+        If gguf is absent.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise MissingExtraError("writing a GGUF file", "llama-cpp") from None
+    if kind not in KINDS:
+        raise UsageError(f"GGUF type {kind!r} is not known: accepted are {', '.join(KINDS)}")
+    config = model.config
+    architecture = check_architecture(config)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    writer = gguf.GGUFWriter(path, architecture)
+    _write_sizes(writer, config)
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+    else:
+        _write_tokenizer(writer, tokenizer, config.vocab_size)
+    matrix = gguf.GGMLQuantizationType[kind.upper()]
+    outer = gguf.GGMLQuantizationType.Q8_0 if kind.startswith("q4") else matrix
+    layers = head = 0
+    for name, tensor in _tensors(model, gguf.get_tensor_name_map(number, config.num_hidden_layers)):
+        kind_of = outer if name.startswith(("token_embd.", "output.")) else matrix
+        if tensor.dim() < 2:
+            kind_of = gguf.GGMLQuantizationType.F32
+        elif kind.startswith("q") and tensor.shape[1] % _BLOCK:
+            kind_of = gguf.GGMLQuantizationType.F16
+        data = gguf.quants.quantize(tensor.float().numpy(), kind_of)
+        writer.add_tensor(name, data, raw_dtype=kind_of)
+        layers += data.nbytes if name.startswith("blk.") else 0
+        outputs = ("output_norm.", "token_embd." if config.tie_word_embeddings else "output.")
+        head += data.nbytes if name.startswith(outputs) else 0
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufSizes(layers / config.num_hidden_layers, head)
+
+
+def check_architecture(config: Any) -> str:
+    """GGUF's architecture for a transformers config; raises UsageError if llama.cpp has no match for the model."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    sliding = "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
+        config.model_type == "mistral" and getattr(config, "sliding_window", None)
+    )
+    if config.model_type not in _ARCHITECTURES:
+        reason = f"a model of type {config.model_type!r}"
+    elif rope.get("rope_type", "default") != "default":
+        reason = "a model with scaled rotary positions"
+    elif sliding:
+        reason = "a model with sliding-window attention"
+    else:
+        return _ARCHITECTURES[config.model_type][0]
+    raise UsageError(
+        f"{reason} cannot be written for llama.cpp here: accepted are models of type "
+        f"{', '.join(sorted(_ARCHITECTURES))} with full attention and plain rotary positions; take another format or "
+        "engine"
+    )
+
+
+def _write_sizes(writer: Any, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _write_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
+    """Vocabulary, merges, special tokens and chat template; `size` is the number of rows of the embedding."""
+    from gguf import TokenType
+
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    words = {number: word for word, number in tokenizer.get_vocab().items()}
+    types = [TokenType.NORMAL if number in words else TokenType.UNUSED for number in range(size)]
+    for number, token in tokenizer.added_tokens_decoder.items():
+        types[number] = TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_split_name(backend))
+    writer.add_token_list([words.get(number, f"[PAD{number}]") for number in range(size)])
+    writer.add_token_types(types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]])
+    for name in ("bos", "eos", "unk", "pad"):
+        if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    text = tokenizer("a").input_ids
+    writer.add_add_bos_token(text[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(text[-1] == tokenizer.eos_token_id)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _split_name(backend: Any) -> str:
+    """GGUF's name of the split into words of a byte-level BPE tokenizer, given as the JSON of `tokenizers`."""
+    split = backend["pre_tokenizer"] or {"type": "none"}
+    *before, last = split.get("pretokenizers", [split])
+    found: Sequence[Any] = [one["pattern"].get("Regex") if one["type"] == "Split" else one for one in before]
+    if backend["model"]["type"] == "BPE" and last["type"] == "ByteLevel":
+        for name, parts in _SPLITS.items():
+            if found == parts:
+                return name
+    raise UsageError(
+        "this tokenizer cannot be written for llama.cpp here: accepted are byte-level BPE tokenizers that split words "
+        f"as {', '.join(_SPLITS)} do; take --format hf"
+    )
+
+
+def _tensors(model: Any, names: Any) -> Iterator[tuple[str, Tensor]]:
+    """GGUF's names and the tensors under them."""
+    config = model.config
+    pairs = _ARCHITECTURES[config.model_type][1]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        parts = name.split(".")
+        count = heads.get(parts[-2])
+        held = tensor.detach().cpu()
+        yield (
+            f"{names.get_name(name.removesuffix('.' + parts[-1]))}.{parts[-1]}",
+            _paired(held, count) if pairs and count else held,
+        )
+
+
+def _paired(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head in the order in which rotary pairs are neighbours."""
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape)

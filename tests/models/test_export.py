@@ -1,0 +1,230 @@
+"""Exported checkpoints: plain transformers gives the text that the schedule gave, for every family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from checkpoints import byte_tokenizer, save_adapter, save_tokenizer
+from fits import random_fit
+from skipdecode import Schedule, attach
+from skipdecode.cli import main
+from skipdecode.cli.export import Config, run
+from skipdecode.errors import UsageError
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.families import FAMILIES
+from skipdecode.models.loading.export import check_exportable, cut_model
+from skipdecode.models.loading.ref import ModelRef
+from tiny import LAYERS, ragged_prompts, tiny_model
+
+NEW = 8
+SCATTERED = Schedule(LAYERS, (5, 2, 4, 3, 1), (5,), prompt="max_exit")
+# Leaves families with layers of two kinds few of one kind or none, and names the layers of prompts.
+ONE_KIND = Schedule(LAYERS, (5, 3, 1), (5,), prompt=(0, 2, 4, 6, 7))
+# Entries of a config that hang on a layer's number.
+UNUSUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts in every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "attention scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "rotary positions in some layers": ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1, 0, 1, 1]}),
+    "windows in upper layers": ("qwen3", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 4}),
+    "tied weights": ("llama", {"tie_word_embeddings": True}),
+}
+
+
+# Families whose config has an entry for each layer.
+LISTED = ["cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_neo", "ministral", "olmo3", "qwen2", "qwen2_moe"]
+
+
+def greedy(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, mask = ragged_prompts()
+    options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(input_ids=ids, attention_mask=mask, **options)
+    return out.sequences, torch.stack(out.logits)
+
+
+def check_exported(model: Any, schedule: Schedule, folder: Path) -> None:
+    with attach(model, schedule):
+        text, logits = greedy(model)
+    cut_model(model, schedule.layers(0))
+    model.save_pretrained(folder)
+    small = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(small) is type(model)
+    assert small.config.num_hidden_layers == len(schedule.layers(0))
+    again, same = greedy(small)
+    assert again.tolist() == text.tolist()
+    assert (same - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_plain_transformers_gives_the_text_of_the_schedule(family: str, tmp_path: Path):
+    check_exported(tiny_model(family), SCATTERED, tmp_path)
+
+
+@pytest.mark.parametrize("family", LISTED)
+def test_layers_of_one_kind_remain(family: str, tmp_path: Path):
+    check_exported(tiny_model(family), ONE_KIND, tmp_path)
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_entries_that_hang_on_layer_numbers(case: str, tmp_path: Path):
+    family, changes = UNUSUAL[case]
+    check_exported(tiny_model(family, **changes), SCATTERED, tmp_path)
+
+
+# ---------------------------------------------------------------------- the command
+
+PROMPTS = ["the eagle", "a pub"]
+
+
+def word_tokenizer() -> Any:
+    """Byte-level BPE with words, an added token and a chat template."""
+    fast = byte_tokenizer()
+    fast = fast.train_new_from_iterator(["the eagle is a pub in the city"] * 9, 290, show_progress=False)
+    fast.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    return fast
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> Path:
+    """An adapter with a flat schedule and a recipe, on a base model beside it."""
+    base, adapter = tmp_path / "base", tmp_path / "tuned"
+    tokenizer = word_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer) + 3)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    save_adapter(adapter, str(base))
+    SCATTERED.save(adapter / "skipdecode.json")
+    prompt = {"template": "{mr}:", "responses": ["ref"], "chat": False}
+    recipe = {"kind": "recipe", "format": 1, "options": {"curriculum": "sampled", "sampled_speedups": [2.0]}}
+    recipe |= {"prompt": prompt, "schedule": SCATTERED.to_dict()}
+    (adapter / "recipe.json").write_text(json.dumps(recipe))
+    return adapter
+
+
+def texts_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main([*arguments, *PROMPTS, "--max-new-tokens", "12", "--dtype", "float32"]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_export_is_an_ordinary_model_with_its_prompt(tuned: Path, capsys: pytest.CaptureFixture[str]):
+    out = tuned.parent / "out"
+    assert main(["export", str(tuned), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip().endswith("5 of 8 layers: 0, 1, 3, 6, 7")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_hidden_layers"], "skipdecode" in config) == (5, False)
+    assert {each.name for each in out.iterdir()} >= {"recipe.json", "generation_config.json", "tokenizer.json"}
+    ref = ModelRef(str(out))
+    assert ref.schedule is None
+    assert ref.adapter is None
+    assert ref.recipe is not None
+    assert ref.recipe.prompt_template == "{mr}:"
+    expected = texts_of(capsys, "generate", str(tuned))
+    assert texts_of(capsys, "generate", str(out)) == expected
+    assert texts_of(capsys, "generate", str(tuned), "--nominal-speedup", "1") != expected
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=9), "falls from 7 to 3"),
+        (Schedule.constant(LAYERS, 5), "8 layers on prompts and 5"),
+    ],
+)
+def test_tokens_of_different_depths_are_refused_before_weights_are_read(
+    tuned: Path, schedule: Schedule, told: str, capsys: pytest.CaptureFixture[str]
+):
+    (tuned.parent / "base" / "model.safetensors").unlink()
+    schedule.save(tuned.parent / "other.json")
+    out = tuned.parent / "out"
+    command = ["export", str(tuned), "--schedule", str(tuned.parent / "other.json"), "--out", str(out)]
+    assert main(command) == 2
+    line = capsys.readouterr().err
+    assert told in line
+    assert "nearest flat schedule runs 5 of 8 layers" in line
+    assert not out.exists()
+
+
+def test_the_nearest_flat_schedule_is_a_flag_away(tuned: Path, capsys: pytest.CaptureFixture[str]):
+    falling = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=7, seq_len=9)
+    falling.save(tuned.parent / "falling.json")
+    out = tuned.parent / "out"
+    flat = ["--schedule", str(tuned.parent / "falling.json"), "--flat", "--prompt-layers", "max_exit"]
+    assert main(["export", str(tuned), *flat, "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert ModelRef(str(out)).num_layers == 5
+    assert texts_of(capsys, "generate", str(out)) == texts_of(capsys, "generate", str(tuned), *flat)
+
+
+def test_bridges_are_refused_by_name(tuned: Path):
+    random_fit(tiny_model("llama")).save(tuned / FIT_FILE)
+    with pytest.raises(UsageError, match=FIT_FILE):
+        check_exportable(SCATTERED, ModelRef(str(tuned)))
+    assert len(check_exportable(Schedule.full(LAYERS), ModelRef(str(tuned)))) == LAYERS
+
+
+# ---------------------------------------------------------------------- GGUF
+
+
+@pytest.fixture
+def exported(tuned: Path) -> Any:
+    """The smaller model as a transformers checkpoint, and its tokenizer."""
+    out = tuned.parent / "hf"
+    assert main(["export", str(tuned), "--out", str(out)]) == 0
+    return AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+
+
+def gguf_of(tuned: Path, kind: str) -> Path:
+    out = tuned.parent / "gguf"
+    assert main(["export", str(tuned), "--format", "gguf", "--gguf-type", kind, "--out", str(out)]) == 0
+    return out / f"tuned-{kind}.gguf"
+
+
+def test_a_gguf_file_has_the_model_and_its_tokenizer(tuned: Path, exported: Any):
+    gguf = pytest.importorskip("gguf")
+    file = gguf_of(tuned, "f16")
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+    model, tokenizer = exported
+    assert fields["llama.block_count"] == 5
+    assert fields["tokenizer.chat_template"] == tokenizer.chat_template
+    assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    words, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    assert words[: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert types[words.index("<|end|>")] == gguf.TokenType.CONTROL
+    assert types[-3:] == [gguf.TokenType.UNUSED] * 3
+    back = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    ids = torch.tensor([tokenizer("the eagle").input_ids])
+    with torch.no_grad():
+        torch.testing.assert_close(back(ids).logits, model(ids).logits, atol=0.05, rtol=0)
+
+
+def test_llama_cpp_gives_the_text_of_the_schedule(tuned: Path, exported: Any):
+    cyllama = pytest.importorskip("cyllama")
+    model, tokenizer = exported
+    greedy = cyllama.GenerationConfig(temperature=0.0, repeat_penalty=1.0, max_tokens=12, n_gpu_layers=0)
+    with cyllama.LLM(str(gguf_of(tuned, "f16")), config=greedy) as llm:
+        for prompt in [*PROMPTS, "in the<|end|>city"]:
+            ids = tokenizer(prompt).input_ids
+            assert llm.vocab.tokenize(prompt, add_special=True, parse_special=True) == ids
+            text = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+            assert str(llm(prompt)) == tokenizer.decode(text, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
+def test_llama_cpp_loads_quantized_files(tuned: Path, kind: str):
+    cyllama = pytest.importorskip("cyllama")
+    greedy = cyllama.GenerationConfig(temperature=0.0, max_tokens=4, n_gpu_layers=0)
+    with cyllama.LLM(str(gguf_of(tuned, kind)), config=greedy) as llm:
+        assert str(llm("the eagle"))
+
+
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(tuned: Path):
+    save_tokenizer(tuned.parent / "base")
+    (tuned.parent / "out").mkdir()
+    with pytest.raises(UsageError, match="byte-level"):
+        run(Config(model=str(tuned), format="gguf", out=str(tuned.parent / "out")))
