@@ -180,6 +180,11 @@ def exported(tuned: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
 
 
+def whole_characters(text: str) -> str:
+    """Without the marks of broken bytes: llama.cpp's binding decodes token by token, transformers the whole text."""
+    return text.replace("\ufffd", "")
+
+
 def gguf_of(tuned: Path, kind: str) -> Path:
     out = tuned.parent / "gguf"
     assert main(["export", str(tuned), "--format", "gguf", "--gguf-type", kind, "--out", str(out)]) == 0
@@ -213,7 +218,8 @@ def test_llama_cpp_gives_the_text_of_the_schedule(tuned: Path, exported: Any):
             ids = tokenizer(prompt).input_ids
             assert llm.vocab.tokenize(prompt, add_special=True, parse_special=True) == ids
             text = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
-            assert str(llm(prompt)) == tokenizer.decode(text).removesuffix(tokenizer.eos_token)  # as llama.cpp prints
+            expected = tokenizer.decode(text).removesuffix(tokenizer.eos_token)
+            assert whole_characters(str(llm(prompt))) == whole_characters(expected)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
