@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from unseen_names import WORDS, questions
 
 from skipdecode import Schedule
-from skipdecode.calibration.fitting import fit_model
+from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.bootstrap import Table, interval, ratio_of_sums
 from skipdecode.common.environment import environment
@@ -252,7 +252,7 @@ def timed_fit(
 ) -> tuple[Fit, dict[str, Any]]:
     """A fit, and what it took; memory is the most that the process has held, weights included."""
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
-    fit = fit_model(model, schedules, batches, options)
+    fit = Fitter(model, batches, options).fit(schedules)
     return fit, {
         "tokens": sum(batch.tokens for batch in batches),
         "schedules": [schedule.name for schedule in schedules],

@@ -19,15 +19,17 @@ import torch
 from matplotlib import image
 
 from skipdecode import Schedule, attach
+from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.meter import LossMeter
 from skipdecode.calibration.order import block_influence
 from skipdecode.calibration.run import calibrate, trials
-from skipdecode.calibration.settings import CalibrationSettings
+from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
 from skipdecode.models.families import decoder_layers
+from skipdecode.models.fit import Fit
 from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.collate import IGNORE, collate
@@ -58,8 +60,9 @@ def plant_useless_layer(model: Any, index: int = USELESS) -> Any:
     """A layer whose output projections are zero passes on what it gets."""
     layer = decoder_layers(model)[index]
     with torch.no_grad():
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
+        for name, parameter in layer.named_parameters():
+            if name.startswith(("self_attn.o", "mlp.down_proj", "fc2")):
+                parameter.zero_()
     return model
 
 
@@ -161,11 +164,44 @@ def test_a_planted_useless_layer_goes_first(tmp_path: Path) -> None:
     settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
     goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
-        found = calibrate(settings, goal, [0.0] * LAYERS, meter_of(attachment, rows, tmp_path / "m.jsonl"))
+        meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
+        found = calibrate(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert found.order[0] == USELESS
     assert found.rounds[0].losses[USELESS] == pytest.approx(found.rounds[0].base, rel=1e-6)
     assert min(loss for layer, loss in found.rounds[0].losses.items() if layer != USELESS) > found.rounds[0].base
     assert found.verdicts[0].held_out is None
+
+
+def test_a_layer_that_a_bridge_replaces_goes_first_where_fits_are_made(tmp_path: Path) -> None:
+    model = plant_useless_layer(tuning_model("opt"))
+    with torch.no_grad():  # what the layer adds is the same for every token, and much
+        decoder_layers(model)[USELESS].fc2.bias.normal_(0, 3, generator=torch.Generator().manual_seed(0))
+    rows = greedy_texts(model)
+    settings = CalibrationSettings(nominal_speedup=2.0, candidates=3)
+    goal = set_goal(settings, None, 8, [len(e.response) for e in rows], LAYERS)
+    fitter = Fitter(model, [collate(rows, 0)], FitOptions(fit_rank=0))
+    with attach(model, Schedule.full(LAYERS)) as attachment:
+
+        def meters(fit: Fit | None) -> tuple[LossMeter, None]:
+            return meter_of(attachment, rows, tmp_path / "m.jsonl", fit=fit), None
+
+        bare, fitted = (calibrate(settings, goal, [0.0] * LAYERS, meters, each) for each in (None, fitter))
+    assert USELESS not in bare.order[:2]
+    assert fitted.order[0] == USELESS
+    assert fitted.rounds[0].losses[USELESS] == pytest.approx(fitted.rounds[0].base, rel=1e-3)
+    assert fitted.fit is not None
+    assert fitted.fit.serves(fitted.schedule)
+    assert fitted.verdicts[-1].measured < fitted.verdicts[-2].measured  # without its fit
+
+
+def test_the_time_of_a_fit_is_part_of_the_target() -> None:
+    settings, cost = CalibrationSettings(target_speedup=1.6, phase="decode"), request_cost()
+    sizes: Any = (cost, 8, [20] * 8, LAYERS)
+    bare, fitted = set_goal(settings, *sizes), set_goal(settings, *sizes, replace(cost, bridge_share=0.3))
+    schedules = [goal.schedule(range(1, LAYERS - 1), "full") for goal in (bare, fitted)]
+    assert schedules[1].mean_budget() < schedules[0].mean_budget()
+    assert fitted.workload.speedup(schedules[1]) >= 1.6 > fitted.workload.speedup(schedules[0])
+    assert fitted.paper == bare.paper  # which has no bridges
 
 
 def request_cost(layers: int = LAYERS) -> CostModel:
@@ -192,12 +228,12 @@ def test_prompts_run_as_many_layers_as_the_target_leaves(target: float, depths: 
     goal = set_goal(settings, request_cost(), 30, [len(e.response) for e in rows], LAYERS)
     with attach(model, Schedule.full(LAYERS)) as attachment:
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl", advance=lambda: measured.append(1))
-        found = calibrate(settings, goal, [0.0] * LAYERS, meter)
+        found = calibrate(settings, goal, [0.0] * LAYERS, lambda _: (meter, None))
     assert {len(found.schedule.prompt_layers())} == depths
     assert request_cost().request_speedup(found.schedule, 30, 8) >= target
     assert all(v.request_speedup >= target - 1e-9 for v in found.verdicts[1:])
     assert found.verdicts[-1].measured == min(v.measured for v in found.verdicts if v.schedule.name[:5] == "calib")
-    assert len(measured) == pytest.approx(trials(settings, goal)[0] * meter.batches, rel=0.15)
+    assert len(measured) == pytest.approx(trials(settings, goal, False)[0] * meter.batches, rel=0.15)
 
 
 def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Path, capsys: Any) -> None:
@@ -206,7 +242,7 @@ def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Pa
         cost = replace(CostModel.of_step(LAYERS, 2, 1.0, 1.0), prompts=(PromptCost(1, seconds, seconds),))
         (tmp_path / "cost.json").write_text(json.dumps(cost.to_dict()))
         out = tmp_path / f"{seconds}"
-        more = ["--target-speedup", "2", "--cost", str(tmp_path / "cost.json"), "--phase", phase, "--json"]
+        more = ["--target-speedup", "2", "--cost", str(tmp_path / "cost.json"), "--phase", phase, "--no-fit", "--json"]
         assert main(arguments(files, out, *more, "--method", "block-influence")) == 0
         documents.append(json.loads(capsys.readouterr().out))
     assert documents[0]["schedule"] == documents[1]["schedule"]
@@ -256,7 +292,7 @@ def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsy
     assert found["full"]["speedup"] == 1
     assert all(v["speedup"] >= 1.6 - 1e-9 for name, v in found.items() if name != "full")
     assert found["paper"]["speedup"] == pytest.approx(found["even"]["speedup"], rel=0.1)  # as near as whole layers go
-    ours = [v["measured"] for name, v in found.items() if name.startswith("calibrated")]
+    ours = [v["measured"] for name, v in found.items() if name.startswith("calibrated") and "without" not in name]
     assert not schedule.is_flat
     assert {a - b for a, b in pairwise(schedule.budgets)} <= {0, 1}
     assert found["calibrated-1.6x-wall"]["measured"] == min(ours)
@@ -351,8 +387,11 @@ def refused(capsys: Any, command: list[str]) -> str:
         (["--nominal-speedup", "0.5"], "--nominal-speedup 0.5 is not accepted"),
         (["--nominal-speedup", "nan"], "--nominal-speedup nan is not accepted"),
         (["--nominal-speedup", "20"], "at most 4.00 is possible"),
-        (["--target-speedup", "8", "--cost", "{cost}", "--phase", "decode"], "the bound is 3.00x"),
-        (["--target-speedup", "8", "--cost", "{cost}"], "and 3 for prompts, of the whole request the bound is 2.50x"),
+        (["--target-speedup", "8", "--cost", "{cost}", "--phase", "decode", "--no-fit"], "the bound is 3.00x"),
+        (
+            ["--target-speedup", "8", "--cost", "{cost}", "--no-fit"],
+            "and 3 for prompts, of the whole request the bound is 2.50x",
+        ),
         (["--target-speedup", "2", "--prompt-depths", "9"], "a number from 1 to 8"),
         (["--target-speedup", "2", "--prompt-depths", "1-3"], "leaves out layer 0"),
         (["--target-speedup", "2", "--prompt-depths", "max_exit"], "--prompt-depths max_exit"),

@@ -308,3 +308,20 @@ def test_every_instruction_can_be_followed_and_noise_does_not() -> None:
         assert not followed(f"{preface}\n\n{answer.upper()}, and so on,", checks), start
     for noise in ("", "the the the the", "Certainly, I can help you with that, Sir!", "lorem ipsum " * 40):
         assert sum(followed(noise, checks) for checks in wanted.values()) <= 3
+
+
+def test_a_calibration_needs_no_data(model: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    size = ["--records", "3", "--held-out", "1", "--method", "block-influence", "--fit-rank", "2", "--json"]
+    call = ["calibrate", model, "--nominal-speedup", "2", "--out", str(out), *size]
+    assert main([*call, *WORDS]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["records"], document["held_out_records"]) == (3, 1)
+    assert len(read_rows(out / TRAIN_FILE)) >= 4
+    assert (out / "skipdecode.fit").is_file()
+    assert main(["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert "bridges of rank 2" in told
+    assert "not tuned under" not in told
+    assert main([*call, *WORDS, "--data", str(out / TRAIN_FILE), "--resume"]) == 2
+    assert "give one: --data FILE, or --self" in capsys.readouterr().err

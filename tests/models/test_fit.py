@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -13,9 +14,9 @@ from safetensors.torch import save_file
 
 from checkpoints import save_checkpoint
 from fits import projections, random_fit
-from oracle import active_tokens, alone_logits, oracle_logits, position_ids
+from oracle import active_tokens, oracle_logits, position_ids
 from skipdecode import LLM, Schedule, attach
-from skipdecode.calibration.fitting import fit_model
+from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.cli import main
 from skipdecode.cli.options.evaluation import Config
@@ -23,7 +24,7 @@ from skipdecode.data.prompts import Example
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
-from skipdecode.errors import FitError, UsageError
+from skipdecode.errors import FitError, UntunedScheduleWarning, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.fit import FIT_FILE, Fit, PromptMap, keep_fit
@@ -34,7 +35,7 @@ from skipdecode.tuning.collate import collate
 from textgen_tools import save_tiny_model
 from tiny import LAYERS, ragged_prompts, tiny_model
 
-NEW = 10
+NEW = 12
 TOLERANCE = 1e-4
 LOWER = (0, 1, 2)
 GAPS = (0, 1, 3, 6)
@@ -70,8 +71,9 @@ def check(model, schedule, fit):
     without = oracle_logits(model, text, long_mask, active)
     assert (without - expected)[:, prompt:].abs().max() > 100 * TOLERANCE, "the fit must matter for this test"
     for row in range(len(ids)):
-        alone = alone_logits(model, schedule, text, mask, prompt, row, fit)
-        assert (logits[row] - alone).abs().max() < TOLERANCE
+        own = ids[row, mask[row].bool()][None]
+        alone, _ = decode(model, schedule, fit, own, torch.ones_like(own))
+        assert alone[0, own.shape[1] :].tolist() == text[row, prompt:].tolist()
 
 
 FALLING = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="falling")
@@ -98,18 +100,6 @@ def test_given_keys_equal_the_oracle(family, prompt, taps, schedule: Schedule):
             attach(model, own, fit)
         return
     check(model, own, random_fit(model, [prompt], taps=taps))
-
-
-@pytest.mark.parametrize("prompt", ["full", LOWER, GAPS])
-def test_a_row_alone_is_the_row_in_a_batch(prompt):
-    model, schedule = model_of("llama"), replace(FALLING, prompt=prompt)
-    fit = random_fit(model) if prompt == "full" else random_fit(model, [prompt], taps=2)
-    ids, mask = ragged_prompts()
-    together, _ = decode(model, schedule, fit, ids, mask)
-    for row in range(len(ids)):
-        own = ids[row, mask[row].bool()][None]
-        alone, _ = decode(model, schedule, fit, own, torch.ones_like(own))
-        assert alone[0, own.shape[1] :].tolist() == together[row, ids.shape[1] :].tolist()
 
 
 def _map(model):
@@ -143,6 +133,40 @@ def test_the_fast_engine_equals_the_gates(family, prompt, taps):
         if options.get("prefix_cache"):
             assert [row.tokens for row in engine.decode(requests)] == expected
             assert engine.stats.prefix_hit_tokens
+
+
+def test_a_schedule_that_a_fit_is_for_is_not_told_as_untuned():
+    model = tiny_model("llama")
+    fit = random_fit(model, [LOWER])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(model, replace(FLAT, prompt=LOWER), fit).detach()
+    with pytest.warns(UntunedScheduleWarning, match="for other layers or prompts .*prompts that run 3 layers"):
+        attach(model, replace(FLAT, prompt=GAPS), fit).detach()
+    half = Fit(LAYERS, model.config.hidden_size, {FLAT.dropped[0]: fit.bridge(FLAT.dropped[0])}, {})
+    with pytest.warns(UntunedScheduleWarning, match="not tuned under"):
+        attach(model, FLAT, half).detach()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text", "qwen3"])
+@pytest.mark.parametrize("taps", [0, 2])
+def test_chunks_of_a_prompt_and_a_second_turn_take_the_fit(family, taps):
+    model, schedule = model_of(family), replace(FLAT, prompt=LOWER)
+    fit = random_fit(model, [LOWER], taps=taps)
+    ids = torch.randint(3, 100, (1, 23), generator=torch.Generator().manual_seed(1))
+    prompt, turn = 12, 19
+    with attach(model, schedule, fit) as attachment, torch.no_grad():
+        whole, parts = (attachment.new_cache(prompt) for _ in range(2))
+        expected = model(ids[:, :turn], past_key_values=whole, use_cache=True).logits[:, prompt - 1 :]
+        pieces = [model(ids[:, a:b], past_key_values=parts, use_cache=True).logits for a, b in ((0, 5), (5, prompt))]
+        steps = [model(ids[:, n : n + 1], past_key_values=parts, use_cache=True).logits for n in range(prompt, turn)]
+        found = torch.cat([pieces[-1][:, -1:], *steps], 1)
+        assert (found - expected).abs().max() < TOLERANCE
+        later = [model(ids[:, turn:], past_key_values=cache, use_cache=True).logits for cache in (whole, parts)]
+        assert (later[0] - later[1]).abs().max() < TOLERANCE
+    active = active_tokens(schedule, prompt, turn)
+    oracle = oracle_logits(model, ids[:, :turn], torch.ones_like(ids[:, :turn]), active, fit, schedule, prompt)
+    assert (oracle[:, prompt - 1 :] - expected).abs().max() < TOLERANCE
 
 
 def test_a_file_gives_the_same_fit(tmp_path):
@@ -213,7 +237,7 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
     examples = [Example(str(i), tuple(text[:20]), tuple(text[20:])) for i, text in enumerate(texts)]
     batches = [collate(examples[i : i + 5], 0) for i in range(0, 40, 5)]
     for schedule in (FALLING, replace(Schedule.full(LAYERS), prompt=LOWER), replace(FALLING, prompt="max_exit")):
-        fit = fit_model(model, [schedule], batches, FitOptions(fit_rank=16, fit_taps=1))
+        fit = Fitter(model, batches, FitOptions(fit_rank=16, fit_taps=1)).fit([schedule])
         pairs = [text[:20] for text in texts[:10]], [text[20:] for text in texts[:10]]
         distance = {}
         for name, used in (("fitted", fit), ("skipped", None)):
@@ -226,7 +250,7 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
 def test_too_few_tokens_are_refused():
     batch = collate([Example("1", (3, 4, 5), (6, 7))], 0)
     with pytest.raises(FitError, match="too few"):
-        fit_model(model_of("llama"), [FLAT], [batch], FitOptions())
+        Fitter(model_of("llama"), [batch], FitOptions()).fit([FLAT])
 
 
 @pytest.mark.parametrize("prompt", ["full", "max_exit", LOWER, GAPS])

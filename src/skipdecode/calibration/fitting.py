@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,12 +24,12 @@ from skipdecode.errors import FitError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
-from skipdecode.models.gate import GateState, calling, gate_layer, projection, ungate_layer
+from skipdecode.models.gate import GateState, calling, gate_layer, gate_of, projection, ungate_layer
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import Batch
 
-__all__ = ["fit_model"]
+__all__ = ["Fitter"]
 
 _RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """Of the mean diagonal of the states' products."""
@@ -42,41 +42,49 @@ _LEAST_TOKENS = 4
 _NOTHING: frozenset[int] = frozenset()
 
 
-def fit_model(
-    model: Any,
-    schedules: Sequence[Schedule],
-    batches: Sequence[Batch],
-    options: FitOptions,
-    advance: Callable[[], object] = lambda: None,
-) -> Fit:
-    """The fit of a model for one or more schedules of one drop order.
+@dataclass(frozen=True)
+class Fitter:
+    """Fits a model on texts.
 
     Memory grows with the tokens of `batches` x hidden_size x (depths + 1), the states before and behind one layer.
 
     Parameters
     ----------
     model : transformers causal LM
-        At full depth, with nothing attached.
-    schedules : sequence of Schedule
-        Their prompt sets get maps, and the layers that they skip get bridges.
+        Fitted at full depth, whatever is attached.
     batches : sequence of Batch
         Texts at full depth: prompts and answers, aligned.
     advance : callable
         Told after each layer.
-
-    Raises
-    ------
-    FitError
-        Fewer tokens than a map has inputs, or a family that makes keys and values together with queries.
     """
-    projected: dict[tuple[int, ...], set[int]] = {}
-    for schedule in schedules:
-        if schedule.projected:
-            projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
-    # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
-    sets = _Sets(projected, all(schedule.prompt == "max_exit" for schedule in schedules))
-    with torch.inference_mode():
-        return _Sweep(model, _depths(schedules), sets, batches, options).run(advance)
+
+    model: Any
+    batches: Sequence[Batch]
+    options: FitOptions
+    advance: Callable[[], object] = lambda: None
+
+    def fit(self, schedules: Sequence[Schedule]) -> Fit:
+        """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
+
+        Raises
+        ------
+        FitError
+            Fewer tokens than a map has inputs, or a family that makes keys and values together with queries.
+        """
+        projected: dict[tuple[int, ...], set[int]] = {}
+        for schedule in schedules:
+            if schedule.projected:
+                projected.setdefault(schedule.prompt_layers(), set()).update(schedule.projected)
+        # Under "max_exit" prompt tokens skip what position 0 skips, and take its bridges.
+        return self._swept(_depths(schedules), _Sets(projected, all(s.prompt == "max_exit" for s in schedules)))
+
+    def fit_alone(self, layers: Iterable[int]) -> Fit:
+        """A bridge over each of some layers as if it alone were left out; raises as `fit`."""
+        return self._swept([frozenset({layer}) for layer in layers], _Sets({}))
+
+    def _swept(self, depths: Sequence[frozenset[int]], sets: _Sets) -> Fit:
+        with torch.inference_mode():
+            return _Sweep(self.model, depths, sets, self.batches, self.options).run(self.advance)
 
 
 @dataclass(frozen=True)
@@ -301,11 +309,17 @@ class _Sweep:
     def _gated(self, index: int, plan: LayerPlan) -> Iterator[None]:
         state = GateState(self._tuples, lambda: SkipCache(self._plain.config))
         state.plan = StepPlan(plan.count, (plan,) * len(self._layers))
-        gate_layer(self._layers[index], index, state)
+        layer = self._layers[index]
+        attached = gate_of(layer)
+        if attached is not None:
+            ungate_layer(layer)
+        gate_layer(layer, index, state)
         try:
             yield
         finally:
-            ungate_layer(self._layers[index])
+            ungate_layer(layer)
+            if attached is not None:
+                gate_layer(layer, index, attached)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ class TextCost:
 class Goal:
     """What the schedule has to fit in, with texts and cost.
 
+    `workload` has the cost of a fit, if there is to be one; `unfitted` has not, and the baselines are solved under it.
     `limit` is the most seconds (layers, for a nominal target) of what counts, `least` the fewest layers of the drop
     order, `seq_len` the positions of the linear decay; with `flat` (continuous use) all schedules are flat. `paper` and
     `even` are baselines of this cost. `prompts` are the prompt sets with which the target is in reach, those of one
@@ -107,6 +108,7 @@ class Goal:
     """
 
     workload: TextCost
+    unfitted: TextCost
     limit: float
     least: int
     seq_len: int
@@ -150,7 +152,12 @@ def check_layers(settings: CalibrationSettings, layers: int) -> None:
 
 
 def set_goal(
-    settings: CalibrationSettings, cost: CostModel | None, prompt_len: int, lengths: Sequence[int], layers: int
+    settings: CalibrationSettings,
+    cost: CostModel | None,
+    prompt_len: int,
+    lengths: Sequence[int],
+    layers: int,
+    fitted: CostModel | None = None,
 ) -> Goal:
     """The goal for texts of these lengths (generated tokens, end token included).
 
@@ -158,6 +165,8 @@ def set_goal(
     ----------
     cost : CostModel or None
         Needed for a wall-clock target.
+    fitted : CostModel, optional
+        The cost with the fit that the schedule gets.
 
     Raises
     ------
@@ -169,7 +178,8 @@ def set_goal(
     check_layers(settings, layers)
     warmup = settings.warmup_layers
     floor = least_budget(layers, warmup)
-    workload = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use, whole=settings.whole)
+    unfitted = TextCost.of_lengths(cost or layers_only(layers), prompt_len, lengths, settings.use, whole=settings.whole)
+    workload = replace(unfitted, cost=fitted or unfitted.cost)
     ordered = sorted(lengths)
     seq_len = settings.seq_len or ordered[round(0.95 * (len(ordered) - 1))]
     limit = _limit(settings, workload, seq_len)
@@ -187,11 +197,13 @@ def set_goal(
         paper = Schedule.constant(layers, most, warmup_layers=warmup, prompt=prompt)
         even = paper.reordered("even")
     else:
-        paper = linear_within(workload, limit, seq_len, warmup, prompt)
-        even = linear_within(workload, limit, seq_len, warmup, prompt, "even")
+        paper = linear_within(unfitted, limit, seq_len, warmup, prompt)
+        even = linear_within(unfitted, limit, seq_len, warmup, prompt, "even")
         least = max(floor, min(paper.budgets[-1], math.ceil(min(within.values()) / 2)))
     baselines = replace(paper, name="paper"), replace(even, name="even")
-    return Goal(workload, limit, settings.least or least, seq_len, settings.use == "continuous", *baselines, prompts)
+    return Goal(
+        workload, unfitted, limit, settings.least or least, seq_len, settings.use == "continuous", *baselines, prompts
+    )
 
 
 def _limit(settings: CalibrationSettings, workload: TextCost, seq_len: int) -> float:

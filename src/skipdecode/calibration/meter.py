@@ -22,6 +22,7 @@ from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
+from skipdecode.models.fit import Fit
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 
@@ -34,8 +35,9 @@ _KEPT_BYTES = 2**30
 class LossMeter:
     """Measures schedules on records, which go through the model `batch_size` at a time, padded with `pad_id`.
 
-    The attachment's schedule changes with every measurement. What was measured before, of these records under the name
-    `part` in the `store`, is not measured again. `advance` is told after each batch under a schedule.
+    The attachment's schedule changes with every measurement, and its fit to `fit`. What was measured before, of these
+    records under the name `part` with an equal fit in the `store`, is not measured again. `advance` is told after each
+    batch under a schedule.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class LossMeter:
         batch_size: int,
         pad_id: int,
         advance: Callable[[], object],
+        fit: Fit | None = None,
     ) -> None:
         self._ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
         self._batches = [
@@ -55,7 +58,8 @@ class LossMeter:
         ]
         self._attachment = attachment
         self._store = store
-        self._part = part
+        self._part = part if fit is None else f"{part}, fit {fit.digest()}"
+        self._fit = fit
         self._advance = advance
         self._prompts: dict[int, _SharedPrompt] = {}
 
@@ -89,6 +93,7 @@ class LossMeter:
         """Summed losses of each record under each schedule."""
         keys = [f"{self._part}/{number}/{_behaviour(schedule)}" for schedule in schedules]
         forced: _SharedPrompt | None = None
+        self._attachment.fit = self._fit
         for key, schedule in zip(keys, schedules, strict=True):
             if self._store.get(key) is None:
                 with torch.inference_mode():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
-from skipdecode.calibration.goal import Goal
+from skipdecode.calibration.fitting import Fitter
+from skipdecode.calibration.goal import Goal, TextCost
 from skipdecode.calibration.meter import LossMeter
 from skipdecode.calibration.order import Round, greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
+from skipdecode.models.fit import Fit
 from skipdecode.schedule import Schedule
 
-__all__ = ["Calibration", "Verdict", "calibrate", "trials", "verdict"]
+__all__ = ["Calibration", "Meters", "Verdict", "calibrate", "trials"]
+
+Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was learned: the drop order and the schedule.
+    """What was learned: the drop order, the schedule, and its fit.
 
     `schedule` is, of the linear (or flat) ones in the learned order, the one whose prompt set measured best. `rounds`
     are the greedy search, empty for another method; `influence` is the block influence of each layer. `verdicts` are on
@@ -53,6 +58,7 @@ class Calibration:
     rounds: tuple[Round, ...]
     influence: tuple[float, ...]
     verdicts: tuple[Verdict, ...]
+    fit: Fit | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary of every measurement."""
@@ -69,8 +75,8 @@ def calibrate(
     settings: CalibrationSettings,
     goal: Goal,
     influence: Sequence[float],
-    meter: LossMeter,
-    held_out: LossMeter | None = None,
+    meters: Meters,
+    fitter: Fitter | None = None,
     *,
     name: str = "calibrated",
 ) -> Calibration:
@@ -80,61 +86,77 @@ def calibrate(
     ----------
     influence : sequence of float
         Block influence of each layer: the order itself, or what decides between equals.
-    meter : LossMeter
-        Measures the records to learn from.
-    held_out : LossMeter, optional
-        Measures records with other prompts, for the check.
+    meters : callable
+        Gives what measures the records to learn from, and those held out, with a fit or with none.
+    fitter : Fitter, optional
+        The order is then learned with a bridge over each layer that is left out, the prompt set is chosen with the fit
+        of all candidates, and the schedule gets that fit. Baselines have none.
     name : str
         Name of the calibrated schedule.
+
+    Raises
+    ------
+    FitError
+        See `Fitter.fit`.
     """
     layers = goal.workload.cost.num_layers
-    droppable = range(settings.warmup_layers, layers - 1)
-    prior = dict(enumerate(influence))
     rounds: list[Round] = []
     if settings.method == "greedy":
-        rounds = greedy_order(
-            lambda sets: meter.losses([_without(layers, gone, settings) for gone in sets]),
-            droppable,
-            layers - goal.least,
-            settings.candidates,
-            prior,
-        )
+        rounds = _greedy_rounds(settings, goal, influence, meters, fitter)
         order = tuple(r.dropped for r in rounds)
     else:
-        order = tuple(sorted(droppable, key=lambda layer: (prior[layer], layer))[: layers - goal.least])
-    tried: dict[Schedule, float] = {}
-    for sets in goal.prompts:
-        losses = dict(zip(made := [goal.schedule(order, prompt) for prompt in sets], meter.losses(made), strict=True))
-        best = min(made, key=losses.__getitem__)
-        tried[best] = losses[best]
-    ranked = sorted(tried, key=lambda schedule: (tried[schedule], goal.workload.seconds(schedule)))
-    result = replace(ranked[0], name=name)
-    others = [replace(s, name=f"{name}, {len(s.prompt_layers())} prompt layers") for s in ranked[1:]]
-    compared = [Schedule.full(layers), goal.paper, goal.even, *others, result]
-    verdicts = [verdict(s, settings, goal, meter, held_out) for s in compared]
-    return Calibration(result, order, tuple(rounds), tuple(influence), tuple(verdicts))
+        ranked = sorted(_droppable(settings, goal), key=lambda layer: (influence[layer], layer))
+        order = tuple(ranked[: layers - goal.least])
+    sets = [[goal.schedule(order, prompt) for prompt in of_depth] for of_depth in goal.prompts]
+    every = list(chain(*sets))
+    fitted = [schedule for schedule in every if not schedule.is_full]
+    fit = fitter.fit(fitted) if fitter is not None and fitted else None
+    measured = dict(zip(every, meters(fit)[0].losses(every), strict=True))
+    tried = [min(of_depth, key=measured.__getitem__) for of_depth in sets]
+    tried.sort(key=lambda schedule: (measured[schedule], goal.workload.seconds(schedule)))
+    result = replace(tried[0], name=name)
+    others = [replace(s, name=f"{name}, {len(s.prompt_layers())} prompt layers") for s in tried[1:]]
+    bare = [Schedule.full(layers), goal.paper, goal.even]
+    own = None if fit is None or result.is_full else fit.of_schedule(result)
+    if own is not None:
+        bare.append(replace(result, name=f"{name}, without its fit"))
+    verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
+    verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
+    return Calibration(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
 
 
-def trials(settings: CalibrationSettings, goal: Goal) -> tuple[int, int]:
+def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:
     """About how many schedules `calibrate` measures on the records, and on those held out."""
-    layers = goal.workload.cost.num_layers
     searched = 0
     if settings.method == "greedy":
-        candidates = max(0, layers - 1 - settings.warmup_layers)
-        searched = greedy_trials(candidates, layers - goal.least, settings.candidates)
-    verdicts = 3 + len(goal.prompts)
+        drops = goal.workload.cost.num_layers - goal.least
+        searched = greedy_trials(len(_droppable(settings, goal)), drops, settings.candidates)
+    verdicts = 3 + fitted + len(goal.prompts)
     return searched + sum(map(len, goal.prompts)) + verdicts, verdicts
 
 
-def _without(num_layers: int, gone: Sequence[int], settings: CalibrationSettings) -> Schedule:
-    return Schedule(num_layers, tuple(gone), (num_layers - len(gone),), settings.warmup_layers)
+def _droppable(settings: CalibrationSettings, goal: Goal) -> range:
+    return range(settings.warmup_layers, goal.workload.cost.num_layers - 1)
 
 
-def verdict(
-    schedule: Schedule, settings: CalibrationSettings, goal: Goal, meter: LossMeter, held_out: LossMeter | None
+def _greedy_rounds(
+    settings: CalibrationSettings, goal: Goal, influence: Sequence[float], meters: Meters, fitter: Fitter | None
+) -> list[Round]:
+    layers, droppable = goal.workload.cost.num_layers, _droppable(settings, goal)
+    meter, _ = meters(None if fitter is None else fitter.fit_alone(droppable))
+
+    def measure(sets: Sequence[tuple[int, ...]]) -> list[float]:
+        warmup = settings.warmup_layers
+        return meter.losses([Schedule(layers, gone, (layers - len(gone),), warmup) for gone in sets])
+
+    return greedy_order(measure, droppable, layers - goal.least, settings.candidates, dict(enumerate(influence)))
+
+
+def _verdict(
+    schedule: Schedule, settings: CalibrationSettings, workload: TextCost, meter: LossMeter, held_out: LossMeter | None
 ) -> Verdict:
-    """A schedule with its losses on the records, and on those held out, as the goal's cost model has its speed-ups."""
-    workload, wall = goal.workload, settings.target_speedup is not None
+    """A schedule with its losses on the records, and on those held out, as the cost model has its speed-ups."""
+    wall = settings.target_speedup is not None
     return Verdict(
         schedule,
         workload.speedup(schedule),

@@ -1,13 +1,14 @@
 """Learn which layers to leave out, and in which order, on your own records.
 
-Give records with responses and one target: a wall-clock speed-up of whole requests, prompts included
-(--target-speedup; with --phase decode of the steps after the prompt), or the nominal one (--nominal-speedup: as many
-layers as the paper's schedule of that number would run on these records). For whole requests the prompts' depth is
-learned too. The depth falls linearly over the text, as far as the target asks. Losses are teacher-forced and need no
-gradients. A fit stands in for what the schedule leaves out: least squares finds linear maps for skipped layers and for
-the prompts' keys and values (--no-fit leaves the fit out). Writes schedule.json (for --schedule, which takes
+Give records with responses, or --self for texts that the model writes at full depth, and one target: a wall-clock
+speed-up of whole requests, prompts included (--target-speedup; with --phase decode of the steps after the prompt), or
+the nominal one (--nominal-speedup: as many layers as the paper's schedule of that number would run on these records).
+For whole requests the prompts' depth is learned too. The depth falls linearly over the text, as far as the target asks.
+Losses are teacher-forced and need no gradients. A fit stands in for what the schedule leaves out: least squares finds
+linear maps for skipped layers and for the prompts' keys and values (--no-fit leaves the fit out). The search tries each
+layer with its map in place, and the time of the maps counts. Writes schedule.json (for --schedule, which takes
 skipdecode.fit beside it), calibration.json with all measurements, and calibration.png. The loss of the schedule is
-measured next to the paper's and evenly spaced layers, also on records held out.
+measured next to the paper's and evenly spaced layers, which have no fit, also on records held out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import hashlib
 import json
 import random
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,14 @@ from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel, read_cost
-from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
+from skipdecode.cli.options.records import (
+    RecordOptions,
+    encode_file,
+    make_template,
+    read_files,
+    self_template,
+    write_self_generated,
+)
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
@@ -37,8 +46,10 @@ from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.prompts import Example
-from skipdecode.data.records import Template
+from skipdecode.data.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
+from skipdecode.data.source import PromptSource
 from skipdecode.errors import FitError, MissingExtraError, UsageError
+from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.base_weights import base_sample, checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel, load_model
@@ -46,26 +57,28 @@ from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.calibration.fitting import Fitter
     from skipdecode.calibration.meter import LossMeter
     from skipdecode.calibration.run import Calibration
     from skipdecode.engine.router import Measured, Routed
     from skipdecode.models.attach import Attachment
+    from skipdecode.models.fit import Fit
 
 __all__ = ["Config", "run"]
 
 _STORE = "measured.jsonl"
 _SCHEDULE, _REPORT, _PICTURE, _ROUTER = "schedule.json", "calibration.json", "calibration.png", "router.json"
-_DIRECTORY = RunDirectory("run of skipdecode calibrate", {_STORE: JOURNAL_KEY})
+_DIRECTORY = RunDirectory("run of skipdecode calibrate", {_STORE: JOURNAL_KEY, ABOUT_FILE: "settings"})
 _SHOWN_ORDER = 12
 _OF_ROUTERS = ("target_speedup", "batch_size")  # the settings that --router uses
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, CalibrationSettings, FitOptions, RecordOptions):
+class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
-    data: str = option("JSON lines or CSV with prompts and responses", path=Reads())
+    data: str = option("JSON lines or CSV with prompts and responses, unless --self", default="", path=Reads())
     out: str = option("directory for the schedule, the measurements and the picture", path=_DIRECTORY)
     records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
     held_out: int = option("records with other prompts, for the check only; 0 for none", default=64, least=0)
@@ -77,7 +90,10 @@ class Config(NamedModel, CalibrationSettings, FitOptions, RecordOptions):
     )
     seed: int = option("seed of the draw of records", default=0)
     resume: bool = option("go on with what was measured in --out", default=False)
-    fit: bool = option("fit bridges over skipped layers, and the prompts' keys and values, to full depth", default=True)
+    fit: bool = option(
+        "fit bridges over skipped layers, which the search has in place, and the prompts' keys and values",
+        default=True,
+    )
     fit_records: int = option("records to fit on: those to learn from first, then others", default=256, least=8)
     router: tuple[str, ...] = option(
         "in place of a schedule: a router (OUT/router.json) that chooses one of these for each request before it "
@@ -91,28 +107,34 @@ class Config(NamedModel, CalibrationSettings, FitOptions, RecordOptions):
 
 def run(config: Config) -> int:
     """Calibrate, write and print."""
+    prompts = open_prompts(config)
+    if config.self == bool(config.data):
+        raise UsageError("give one: --data FILE, or --self for records that the model makes itself")
     cost = _cost(config)
     if config.router:
-        return _route(config, cost)
-    layers, template = config.ref.num_layers, make_template(config)
+        return _route(config, prompts, cost)
+    layers = config.ref.num_layers
     check_layers(config, layers)
     prompt_sets(config, layers)
     if config.nominal_speedup is not None:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
-    loaded, examples = _read(config, template)
+    loaded, examples = _read(config, prompts)
     learn, check = _draw(config, examples)
     _check_tokens(config, loaded, _fitted_records(config, examples, learn, check))
     # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
-    origin = "layers only"
+    origin, fitted = "layers only", None
     if config.target_speedup is not None:
         cost, origin = _found_cost(config, cost, prompt_len)
-    goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers)
-    found = _measure(config, goal, loaded, learn, check)
-    if config.fit and (found.schedule.projected or found.schedule.dropped):
-        found = _fit(config, goal, loaded, found, examples, learn, check)
+        fitted = _fitted_cost(config, cost)
+    goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers, fitted)
+    fitter = _fitter(config, loaded, _fitted_records(config, examples, learn, check)) if config.fit else None
+    found = _measure(config, goal, loaded, learn, check, fitter)
     document, out = _document(config, goal, found, origin, (len(learn), len(check))), Path(config.out)
     found.schedule.save(out / _SCHEDULE)
+    if found.fit is not None:
+        found.fit.about["base"] = base_sample(loaded.model)
+        found.fit.save(out / FIT_FILE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
     _draw_picture(document, out)
     print(json.dumps(document) if config.json else _report(document, out / _SCHEDULE))
@@ -143,9 +165,20 @@ def _found_cost(config: Config, cost: CostModel | None, prompt_len: int) -> tupl
     return source.cost, source.origin
 
 
-def _read(config: Config, template: Template) -> tuple[LoadedModel, list[Example]]:
+def _fitted_cost(config: Config, cost: CostModel) -> CostModel | None:
+    """The cost with the bridges and maps of a fit, where one is made; that of a --cost which counts a fit stays."""
+    from skipdecode.performance.geometry import ModelGeometry
+
+    if not config.fit or cost.bridge_share:
+        return None
+    geometry = ModelGeometry.from_config(config.ref.config)
+    return cost.with_fit(geometry, min(config.fit_rank, geometry.hidden_size), config.fit_taps)
+
+
+def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, list[Example]]:
     """The model, in fp32 on CPUs, and the records."""
-    file = read_files(config, template, data=None)["data"]
+    template = self_template(config) if config.self else make_template(config)
+    file = None if template is None or config.self else read_files(config, template, data=None)["data"]
     import torch
 
     from skipdecode.models.fit import keep_fit
@@ -153,6 +186,12 @@ def _read(config: Config, template: Template) -> tuple[LoadedModel, list[Example
     # Only devices with arithmetic for it take the checkpoint's own half-precision type.
     loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
     keep_fit(loaded.model, None)  # a calibration makes its own
+    if file is None or template is None:
+        drawn = None if prompts else max(config.records, config.fit_records) + config.held_out
+        made = replace(config, self_records=config.self_records or drawn)
+        template, _ = write_self_generated(made, loaded, prompts, held_out=0)
+        config = replace(config, data=str(Path(config.out) / TRAIN_FILE), bad_records="skip")
+        file = read_files(config, template, data=None)["data"]
     return loaded, encode_file(config, template, "data", file, loaded.model, loaded.tokenizer)[0]
 
 
@@ -183,57 +222,41 @@ def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], l
 
 
 def _measure(
-    config: Config, goal: Goal, loaded: LoadedModel, learn: list[Example], check: list[Example]
+    config: Config, goal: Goal, loaded: LoadedModel, learn: list[Example], check: list[Example], fitter: Fitter | None
 ) -> Calibration:
     from skipdecode.calibration.order import block_influence
     from skipdecode.calibration.run import calibrate, trials
     from skipdecode.tuning.collate import padding
 
-    with _measuring(config, loaded, {"learn": learn, "held out": check}) as (attachment, found_meters, bar):
-        meters = found_meters["learn"], found_meters.get("held out")
-        wanted = trials(config, goal)
-        bar.reset(total=wanted[0] * meters[0].batches + (wanted[1] * meters[1].batches if meters[1] else 0))
-        wall, nominal = config.target_speedup, config.nominal_speedup
-        name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
-        pad = padding(loaded.tokenizer)
+    wall, nominal = config.target_speedup, config.nominal_speedup
+    name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
+    pad = padding(loaded.tokenizer)
+    with _measuring(config, loaded, {"learn": learn, "held out": check}) as (attachment, meters_of, bar):
+
+        def meters(fit: Fit | None) -> tuple[LossMeter, LossMeter | None]:
+            found = meters_of(fit)
+            return found["learn"], found.get("held out")
+
+        counts = trials(config, goal, fitter is not None), meters(None)
+        bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
         influence = block_influence(attachment, learn, batch_size=config.batch_size, pad_id=pad)
-        found = calibrate(config, goal, influence, *meters, name=name)
+        try:
+            found = calibrate(config, goal, influence, meters, fitter, name=name)
+        except FitError as e:
+            note(f"no fit: {e}")
+            found = calibrate(config, goal, influence, meters, name=name)
         bar.total = bar.n
     return found
 
 
-def _fit(
-    config: Config,
-    goal: Goal,
-    loaded: LoadedModel,
-    found: Calibration,
-    examples: Sequence[Example],
-    learn: list[Example],
-    check: list[Example],
-) -> Calibration:
-    """Fit the model to the calibrated schedule, write the fit, and measure the schedule with it as one verdict more."""
-    from skipdecode.calibration.fitting import fit_model
-    from skipdecode.calibration.run import verdict
-    from skipdecode.models.fit import FIT_FILE, keep_fit
+def _fitter(config: Config, loaded: LoadedModel, chosen: list[Example]) -> Fitter:
+    """What fits the model to full depth on the records chosen."""
+    from skipdecode.calibration.fitting import Fitter
     from skipdecode.tuning.collate import collate, padding
 
-    chosen = _fitted_records(config, examples, learn, check)
     size, pad = config.batch_size, padding(loaded.tokenizer)
     batches = [collate(chosen[first : first + size], pad) for first in range(0, len(chosen), size)]
-    with progress_bar(loaded.num_layers, "layer", name="fitting") as bar:
-        try:
-            fit = fit_model(loaded.model, [found.schedule], batches, config, bar.update)
-        except FitError as e:
-            note(f"no fit: {e}")
-            return found
-    fit.about["base"] = base_sample(loaded.model)
-    keep_fit(loaded.model, fit)
-    fit.save(Path(config.out) / FIT_FILE)
-    learned, held_out = (f"{part}, fit {checkpoint_digest(loaded)['fit']}" for part in ("learn", "held out"))
-    with _measuring(config, loaded, {learned: learn, held_out: check}) as (_, meters, _):
-        named = replace(found.schedule, name=f"{found.schedule.name}, fitted")
-        last = verdict(named, config, goal, meters[learned], meters.get(held_out))
-    return replace(found, verdicts=(*found.verdicts, last))
+    return Fitter(loaded.model, batches, config)
 
 
 def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> None:
@@ -242,8 +265,8 @@ def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example
     tokens = sum(len(record.response) for record in records)
     if config.fit and tokens <= width:
         raise UsageError(
-            f"{config.data}: {tokens} tokens of responses are too few to fit bridges of {width} columns: give "
-            "more or longer records, or --no-fit"
+            f"{config.data or '--self'}: {tokens} tokens of responses are too few to fit bridges of {width} columns: "
+            "give more or longer records, or --no-fit"
         )
 
 
@@ -259,8 +282,11 @@ def _fitted_records(
 @contextmanager
 def _measuring(
     config: Config, loaded: LoadedModel, parts: Mapping[str, list[Example]]
-) -> Iterator[tuple[Attachment, dict[str, LossMeter], Any]]:
-    """The model with a schedule on it, a meter for each part that has records, and their bar; --out keeps losses."""
+) -> Iterator[tuple[Attachment, Callable[[Fit | None], dict[str, LossMeter]], Any]]:
+    """The model with a schedule on it, a meter under a fit for each part that has records, and their bar.
+
+    --out keeps the losses.
+    """
     from skipdecode.calibration.meter import LossMeter
     from skipdecode.models.attach import Attachment
     from skipdecode.tuning.collate import padding
@@ -272,17 +298,18 @@ def _measuring(
         "dtype": str(loaded.model.dtype),
         "records": hashlib.sha256(records.encode()).hexdigest(),
         "batch_size": size,
-        "checkpoint": checkpoint_digest(loaded) | {"fit": None},  # names of parts tell fits apart
+        "checkpoint": checkpoint_digest(loaded),
     }
     kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
     loaded.model.eval()
     bar = progress_bar(None, "batch", name="measuring")
     with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
-        meters = {
-            part: LossMeter(attachment, rows, store, part=part, batch_size=size, pad_id=pad, advance=bar.update)
-            for part, rows in parts.items()
-            if rows
-        }
+
+        @lru_cache(maxsize=1)  # meters keep prompts' keys and values
+        def meters(fit: Fit | None) -> dict[str, LossMeter]:
+            more: dict[str, Any] = {"batch_size": size, "pad_id": pad, "advance": bar.update, "fit": fit}
+            return {part: LossMeter(attachment, rows, store, part=part, **more) for part, rows in parts.items() if rows}
+
         yield attachment, meters, bar
 
 
@@ -352,6 +379,8 @@ def _next(document: dict[str, Any], schedule_file: Path) -> list[str]:
     given = [(flag(name), options[name]) for name in _PROMPT if options[name] not in (None, False)]
     same = [word for name, value in given for word in ([name] if value is True else [name, value])]
     command = ["skipdecode", "tune", document["model"], "--schedule", str(schedule_file), *same]
+    if options["self"]:
+        return [*command, "--self", "--out", "tuned"]
     return [*command, "--train", options["data"], "--dev", "dev.jsonl", "--out", "tuned"]
 
 
@@ -366,7 +395,7 @@ def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
 # ---------------------------------------------------------------------- a router
 
 
-def _route(config: Config, cost: CostModel | None) -> int:
+def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None) -> int:
     """Measure the schedules of --router, make the router, write and print."""
     from skipdecode.engine.router import fit_router
 
@@ -376,7 +405,7 @@ def _route(config: Config, cost: CostModel | None) -> int:
     if unused := next((name for name in settings if getattr(config, name) != getattr(Config, name)), None):
         raise UsageError(f"--router learns no schedule: leave out {flag(unused)}")
     schedules = _routed_schedules(config)
-    loaded, examples = _read(config, make_template(config))
+    loaded, examples = _read(config, prompts)
     examples, _ = _draw(replace(config, held_out=0), examples)
     records = _measured_records(config, cost, loaded, schedules, examples)
     router, found = fit_router(schedules, records, config.target_speedup, base_sample(unwrap(loaded.model)))
@@ -418,8 +447,9 @@ def _measured_records(
     for schedule in schedules:
         schedule.check_fits(cost.num_layers)
     with _measuring(config, loaded, {"router": examples}) as (_, meters, bar):
-        bar.reset(total=len(schedules) * meters["router"].batches)
-        found = meters["router"].by_record(schedules)
+        meter = meters(None)["router"]
+        bar.reset(total=len(schedules) * meter.batches)
+        found = meter.by_record(schedules)
     features, every = prompt_features(loaded.model), [*schedules, Schedule.full(cost.num_layers)]
     sizes = [(len(example.prompt), max(2, len(example.response))) for example, _ in found]
     seconds = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes])

@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
-from skipdecode.cli.options.records import RecordOptions, encode_file, make_template, read_files
+from skipdecode.cli.options.records import (
+    RecordOptions,
+    encode_file,
+    make_template,
+    read_files,
+    self_template,
+    write_self_generated,
+)
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.data.forms import recipe_template
 from skipdecode.data.names import with_made_up_names
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
@@ -34,9 +40,7 @@ from skipdecode.data.self_generated import (
     ABOUT_FILE,
     DEV_FILE,
     TRAIN_FILE,
-    SelfGeneratedData,
     SelfGeneratedOptions,
-    default_template,
     open_prompts,
 )
 from skipdecode.data.source import PromptSource
@@ -171,7 +175,7 @@ def _check(config: Config) -> None:
     elif wrong := [n for n in ("train", "dev", "response_field") if getattr(config, n)]:
         raise UsageError(f"--self makes its own records from --prompts: leave out {flag(wrong[0])}")
     else:
-        _prompt_template(config)
+        self_template(config)
     if not config.full and find_spec("peft") is None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:
@@ -200,18 +204,8 @@ def _check_unfinished(out: Path) -> None:
         raise UsageError(f"{out} holds a finished run: there is nothing to resume")
 
 
-def _prompt_template(config: Config) -> Template | None:
-    """What --self is to put prompts into; None where the options do not say."""
-    named = config.task or config.prompt_template or config.prompt_field
-    if not named and not config.chat:
-        return None
-    response, prompt = None if config.task else "response", config.prompt_field if named else "prompt"
-    return make_template(replace(config, prompt_field=prompt, response_field=response))
-
-
 def self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:
     """The config with self-generated data as its records, made first if need be, and what a recipe says of them."""
-    from skipdecode.engine.opening import open_engines
     from skipdecode.tuning.setup import process_state
 
     out, state = Path(config.out), process_state()
@@ -220,11 +214,7 @@ def self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config
         loaded = load_model(config.ref)
         # Refused before the texts are made.
         make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
-        template = default_template(loaded.tokenizer, _prompt_template(config) or recipe_template(loaded.recipe))
-        engines = open_engines(loaded.model, "auto", note)
-        about = (template, config.part(SelfGeneratedOptions), prompts, out, config.seed, config.bad_records == "skip")
-        data = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
-        made = data.write_records(config.dev_records or 0)
+        template, made = write_self_generated(config, loaded, prompts, config.dev_records or 0)
     # Skipped: read again, an answer may be a token longer, and at the context's end too long.
     config = replace(config, train=str(out / TRAIN_FILE), dev=str(out / DEV_FILE), bad_records="skip")
     return config, template, {"self": made}

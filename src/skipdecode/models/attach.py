@@ -22,7 +22,7 @@ from skipdecode.models.carried import of_model, tuned_under
 from skipdecode.models.families import decoder_layers, find_family, unwrap
 from skipdecode.models.fit import Fit, fit_of
 from skipdecode.models.forward import CallArguments, ForwardSlot, GenerationOptions, GenerationStats, foreign_cache
-from skipdecode.models.gate import GateState, gate_layer, is_gated, text_columns, ungate_layer
+from skipdecode.models.gate import GateState, gate_layer, gate_of, text_columns, ungate_layer
 from skipdecode.models.loading.recipe import Recipe, untuned_line
 from skipdecode.models.plan import PROMPT, StepPlan, check_prompt_length, label_positions, length_positions
 from skipdecode.schedule import Schedule
@@ -58,8 +58,8 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
     Warns
     -----
     UntunedScheduleWarning
-        The model does not record that its weights were tuned under the schedule, or under one that it contains. Before
-        training, call `model.train()` first; then there is no warning.
+        The model does not record that its weights were tuned under the schedule, or under one that it contains, and no
+        fit has maps for it. Before training, call `model.train()` first; then there is no warning.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def attach(model: Any, schedule: Schedule | None = None, fit: Fit | None = None)
     """
     attachment = Attachment(model, schedule, fit)
     if not attachment.model.training:
-        line = untuned_line([attachment.schedule], Recipe(tuned_under=tuned_under(model)))
+        line = untuned_line([attachment.schedule], Recipe(tuned_under=tuned_under(model)), fit=attachment.fit)
         if line is not None:
             warnings.warn(line, UntunedScheduleWarning, stacklevel=2)
     return attachment
@@ -111,16 +111,15 @@ class Attachment:
         self._model = unwrap(model)
         family = find_family(self._model)
         self._layers = list(decoder_layers(self._model))
-        if _MARK in self._model.__dict__ or any(map(is_gated, self._layers)):
+        if _MARK in self._model.__dict__ or any(map(gate_of, self._layers)):
             raise AlreadyAttachedError(
                 f"a schedule is attached to this {type(self._model).__name__} already: assign attachment.schedule "
                 "to change it, or detach first"
             )
         self.last_run: GenerationStats | None = None
         self._gate_state = GateState(family.returns_tuple, self.new_cache)
-        self._fit = fit_of(model) if fit is None else fit
-        if self._fit is not None:
-            self._fit.check_fits(self._model)
+        self._schedule = Schedule.full(len(self._layers))
+        self.fit = fit_of(model) if fit is None else fit
         self.schedule = of_model(model) if schedule is None else schedule
         self._arguments = CallArguments(self._model)
         self._uncached_prompt: int | None = None
@@ -154,6 +153,18 @@ class Attachment:
         self._schedule = schedule
         self._gate_state.take_fit(self._fit, schedule, self._layers)
         self._step_plans: dict[int | None, StepPlan] = {}
+
+    @property
+    def fit(self) -> Fit | None:
+        """What stands in for skipped layers; may be assigned as the schedule may."""
+        return self._fit
+
+    @fit.setter
+    def fit(self, fit: Fit | None) -> None:
+        if fit is not None:
+            fit.check_fits(self._model)
+        self._fit = fit
+        self._gate_state.take_fit(fit, self._schedule, self._layers)
 
     def new_cache(self, prompt_length: int | None = None) -> SkipCache:
         """An empty cache for a decoding loop of your own (`SkipCache`)."""

@@ -167,6 +167,27 @@ class Fit(nn.Module):
                 return getattr(maps, str(layer), None)
         return None
 
+    def of_schedule(self, schedule: Schedule) -> Fit:
+        """The part that a schedule uses."""
+        layers, prompt = range(self.num_layers), schedule.prompt_layers()
+        bridges = {n: bridge for n in schedule.dropped if (bridge := self.bridge(n)) is not None}
+        maps = {n: made for n in layers if (made := self.prompt_map(prompt, n)) is not None}
+        prompts = {prompt: maps} if maps else {}
+        return Fit(self.num_layers, self.hidden_size, bridges, prompts, self.taps if maps else 0, self.about)
+
+    def serves(self, schedule: Schedule) -> bool:
+        """Whether each layer that a schedule skips has a bridge, and its prompts have maps where they need some."""
+        asked = schedule.prompt_layers()
+        return all(self.bridge(layer) is not None for layer in schedule.dropped) and not (
+            schedule.projected and asked not in self.prompt_sets
+        )
+
+    def describe(self) -> str:
+        """What it has, in words."""
+        parts = [f"bridges of rank {self.rank:.0f} over {len(self.bridges)} layers"] if len(self.bridges) else []
+        parts += [f"keys and values of prompts that run {len(layers)} layers" for layers in self.prompt_sets]
+        return ", ".join(parts)
+
     def check_fits(self, model: Any, name: object = "the fit") -> None:
         """Raise FitError unless the fit has the model's layers and widths."""
         plain = unwrap(model)

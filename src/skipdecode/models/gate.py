@@ -26,7 +26,7 @@ __all__ = [
     "GateState",
     "calling",
     "gate_layer",
-    "is_gated",
+    "gate_of",
     "projection",
     "query_projection",
     "text_columns",
@@ -176,9 +176,10 @@ def gate_layer(layer: nn.Module, index: int, state: GateState) -> None:
     layer.__class__ = with_mixin(_Gated, base)
 
 
-def is_gated(layer: nn.Module) -> bool:
-    """Whether a layer is gated."""
-    return "_skipdecode" in layer.__dict__
+def gate_of(layer: nn.Module) -> GateState | None:
+    """The state that a layer's gate obeys; None where the layer is plain."""
+    found: tuple[int, GateState] | None = layer.__dict__.get("_skipdecode")
+    return None if found is None else found[1]
 
 
 @functools.cache

@@ -109,9 +109,14 @@ class EngineOptions(NamedModel, ThreadOptions):
             )
 
     def load(self) -> LoadedModel:
-        """The model with its weights, and the fit that goes with them."""
+        """The model with its weights, and the fit that goes with them, which is told."""
+        from skipdecode.models.fit import fit_of
+
         self.use_threads()
-        return load_model(self.ref, dtype=self.dtype, device=self.device)
+        loaded = load_model(self.ref, dtype=self.dtype, device=self.device)
+        if (fit := fit_of(loaded.model)) is not None:
+            note(f"fit {self.ref.fit}: {fit.describe()}")
+        return loaded
 
     def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> Backend:
         """What runs a model, as the options say; `tell` gets one line where the choice needs a word."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import with_breaks
@@ -14,8 +15,10 @@ from skipdecode.errors import UsageError
 if TYPE_CHECKING:
     from skipdecode.data.prompts import Example, RecordFile
     from skipdecode.data.records import Template
+    from skipdecode.data.source import PromptSource
+    from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["RecordOptions", "encode_file", "make_template", "read_files"]
+__all__ = ["RecordOptions", "encode_file", "make_template", "read_files", "self_template", "write_self_generated"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +96,32 @@ def encode_file(
     if rejects:
         print(f"skipdecode: --{flag}: {reject_summary(rejects)}", file=sys.stderr)
     return examples, len(rejects)
+
+
+def self_template(options: RecordOptions) -> Template | None:
+    """What --self is to put prompts into; None where the options do not say."""
+    named = options.task or options.prompt_template or options.prompt_field
+    if not named and not options.chat:
+        return None
+    response, prompt = None if options.task else "response", options.prompt_field if named else "prompt"
+    return make_template(replace(options, prompt_field=prompt, response_field=response))
+
+
+def write_self_generated(
+    options: Any, loaded: LoadedModel, source: PromptSource | None, held_out: int
+) -> tuple[Template, dict[str, Any]]:
+    """Make self-generated data in --out where it is not there yet: its template, and how it was made.
+
+    `options` are `SelfGeneratedOptions` and `RecordOptions` with --out and --seed. See
+    `skipdecode.data.self_generated.SelfGeneratedData.write_records`.
+    """
+    from skipdecode.common.progress import note
+    from skipdecode.data.forms import recipe_template
+    from skipdecode.data.self_generated import SelfGeneratedData, SelfGeneratedOptions, default_template
+    from skipdecode.engine.opening import open_engines
+
+    template = default_template(loaded.tokenizer, self_template(options) or recipe_template(loaded.recipe))
+    engines, skip_bad = open_engines(loaded.model, "auto", note), options.bad_records == "skip"
+    about = template, options.part(SelfGeneratedOptions), source, Path(options.out), options.seed, skip_bad
+    data = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
+    return template, data.write_records(held_out)

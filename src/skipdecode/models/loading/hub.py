@@ -82,8 +82,11 @@ class LoadedModel:
         return len(decoder_layers(unwrap(self.model)))
 
     def untuned_line(self, schedules: Iterable[Schedule]) -> str | None:
-        """One line for users if the weights were not tuned under some of the schedules; else None."""
-        return untuned_line(schedules, self.recipe, self.name, merge=self.ref.adapter is not None)
+        """One line for users if weights were not tuned under some of the schedules and no fit has maps, else None."""
+        from skipdecode.models.fit import fit_of
+
+        merge, fit = self.ref.adapter is not None, fit_of(self.model)
+        return untuned_line(schedules, self.recipe, self.name, merge=merge, fit=fit)
 
 
 def load_model(

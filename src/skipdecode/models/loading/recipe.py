@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skipdecode.common.jsonl import kind_of
 from skipdecode.common.kinds import read_json
 from skipdecode.errors import DataError, ScheduleError
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import prompt_set
+
+if TYPE_CHECKING:
+    from skipdecode.models.fit import Fit
 
 __all__ = [
     "RECIPE_FILE",
@@ -63,20 +66,27 @@ class Recipe:
 
 
 def untuned_line(
-    schedules: Iterable[Schedule], recipe: Recipe | None, model: str = "MODEL", *, merge: bool = False
+    schedules: Iterable[Schedule],
+    recipe: Recipe | None,
+    model: str = "MODEL",
+    *,
+    merge: bool = False,
+    fit: Fit | None = None,
 ) -> str | None:
-    """One line for users if weights were not tuned under some of the schedules, else None.
+    """One line for users if weights were not tuned under some of the schedules and the `fit` has no maps, else None.
 
     `merge`: the model is an adapter, and an adapter on an adapter is refused. docs/results.md has the measured loss.
     """
     known = () if recipe is None else recipe.tuned_under
-    names = [schedule.name for schedule in schedules if not schedule.fits_weights(known)]
-    if not names:
+    bare = [s for s in schedules if not s.fits_weights(known) and (fit is None or not fit.serves(s))]
+    if not bare:
         return None
+    names = ", ".join(schedule.name for schedule in bare)
+    other = "" if fit is None else f", and the model's fit is for other layers or prompts ({fit.describe()})"
     return (
-        f"the weights were not tuned under {', '.join(names)} or a deeper cut: the text breaks (SmolLM2-135M untuned "
-        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode tune {model} --schedule FILE"
-        + (" --merge" if merge else "")
+        f"the weights were not tuned under {names} or a deeper cut{other}: the text breaks (SmolLM2-135M untuned "
+        f"keeps 5% of its BLEU on E2E at nominal 2x); repair: skipdecode calibrate {model} makes a schedule with a "
+        f"fit, skipdecode tune {model} --schedule FILE tunes the weights" + (" (with --merge)" if merge else "")
     )
 
 
