@@ -27,6 +27,7 @@ from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
+from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
@@ -122,6 +123,7 @@ class LLM:
         max_rows: int = 8,
     ) -> None:
         if not isinstance(model, LoadedModel):
+            schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
             files = (str(schedule),) if isinstance(schedule, str | Path) and os.path.isfile(schedule) else ()
             model = load_model(ModelRef(str(model), files), dtype=dtype, device=device)
         self.loaded = model

@@ -6,6 +6,7 @@ import json
 import warnings
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.requests import Request
 from skipdecode.errors import FitError, UntunedScheduleWarning, UsageError
 from skipdecode.evaluation.teacher_forced import token_fidelity
+from skipdecode.models.carried import bundled_schedules, schedule_file
 from skipdecode.models.families import FAMILIES
 from skipdecode.models.fit import FIT_FILE, Fit, PromptMap, keep_fit
 from skipdecode.models.loading.base_weights import base_sample
@@ -275,6 +277,17 @@ def test_gradients_of_weights_and_fit_equal_the_oracle_s(family, prompt):
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         # A gate leaves out what gets no gradient; the oracle's hooks multiply it by zero.
         torch.testing.assert_close(found.get(name, torch.zeros_like(parameter)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_bundled_fit_serves_its_schedules_and_takes_six_megabytes():
+    files = bundled_schedules("smollm2-135m")
+    assert [Path(file).stem for file in files] == [f"smollm2-135m-{name}" for name in ("1.2x-p22", "1.2x", "1.4x")]
+    place = Path(files[0]).parent / FIT_FILE
+    fit = Fit.load(place)
+    assert all(fit.serves(Schedule.load(file)) for file in files)
+    assert place.stat().st_size <= 6e6
+    assert schedule_file("smollm2-135m-1.4x") == files[-1]
+    assert schedule_file("./smollm2-135m-1.4x") == "./smollm2-135m-1.4x"
 
 
 def test_a_model_by_name_uses_the_fit_beside_its_schedules(tmp_path):

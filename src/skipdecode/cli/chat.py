@@ -1,6 +1,6 @@
 """Talk to a model in the terminal; answers stream, and the schedule can be switched between turns.
 
-/2x, /3x, …      the next turns run under this nominal speed-up
+/2x, /3x, …      the next turns run under this nominal speed-up; of smollm2-135m, 1.2x and 1.4x come with a fit
 /full            the next turns run at full depth
 /schedule NAME   a schedule by name or file; alone: what there is
 /system TEXT     the system message from here on; alone: none
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import (
@@ -38,7 +39,8 @@ from skipdecode.common.progress import note
 from skipdecode.data.prompts import context_length
 from skipdecode.data.records import Message
 from skipdecode.errors import DataError, SkipDecodeError, UsageError
-from skipdecode.models.loading.ref import model_files
+from skipdecode.models.carried import bundled_schedules, schedule_file
+from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -56,6 +58,12 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     )
     system: str | None = option("system message", default=None)
     max_new_tokens: int = option("most tokens of an answer", default=512, least=1)
+
+    @cached_property
+    def ref(self) -> ModelRef:
+        """What the name stands for, with the schedule file that is named, else those that the package has for it."""
+        files = bundled_schedules(self.model) if self.schedule is None else [self.schedule]
+        return ModelRef(self.model, tuple(files))
 
 
 def run(config: Config) -> int:
@@ -141,7 +149,7 @@ class _Session:
             self._system = value or None
         elif name == "schedule" and not value:
             note(f"{self._schedule.name} is on; there is {', '.join(self._llm.schedules)}, /2x and the like, or a file")
-        elif name == "schedule" or name == "full" or re.fullmatch(r"[\d.]+x", name):
+        elif name == "schedule" or name == "full" or re.fullmatch(r"[\d.]+x(-p\d+)?", name):
             self._switch(value if name == "schedule" else name)
         else:
             raise UsageError(f"there is no command /{name}: /help lists them")
@@ -149,7 +157,9 @@ class _Session:
     def _switch(self, asked: str) -> None:
         from skipdecode.data.summary import schedule_line
 
-        schedule, origin = self._llm.schedule_of(asked, self._config.max_new_tokens), "from the next turn on"
+        file = schedule_file(f"{self._config.model}-{asked}")
+        named = file if file in self._config.ref.schedule_files else asked
+        schedule, origin = self._llm.schedule_of(named, self._config.max_new_tokens), "from the next turn on"
         if asked not in self._llm.schedules:  # those with a name here have prompts of their own
             schedule, origin = adjusted_schedule(self._config, schedule, origin)
         self._schedule = schedule

@@ -29,6 +29,7 @@ from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
+from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import choose_device
 from skipdecode.models.loading.ref import model_files
 from skipdecode.performance.cost import Phase, Use
@@ -66,7 +67,10 @@ class Config(EngineOptions):
         "nominal speed-up, the paper's: all layers / mean layers run; the gain in time is lower", default=None, least=1
     )
     schedule: str | None = option(
-        "file of a schedule, whose figures are told; a skipdecode.fit beside it counts", default=None, path=Reads()
+        "file of a schedule, or the name of a bundled one, whose figures are told; a skipdecode.fit beside it counts",
+        default=None,
+        parse=schedule_file,
+        path=Reads(),
     )
     min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
     max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)

@@ -22,6 +22,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES
 from skipdecode.errors import MissingExtraError, UsageError
+from skipdecode.models.carried import schedule_file
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import PROMPT_SETS, prompt_set
 from skipdecode.serving.limits import Binding, ServerLimits
@@ -38,7 +39,12 @@ class Config(Binding, ServerLimits, EngineOptions):
     """Options of `skipdecode serve`."""
 
     name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
-    schedule: tuple[str, ...] = option("schedule files (JSON) that requests may name", default=(), path=Reads())
+    schedule: tuple[str, ...] = option(
+        "schedule files (JSON), or names of bundled ones, that requests may name",
+        default=(),
+        parse=schedule_file,
+        path=Reads(),
+    )
     nominal_speedup: tuple[float, ...] = option(
         "also the paper's schedules for these ratios of all layers to the mean layers run", default=(), least=1
     )

@@ -17,19 +17,36 @@ from skipdecode.schedule import Schedule
 __all__ = [
     "FIT_FILE",
     "SCHEDULE_FILE",
+    "bundled_schedules",
     "carry",
     "drop_schedule",
     "keep_tuned",
     "of_adapter",
     "of_config",
     "of_model",
+    "schedule_file",
     "tuned_under",
 ]
 
 SCHEDULE_FILE = "skipdecode.json"
 FIT_FILE = "skipdecode.fit"  # a safetensors file; other tools treat every *.safetensors of a directory as weights
+_FITS = Path(__file__).parent / "fits"
 _KEY = "skipdecode"
 _TUNED = "_skipdecode_tuned_under"
+
+
+def bundled_schedules(model: str) -> list[str]:
+    """Files of the schedules, with a fit beside them, that the package has for a model by its name."""
+    return sorted(str(file) for file in _FITS.glob("*.json") if file.name.startswith(f"{model}-"))
+
+
+def schedule_file(name: str) -> str:
+    """The file of a schedule that is named: a path, or the name of one that the package has, such as smollm2-135m-1.2x.
+
+    A file of such a name is ``./smollm2-135m-1.2x``.
+    """
+    bundled = _FITS / f"{name}.json"
+    return str(bundled) if name == Path(name).name and bundled.is_file() else name
 
 
 def of_config(config: Any, where: str) -> Schedule | None:

@@ -14,6 +14,7 @@ from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
 from skipdecode.errors import DataError, UsageError
+from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance.cost import CostModel
@@ -149,9 +150,11 @@ class ScheduleOptions(Options):
     """Which schedule: a file, a nominal speed-up, or the model's own; and what prompts run."""
 
     schedule: str | None = option(
-        "schedule file (JSON; skipdecode plan and calibrate write one; a skipdecode.fit beside it is used too); "
-        "without it and --nominal-speedup: the one that the model's checkpoint carries, else full depth",
+        "schedule file (JSON; skipdecode plan and calibrate write one; a skipdecode.fit beside it is used too), or the "
+        "name of a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, smollm2-135m-1.2x-p22; without it and "
+        "--nominal-speedup: the one that the model's checkpoint carries, else full depth",
         default=None,
+        parse=schedule_file,
         path=Reads(),
     )
     nominal_speedup: float | None = option(

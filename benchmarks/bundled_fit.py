@@ -1,0 +1,66 @@
+"""Makes the bundled fit of smollm2-135m: bridges and prompt maps for the schedules of presets/fit-smollm2-135m.json.
+
+    python benchmarks/bundled_fit.py --words runs/chat-words --out src/skipdecode/models/fits
+
+--words has self.jsonl, the model's own conversations (`benchmarks/fitted.py` has the command that writes them). The fit
+and its schedules go to --out. The weights are those that the package fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from fitted import batches_of, chat_prompt, ids, read_rows
+
+from skipdecode import Schedule
+from skipdecode.calibration.fitting import Fitter
+from skipdecode.calibration.settings import FitOptions
+from skipdecode.common.progress import progress_bar
+from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.loading.base_weights import base_sample
+from skipdecode.models.loading.hub import load_model
+from skipdecode.tuning.collate import padding
+
+PRESET = Path(__file__).parents[1] / "presets/fit-smollm2-135m.json"
+
+
+def schedules_of(preset: dict[str, Any], layers: int) -> list[Schedule]:
+    """The schedules of a preset, by their names."""
+    found = []
+    for name, values in preset["schedules"].items():
+        prompt: Any = range(values["prompt"]) if "prompt" in values else "full"
+        found.append(Schedule(layers, values["drop_order"], values["budgets"], 1, prompt, name))
+    return found
+
+
+def main() -> None:
+    """Fit and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--words", type=Path, required=True, help="directory of self.jsonl")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the fit and its schedules")
+    given = parser.parse_args()
+    preset = json.loads(PRESET.read_text(encoding="utf-8"))
+    options = preset["options"]
+    loaded = load_model(options["model"], dtype="float32")
+    tokenizer: Any = loaded.tokenizer
+    texts = [
+        (chat_prompt(tokenizer, row["prompt"]), [*ids(tokenizer, row["response"]), tokenizer.eos_token_id])
+        for row in read_rows(given.words / "self.jsonl", options["records"])
+    ]
+    schedules = schedules_of(preset, loaded.num_layers)
+    chosen = FitOptions(fit_rank=options["fit_rank"], fit_taps=options["fit_taps"])
+    with progress_bar(loaded.num_layers, "layer", name="fitting") as bar, torch.inference_mode():
+        fit = Fitter(loaded.model, batches_of(texts, padding(tokenizer)), chosen, bar.update).fit(schedules)
+    fit.about["base"] = base_sample(loaded.model)
+    given.out.mkdir(parents=True, exist_ok=True)
+    fit.save(given.out / FIT_FILE)
+    for schedule in schedules:
+        schedule.save(given.out / f"{schedule.name}.json")
+
+
+if __name__ == "__main__":
+    main()
