@@ -316,12 +316,11 @@ def test_a_calibration_needs_no_data(model: str, tmp_path: Path, capsys: Any) ->
     call = ["calibrate", model, "--nominal-speedup", "2", "--out", str(out), *size]
     assert main([*call, *WORDS]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["records"], document["held_out_records"]) == (3, 1)
-    assert len(read_rows(out / TRAIN_FILE)) >= 4
+    assert 1 <= document["records"] <= len(read_rows(out / TRAIN_FILE))
     assert (out / "skipdecode.fit").is_file()
     assert main(["generate", model, "hello", "--schedule", str(out / "schedule.json"), "--max-new-tokens", "4"]) == 0
     told = capsys.readouterr().err
     assert "bridges of rank 2" in told
     assert "not tuned under" not in told
-    assert main([*call, *WORDS, "--data", str(out / TRAIN_FILE), "--resume"]) == 2
+    assert main([*call, "--resume"]) == 2
     assert "give one: --data FILE, or --self" in capsys.readouterr().err
