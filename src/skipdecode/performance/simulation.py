@@ -213,6 +213,9 @@ class _SimulatedEngine(DecodeLoop):
             self.now += self._seconds(rows, tokens, len(due))
         return due, due
 
+    def _join(self, sequence: EngineSequence) -> None:
+        sequence.sampler = None  # type: ignore[assignment]  # no logits, nothing to sample from
+
     def _choose(self, predicted: Any, row: int, sampler: Any) -> NextToken:
         sequence = predicted[row]
         return _END if len(sequence.output) + 1 == self._asked[sequence.number][0].new_tokens else _TOKEN
