@@ -126,6 +126,14 @@ def test_text_is_that_of_all_tokens_together(kind, data):
     assert [p.output.token for part in parts for p in part] == tokens
 
 
+@pytest.mark.parametrize("behind", [[], ["<0x20>"], ["<0x41>"], ["▁a"]])
+def test_a_space_in_front_of_the_text_is_stripped_as_a_byte_too(behind):
+    tokenizer = KINDS["byte-fallback"]
+    tokens = tokenizer.convert_tokens_to_ids(["<0x20>", *behind])
+    parts, _ = pushed(tokens, tokenizer=tokenizer)
+    assert text_of(parts) == tokenizer.decode(tokens)
+
+
 @given(text=st.text("aé€😀👩\u200d\n \ufffd", max_size=12))
 @settings(max_examples=200)
 def test_characters_in_single_bytes_are_those_of_all_tokens_together(text):

@@ -235,7 +235,8 @@ class _Decoder:
         raw = self._texts.bytes_of(token)
         if raw == b"":
             return ""
-        if raw is None:
+        # Byte-fallback decoders strip a space in front of the text, also one that is written as a byte.
+        if raw is None or (not self._window and raw.isascii()):
             return self._cleaned(self._utf8.decode(b"", final=True) + self._windowed(token))
         text = self._new() + self._utf8.decode(raw)
         self._window, self._context = [token], 1
