@@ -272,8 +272,9 @@ def test_a_preset_is_a_recipe(files: Files, tmp_path: Path) -> None:
 def test_the_bundled_adapters_are_small_and_came_from_their_presets() -> None:
     adapters = Path(skipdecode.__file__).parent / "models" / "adapters"
     assert sum(file.stat().st_size for file in adapters.rglob("*")) <= 20e6
-    assert {path.stem for path in PRESETS.iterdir()} == {path.name for path in adapters.iterdir()}
-    for path in PRESETS.iterdir():
+    presets = [path for path in PRESETS.iterdir() if not path.stem.startswith("fit-")]  # a fit is no adapter
+    assert {path.stem for path in presets} == {path.name for path in adapters.iterdir()}
+    for path in presets:
         made = json.loads((adapters / path.stem / "recipe.json").read_text())
         preset = json.loads(path.read_text())
         assert preset["options"] == {name: made["options"][name] for name in preset["options"]}
