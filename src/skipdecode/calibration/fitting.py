@@ -118,7 +118,9 @@ class _Inputs:
         if self.tokens < least:
             raise FitError(f"{self.tokens} tokens are too few to fit a map: {least} are needed; give more records")
         if not (self.gram.isfinite().all() and cross.isfinite().all()):
-            raise FitError("states of full depth are not finite, so the loss is no number on records: check the weights")
+            raise FitError(
+                "states of full depth are not finite, so the loss is no number on records: check the weights"
+            )
         moments, means = _about(self.gram.sum(0), cross.sum(0), self._center(self.gram.sum(0), cross.sum(0)))
         weight = torch.cholesky_solve(means, torch.linalg.cholesky(_ridged(moments, self._ridge(cross))))
         inputs, outputs = self._center(self.gram.sum(0), cross.sum(0))
