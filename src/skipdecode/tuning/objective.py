@@ -82,7 +82,7 @@ class Teacher:
     attachment : Attachment
         The student's, which is paused while it teaches.
     model : Module
-        The student as it is called in training (prepared, perhaps wrapped for several devices).
+        The student without a wrapper for several processes, so that one process can ask alone.
     adapter : PeftModel or None
         The student's PEFT wrapper, whose adapter is off while teaching; None where it stays on or there is none.
     copy : Module or None

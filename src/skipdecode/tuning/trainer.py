@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType
 from accelerate.utils import gather_object, set_seed
 
 from skipdecode.common.allocator import keep_freed_memory, return_freed_memory
@@ -154,8 +155,11 @@ class Tuner:
             frozen.to(self._accelerator.device)
         switch_off = self._adapter if config.teacher == "initial" else None
         arithmetic = self._accelerator.autocast
-        teacher = Teacher(self._attachment, self._model, adapter=switch_off, copy=frozen, arithmetic=arithmetic)
-        kept = config.teacher == "initial" and config.teacher_words > 0
+        # Processes ask a keeping teacher at different steps: a wrapper that synchronizes them would wait forever.
+        bare = self._accelerator.unwrap_model(self._model)
+        teacher = Teacher(self._attachment, bare, adapter=switch_off, copy=frozen, arithmetic=arithmetic)
+        sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        kept = config.teacher == "initial" and config.teacher_words > 0 and not sharded
         said = KeptTeacher(teacher, config.teacher_words, config.temperature) if kept else teacher
         objective = Objective(said, config.distill_weight, config.temperature)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
