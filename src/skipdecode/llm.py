@@ -175,7 +175,7 @@ class LLM:
             schedule = Schedule.load(name)
         elif speedup is None:
             raise ScheduleError(
-                f"schedule {name[:80]!r} is not known: accepted are {', '.join(map(repr, self.schedules))}, a speed-up "
+                f"unknown schedule {name[:80]!r}: accepted are {', '.join(map(repr, self.schedules))}, a speed-up "
                 "such as '2x', a schedule file"
             )
         elif carried is not None and carried.drop_order:
