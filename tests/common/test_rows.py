@@ -42,15 +42,15 @@ def test_a_bad_row_is_told_and_those_after_it_are_read(tmp_path: Path):
 def test_a_bad_row_says_its_lines_and_one_that_hides_others_is_refused(tmp_path: Path):
     few = b'a,b\n"x,1\ny,2\nz",3,4\nlast,5\n'
     rows = dict(read_rows(written(tmp_path / "x.csv", few)))
-    assert str(rows[2]).endswith("spans 3 lines")
+    assert str(rows[2]).endswith("has 3 lines")
     assert rows[5] == {"a": "last", "b": "5"}
     tabs = b'a\tb\n"x\t1\ny"\t2\nlast\t5\n'  # two fields, of two records
     rows = dict(read_rows(written(tmp_path / "x.tsv", tabs)))
-    assert str(rows[2]).endswith("spans 2 lines")
+    assert str(rows[2]).endswith("has 2 lines")
     for name, delimiter in (("x.csv", ","), ("x.tsv", "\t")):
         lines = [delimiter.join(("a", "b")), *(delimiter.join((f"r{i}", f"text {i}")) for i in range(998))]
         lines[3] = delimiter.join(("r2", '"text'))
-        with pytest.raises(DataError, match="spans 996 lines") as refused:
+        with pytest.raises(DataError, match="has 996 lines") as refused:
             list(read_rows(written(tmp_path / name, "\n".join(lines) + "\n")))
         assert refused.value.line == 4
 
@@ -64,7 +64,7 @@ def test_an_open_quote_is_refused_by_those_that_skip_bad_records_too(tmp_path: P
     words = command.format(model=model, tune=tune, file=file).split()
     assert main([*words, str(file)]) == 2
     assert "line 5: not CSV" in (told := capsys.readouterr().err)
-    assert "spans 37 lines" in told
+    assert "has 37 lines" in told
 
 
 def test_only_records_within_the_limit_are_refused(tmp_path: Path):

@@ -191,7 +191,7 @@ def test_full_disk_keeps_all_rows_that_went_through(tmp_path: Path):
     try:
         # A limit on file size fails in the middle of a row, as a full disk does.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        with pytest.raises(OutputError, match="make room, then give the same command again") as full:
+        with pytest.raises(OutputError, match="free disk space, then repeat the command") as full:
             put_rows(writer, 100)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

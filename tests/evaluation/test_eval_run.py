@@ -284,8 +284,8 @@ def test_files_that_are_no_run_are_refused(model: Any, tmp_path: Path):
     older = json.dumps(dict(run.data, kind="eval"))
     for text, message in (
         ("{", "not JSON"),
-        ("[]", "does not say its kind"),
-        (older, "is of kind 'eval'; accepted: evaluation"),
+        ("[]", "has no kind"),
+        (older, "is of kind 'eval': accepted are"),
         (json.dumps(heading("evaluation")), "lacks 'name'"),
     ):
         (tmp_path / "run.json").write_text(text)

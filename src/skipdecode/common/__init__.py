@@ -1,1 +1,1 @@
-"""What every room may use: files that are whole or absent, JSON lines, names of things, the environment. No torch."""
+"""Tools for all rooms: files, JSON lines, records, options, journals, progress, environment. No torch."""

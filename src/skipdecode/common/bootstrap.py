@@ -1,7 +1,7 @@
-"""Bootstrap intervals from tables of per-record statistics. numpy only; knows nothing about text.
+"""Bootstrap intervals from tables of statistics per record. Only numpy; knows nothing about text.
 
-Records are drawn with replacement; the same draw scores both runs of a pair (Koehn, 2004), so what both find hard
-cancels. Percentile intervals. A seed fixes the draws.
+Records are resampled with replacement. Both runs of a pair are scored on the same resamples (Koehn, 2004), so the
+difficulty of a record cancels. Intervals are percentile intervals. The seed determines the resamples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHUNK = 256
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the bounds between which `level` of the resampled values lie."""
+    """An estimate, with the bounds of the central share `level` of the resampled values."""
 
     estimate: float
     low: float
@@ -33,9 +33,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Paired:
-    """Run B against run A on the same records: their scores, b - a, and b / a.
+    """Scores of the runs A and B on the same records, with b - a and b / a.
 
-    There is no ratio if a's score is 0 in the data or in a resample.
+    The ratio is None if the score of A is 0, in the data or in a resample.
     """
 
     a: float
@@ -45,7 +45,7 @@ class Paired:
 
 
 def ratio_of_sums(total: Table) -> float:
-    """The score of rows (numerator, denominator) that sum to `total`, shape (2,); 0 over nothing."""
+    """The ratio of `total` (numerator, denominator), shape (2,), the sum over records; 0 if the denominator is 0."""
     return float(total[0] / total[1]) if total[1] else 0.0
 
 
@@ -57,9 +57,9 @@ def interval(table: Table, score: Scorer, *, resamples: int = 1000, seed: int = 
     table : ndarray, shape (records, k)
         Statistics of each record.
     score : callable
-        From the sum of rows, shape (k,), to a score.
+        From the sum over records, shape (k,), to a score.
     resamples, seed, level : int, int, float
-        Number of draws, their seed, and the share of values within the bounds.
+        Number of resamples, their seed, and the share of values within the bounds.
     """
     _check(table, table, resamples, level)
     values = np.array([score(total) for (total,) in _totals((table,), resamples, seed)])
@@ -72,7 +72,7 @@ def compare(a: Table, b: Table, score: Scorer, *, resamples: int = 1000, seed: i
     Raises
     ------
     DataError
-        The tables differ in shape: the runs are not on the same records.
+        The tables have different shapes: the runs have different records.
     """
     _check(a, b, resamples, level)
     pairs = np.array([(score(x), score(y)) for x, y in _totals((a, b), resamples, seed)])
@@ -95,7 +95,7 @@ def _check(a: Table, b: Table, resamples: int, level: float) -> None:
 
 
 def _totals(tables: tuple[Table, ...], resamples: int, seed: int) -> Iterator[tuple[Table, ...]]:
-    """Sums of the drawn rows of each table; how often a row was drawn is its weight, so a draw is a product."""
+    """The sums of each resample, for each table: the product of the table with the counts of the records."""
     count = len(tables[0])
     random = np.random.default_rng(seed)
     for start in range(0, resamples, _CHUNK):

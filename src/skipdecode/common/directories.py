@@ -1,7 +1,6 @@
-"""Directories that a run fills: which may be written, and by one run at a time.
+"""Output directories of runs: which directories a run may write into, one run at a time.
 
-A run may write into a directory that is absent, empty, or of an earlier run of the same kind. A model or anything else
-that is there stays as it is.
+A run may write into a directory that does not exist, is empty, or has an earlier run of the same kind.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """What a kind of run leaves in its directory.
+    """The files by which the directory of a kind of run is recognised.
 
     Parameters
     ----------
     run : str
-        The run, in words.
+        The kind of run, in words.
     marks : mapping of str to str
-        Files by pattern, with a key of the JSON object at the start of each: one such file shows that the directory is
-        of such a run.
+        Patterns of file names, each with a key of the JSON object at the start of the file. One such file identifies
+        the directory of a run.
     takes : str
-        Pattern of the files that other options may name in the directory; the others are the run's own.
+        Pattern of the files in the directory that other options may name.
     """
 
     run: str
@@ -48,13 +47,13 @@ class RunDirectory:
         return (Path(value),)
 
     def check(self, directory: Path, *, resume: bool, overwrite: bool = False) -> None:
-        """Refuse, before any work, a directory that the run may not write into.
+        """Refuse a directory that the run may not write into.
 
         Raises
         ------
         OutputError, UsageError
-            It is a file, cannot be written, holds a model, holds other files and `overwrite` is not set, or holds an
-            earlier run and neither `resume` nor `overwrite` is set.
+            It is a file, cannot be written, has a model in it, has other files in it and `overwrite` is not set, or has
+            an earlier run in it and neither `resume` nor `overwrite` is set.
         """
         if directory.exists() and not directory.is_dir():
             raise OutputError(f"{directory} is a file: give a directory")
@@ -63,16 +62,16 @@ class RunDirectory:
         if any(self._is_mark(path, key) for pattern, key in self.marks.items() for path in directory.glob(pattern)):
             if not (resume or overwrite):
                 raise UsageError(
-                    f"{directory} is not empty: give --resume to go on with {self.run} in it, or another directory"
+                    f"{directory} is not empty: give --resume to continue the {self.run} in it, or another directory"
                 )
         elif model := [name for name in names if name in _OF_MODELS]:
-            raise OutputError(f"{directory} holds a model ({model[0]}): name another directory")
+            raise OutputError(f"{directory} holds a model ({model[0]}): give another directory")
         elif names and not overwrite:
             shown = ", ".join(names[:_SHOWN]) + (" …" if len(names) > _SHOWN else "")
-            raise OutputError(f"{directory} is not empty and holds no {self.run} ({shown}): name another directory")
+            raise OutputError(f"{directory} is not empty and holds no {self.run} ({shown}): give another directory")
 
     def _is_mark(self, path: Path, key: str) -> bool:
-        """Whether the first line of a file, or all of it, is a JSON object with the key."""
+        """Whether the first line of a file, or the whole file, is a JSON object with the key."""
         try:
             with path.open(encoding="utf-8") as file:
                 first = file.readline()
@@ -84,12 +83,12 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def held(directory: Path) -> Iterator[None]:
-    """The directory, made if it is not there, for this process alone; if it was made and stays empty, it goes again.
+    """Create and lock the directory for this process; at the end, remove it if it was created and is empty.
 
     Raises
     ------
     OutputError
-        It cannot be made or written, or another process holds it.
+        The directory cannot be created or written, or another process has the lock.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     path = directory / _LOCK
@@ -112,15 +111,15 @@ def held(directory: Path) -> Iterator[None]:
 
 
 def lock(handle: int, path: Path) -> None:
-    """Lock an open file until it is closed; raises OutputError, which names `path`, if another process has it."""
+    """Lock an open file until it is closed; raises OutputError with `path` if another process has the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         free = False
     except OSError:
-        # Some network file systems cannot lock; there, two runs at once are not noticed.
+        # Some network file systems have no locks; two runs at once are then not detected.
         free = True
     else:
-        free = os.fstat(handle).st_nlink > 0  # the run that had it has just ended and taken the file away
+        free = os.fstat(handle).st_nlink > 0  # 0: another run has just ended and deleted the file
     if not free:
-        raise OutputError(f"{path} is being written by another run: wait for it, or name another output")
+        raise OutputError(f"{path} is being written by another run: wait for it, or give another output")

@@ -1,7 +1,4 @@
-"""The environment record that goes into every result: versions, processor, threads, commit, date.
-
-Knows nothing about what was measured. Names no host and no user.
-"""
+"""The environment of a result: versions, processor, threads, commit, date; without host and user names."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ _PACKAGES = ("skipdecode", "torch", "transformers", "numpy", "peft", "accelerate
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to judge or repeat a number, JSON-ready.
+    """The environment that a reader needs to judge or repeat a measurement, JSON-ready.
 
     Returns
     -------
     dict
         ``date`` (UTC, ISO 8601), ``commit`` and ``uncommitted_changes`` (None outside a checkout), ``python``,
         ``packages`` (versions of those installed), ``os``, ``cpu``, ``cores`` (logical processors this process may
-        use), ``threads`` (torch's), ``memory_gib`` (None where unknown) and ``gpus`` (names).
+        use), ``threads`` (of torch), ``memory_gib`` (None if unknown) and ``gpus`` (names).
     """
     import torch
 
@@ -49,20 +46,19 @@ def environment() -> dict[str, Any]:
 def multiplies_bf16(device: str) -> bool:
     """Whether a kind of device ("cpu", "cuda") multiplies bf16 in hardware.
 
-    A CPU without AVX512-BF16 or AMX emulates it at a fraction of fp32's speed (measured: 21 against 132 GFLOP/s on two
-    AVX2 cores).
+    A CPU without AVX512-BF16 or AMX emulates it, much slower than fp32 (two AVX2 cores: 21 and 132 GFLOP/s).
     """
     import torch
 
     if device == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # Public only in newer torch; without it no is the safe answer.
+    # Older versions of torch have no public function; False is then the safe answer.
     abilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)() if device == "cpu" else {}
     return bool(abilities.get("avx512_bf16") or abilities.get("amx_bf16"))
 
 
 def cpu_model() -> str:
-    """The processor's name as the system tells it."""
+    """The name of the processor."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -72,16 +68,16 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Logical processors that this process may run on."""
+    """The number of logical processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def source_commit() -> tuple[str | None, bool | None]:
-    """The commit of the checkout this package runs from, and whether tracked files differ from it."""
+    """The commit of the checkout that this package runs from, and whether tracked files have changes."""
     here = Path(__file__).resolve().parent
-    # An installed package may lie in a virtual environment inside somebody else's checkout: only a tracked file counts.
+    # An installed package may be inside the checkout of another project, where this file is not tracked.
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None, None
     status = _git(here, "status", "--porcelain", "--untracked-files=no")

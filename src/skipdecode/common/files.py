@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, and where this package keeps those of its own."""
+"""Atomic writes of small files, checks of output paths, and the cache directory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_LINKS = 40
 
 
 def cache_dir() -> Path:
-    """The cache directory: ``SKIPDECODE_CACHE``, else ``skipdecode`` in the platform's cache directory.
+    """The cache directory: ``SKIPDECODE_CACHE``, else ``skipdecode`` in the cache directory of the platform.
 
-    The platform's is ``LOCALAPPDATA`` on Windows and elsewhere ``XDG_CACHE_HOME``, by default ``~/.cache``.
+    The latter is ``LOCALAPPDATA`` on Windows, elsewhere ``XDG_CACHE_HOME``, by default ``~/.cache``.
     """
     if own := os.environ.get("SKIPDECODE_CACHE"):
         return Path(own).expanduser()
@@ -31,9 +31,9 @@ def cache_dir() -> Path:
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the files of one directory into another; each is there whole or not at all."""
+    """Copy the files of a directory into another; each file atomically."""
     for file in sorted(source.iterdir()):
-        if file.is_dir():  # such as a tokenizer's further chat templates
+        if file.is_dir():  # such as further chat templates of a tokenizer
             (target / file.name).mkdir(exist_ok=True)
             copy_files(file, target / file.name)
             continue
@@ -43,40 +43,39 @@ def copy_files(source: Path, target: Path) -> None:
 
 
 def check_place(path: Path | str) -> None:
-    """Refuse, before the work, a file that `write_whole` could not write after it.
+    """Refuse a path that `write_whole` could not write; for a check before long work.
 
     Raises
     ------
     OutputError
-        It is a directory, a link in a circle, or there is no directory that can be written to where it, or a directory
-        for it, would be made.
+        The path is a directory or a circular link, or its parent directory cannot be written or created.
     """
     if is_stream(path):
         return
     place = linked(Path(path))
     folder = next(parent for parent in place.absolute().parents if parent.exists())
     if place.is_dir() or str(path).endswith(os.sep):
-        raise OutputError(f"cannot write {path}: it is a directory; name a file in it")
+        raise OutputError(f"cannot write {path}: it is a directory; give a file in it")
     if place.is_symlink():
-        raise OutputError(f"cannot write {path}: its link leads in a circle")
+        raise OutputError(f"cannot write {path}: its link is circular")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"cannot write {path}: {folder} is not a directory that can be written to")
+        raise OutputError(f"cannot write {path}: {folder} is not a writable directory")
 
 
 def linked(path: Path) -> Path:
-    """The file that a symbolic link names, or the path itself if it is no link."""
+    """The target of a symbolic link, or the path itself if it is not a link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def is_stream(path: Path | str) -> bool:
-    """Whether a path is written as it is and never replaced: ``-``, a device, a pipe, an open file of this process."""
+    """Whether a path is ``-``, a device, a pipe, or an open file of this process: read once, and never replaced."""
     path = Path(path)
     there = path.exists() and not path.is_file() and not path.is_dir()
     return there or str(path) == "-" or _handle(path) is not None
 
 
 def open_stream(path: Path | str) -> IO[bytes]:
-    """A stream that a path names, for writing; an open file of this process goes on where it is. Raises OutputError."""
+    """Open a stream for writing; an open file of this process keeps its position. Raises OutputError."""
     try:
         handle = _handle(Path(path))
         if handle is None:
@@ -88,7 +87,7 @@ def open_stream(path: Path | str) -> IO[bytes]:
 
 
 def _handle(path: Path) -> int | None:
-    """The number of the open file of this process that a path names, such as /dev/stdout; None for any other path."""
+    """The file descriptor of this process that a path stands for, such as /dev/stdout; None for other paths."""
     for _ in range(_MOST_LINKS):
         path = Path(os.path.realpath(path.parent), path.name)
         if str(path) in _STANDARD:
@@ -103,9 +102,9 @@ def _handle(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` at the end, in one step; if the block fails, all stays as it was.
+    """A temporary file that replaces `path` at the end, in one step; if the block fails, nothing changes.
 
-    Its directory is made if need be, and a symbolic link stays: the file that it names is replaced. Raises OSError.
+    The directory is created if necessary. For a symbolic link, its target is replaced. Raises OSError.
     """
     path = linked(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +114,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp makes private files; these are ordinary ones.
+        # mkstemp creates private files; these get the usual permissions.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)
@@ -126,12 +125,9 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_whole(path: Path | str, data: str | bytes) -> None:
-    """Write a file in one step (see `replaced`): readers see the old content or the new, never a part.
+    """Write a file in one step (see `replaced`): readers see the old or the new content, never a part.
 
-    Raises
-    ------
-    WriteError
-        If it cannot be written; an existing file is then as it was.
+    Raises WriteError if it cannot be written; an existing file is then unchanged.
     """
     try:
         with open_stream(path) if is_stream(path) else replaced(Path(path)) as file:

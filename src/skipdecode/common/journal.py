@@ -1,8 +1,8 @@
-"""The journal of a run: what makes a kill at any moment lose nothing and repeat nothing.
+"""The journal of a run: after a kill at any moment, no finished work is lost or repeated.
 
-A heading with the run's settings, then one line a finished piece of work. A line is appended with one unbuffered write
-and synced to disk every few seconds. A line that was cut off, and anything after it, is dropped on resume. One process
-writes at a time, and pieces are read one by one: memory does not grow with the file.
+The first line has the settings of the run, each further line a finished piece of work. A line is appended with one
+unbuffered write, and synced to disk every few seconds. A resumed run drops an incomplete line and all lines after it.
+One process writes at a time. Pieces are read one by one: memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Piece = TypeVar("Piece")
 
 
 def is_begun(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether a file is the journal of a run with these very settings."""
+    """Whether a file is the journal of a run with the same settings."""
     try:
         with path.open("rb") as file:
             return bool(_settings_of(file.readline()) == _as_json(settings))
@@ -44,30 +44,30 @@ class Journal(Generic[Piece]):
     Parameters
     ----------
     path : Path
-        The file; made if it is not there, taken over if it is.
+        The file; it is created if it does not exist, and continued if it does.
     settings : mapping
-        JSON-ready; all that the pieces depend on. Stands in the heading.
+        JSON-ready; all that the pieces depend on. Written to the first line.
     parse : callable
-        The piece of a line; ValueError says that the line is not whole.
+        Returns the piece of a line; raises ValueError if the line is incomplete.
     take : callable
-        Given each piece that an earlier run left.
+        Called with each piece of an earlier run.
     pieces : str
-        What messages call them, in the plural.
+        The name of the pieces in messages, in the plural.
     remedy : str
-        What else a user may do whose file is refused.
+        What else a user can do if the file is refused.
     restart : bool
-        Drop what is there.
+        Drop the earlier pieces.
 
     Attributes
     ----------
     count : int
-        Pieces that are there.
+        The number of pieces.
 
     Raises
     ------
     OutputError
-        The file cannot be written, belongs to a run with other settings (the message names them), or is being written
-        by another process.
+        The file cannot be written, is of a run with other settings (the message names them), or is being written by
+        another process.
     """
 
     def __init__(
@@ -106,19 +106,19 @@ class Journal(Generic[Piece]):
             raise
 
     def append(self, line: bytes) -> None:
-        """Keep a piece; once this returns, a kill of this process does not lose it."""
+        """Append a piece; after this call, a kill of the process does not lose it."""
         self._write(line)
         self.count += 1
         if time.monotonic() - self._synced > _SYNC_SECONDS:
             self.sync()
 
     def read(self) -> Iterator[Piece]:
-        """All pieces, in the order in which they were finished."""
+        """All pieces, in the order of their completion."""
         for piece, _ in self._whole():
             yield piece
 
     def sync(self) -> None:
-        """Wait until all pieces are on the disk itself."""
+        """Wait until all pieces are on disk."""
         with self._as_output_error():
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
@@ -129,18 +129,18 @@ class Journal(Generic[Piece]):
             with contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
             self._file.close()
-            if not self.count:  # nothing to go on with, and nothing that a corrected call would have to fit
+            if not self.count:  # nothing to continue, and no settings that a corrected command would have to match
                 self.path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """The run is saved: nothing needs to be kept. Raises OSError."""
+        """Delete the journal of a run that is saved. Raises OSError."""
         self.path.unlink(missing_ok=True)
         self.close()
 
     # ------------------------------------------------------------------ inside
 
     def _check_heading(self, settings: Any, remedy: str, restart: bool) -> int:
-        """Bytes of the heading; 0 if it is not all there, or to `restart`. Refuses other files."""
+        """Bytes of the first line; 0 if it is incomplete or `restart` is set. Refuses other files."""
         with self.path.open("rb") as file:
             heading = file.readline()
         start = f'{{"{JOURNAL_KEY}"'.encode()
@@ -156,12 +156,12 @@ class Journal(Generic[Piece]):
             more = len(differences) - _DIFFERENCES_SHOWN
             shown = "; ".join(differences[:_DIFFERENCES_SHOWN]) + (f"; and {more} more" if more > 0 else "")
             raise OutputError(
-                f"{self.path} was begun with other settings ({shown}): repeat those to go on, or {remedy}"
+                f"{self.path} was started with other settings ({shown}): use those to continue, or {remedy}"
             )
         return len(heading)
 
     def _whole(self) -> Iterator[tuple[Piece, int]]:
-        """Pieces with the offset of their line's end, up to the first line that is not whole."""
+        """Pieces with the offsets of their line ends, up to the first incomplete line."""
         with self.path.open("rb") as file:
             end = len(file.readline())
             for raw in file:
@@ -181,7 +181,7 @@ class Journal(Generic[Piece]):
                 while rest:
                     rest = rest[self._file.write(rest) :]
             except OSError:
-                # Half a line may have been written; cut it off, so that the file stays whole.
+                # Remove a partly written line.
                 with contextlib.suppress(OSError):
                     self._file.truncate(self._size)
                 raise
@@ -193,13 +193,13 @@ class Journal(Generic[Piece]):
             yield
         except OSError as e:
             raise WriteError(
-                f"cannot write {self.path}: {e.strerror or e}; {self.count} {self._pieces} are kept in it: make room, "
-                "then give the same command again"
+                f"cannot write {self.path}: {e.strerror or e}; {self.count} {self._pieces} are kept in it: free "
+                "disk space, then repeat the command"
             ) from None
 
 
 class KeptValues(Journal[list[Any]]):
-    """A journal of JSON-ready values by key, in lines of ``[key, value]``; all are in memory. See `Journal`."""
+    """A journal of JSON-ready values by key, in lines ``[key, value]``; all values are in memory. See `Journal`."""
 
     def __init__(
         self, path: Path, settings: Mapping[str, Any], *, pieces: str, remedy: str, restart: bool = False
@@ -212,7 +212,7 @@ class KeptValues(Journal[list[Any]]):
         return self._values.get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keep a value; raises WriteError if it cannot be written."""
+        """Store a value; raises WriteError if it cannot be written."""
         self.append(json_line([key, value]))
         self._values[key] = value
 
@@ -221,10 +221,10 @@ class KeptValues(Journal[list[Any]]):
 
 
 def _pair(line: bytes) -> list[Any]:
-    """The key and the value of a line; ValueError where it holds something else."""
+    """The key and the value of a line; raises ValueError for other content."""
     pair = json.loads(line)
     if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
-        raise ValueError(f"{pair!r} is no key with a value")
+        raise ValueError(f"{pair!r} is not a pair of a key and a value")
     return pair
 
 

@@ -1,4 +1,4 @@
-"""JSON lines: one JSON object in UTF-8 a line. One wording for what can be wrong with a line, for all who read them.
+"""JSON lines: one JSON object in UTF-8 per line, and the messages for lines that are wrong.
 
 Reading is a generator: memory does not grow with the file. Knows nothing about fields.
 """
@@ -28,16 +28,13 @@ __all__ = [
 BOM = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 * 2**20
 Row = dict[str, Any] | DataError
-"""The object of a line, or what is wrong with the line."""
+"""The object of a line, or the error of the line."""
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, Row]]:
-    """1-based line number of every line that is not blank, with its object or with what is wrong with it.
+    """The objects or errors of all lines that are not blank, with 1-based line numbers.
 
-    Raises
-    ------
-    DataError
-        If the file cannot be opened.
+    Raises DataError if the file cannot be opened.
     """
     try:
         file = path.open("rb")
@@ -49,9 +46,9 @@ def read_objects(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def read_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """1-based numbers of the lines that are not blank, with their bytes, line ends taken off.
+    """The bytes of all lines that are not blank, without line ends, with 1-based line numbers.
 
-    None stands for a line above MAX_LINE_BYTES, which is not kept.
+    The bytes are None for a line longer than MAX_LINE_BYTES.
     """
     number = 0
     while raw := file.readline(MAX_LINE_BYTES):
@@ -72,7 +69,7 @@ def _drop_rest_of_line(file: IO[bytes]) -> None:
 
 
 def object_of(raw: bytes | None) -> Row:
-    """The JSON object of a line of `read_lines`, or an error that does not name the line's number."""
+    """The JSON object of a line of `read_lines`, or its error, without the line number."""
     try:
         value = json.loads(decoded(raw))
     except json.JSONDecodeError as e:
@@ -87,7 +84,7 @@ def object_of(raw: bytes | None) -> Row:
 
 
 def decoded(raw: bytes | None) -> str:
-    """The text of a line of `read_lines`; raises DataError, without the line's number, if it has none."""
+    """The text of a line of `read_lines`; raises DataError, without the line number, if it is not text."""
     if raw is None:
         raise DataError(f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB")
     try:
@@ -97,7 +94,7 @@ def decoded(raw: bytes | None) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: half of a surrogate pair, which JSON and a shell can name, cannot."""
+    """Whether a string can be encoded as UTF-8: half of a surrogate pair, from JSON or a shell, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -106,11 +103,11 @@ def is_text(text: str) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words for messages."""
+    """The kind of a JSON value, in words for messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def json_line(row: Any) -> bytes:
-    """One line of JSON, UTF-8 with its line end; half of a surrogate pair becomes its JSON escape."""
+    """One line of JSON in UTF-8, with its line end; half of a surrogate pair is escaped."""
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"

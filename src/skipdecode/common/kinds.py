@@ -1,6 +1,6 @@
-"""What a result file says of itself: its `kind`, and the `format` of that kind. Readers go by these two alone.
+"""The `kind` and `format` of a result file, by which readers recognise it.
 
-A JSON document begins with both; of JSON lines, the first line is an object of the two.
+A JSON document begins with both; in JSON lines, the first line is an object with both.
 """
 
 from __future__ import annotations
@@ -12,51 +12,41 @@ from typing import Any
 
 from skipdecode.errors import DataError
 
-__all__ = ["FORMATS", "check_kind", "heading", "read_json", "read_result"]
+__all__ = ["KINDS", "check_kind", "heading", "read_json", "read_result"]
 
-FORMATS: Mapping[str, int] = {
-    "bench": 1,
-    "benchmark": 1,
-    "calibration": 1,
-    "evaluation": 1,
-    "prepared": 1,
-    "quality-table": 1,
-    "self-generated": 1,
-    "simulation": 1,
-    "tuning": 1,
-}
-"""Every kind, with the format that this version writes and reads; "benchmark" is for scripts outside the package."""
+KINDS = (
+    "bench", "benchmark", "calibration", "evaluation", "prepared", "quality-table", "self-generated", "simulation",
+    "tuning",
+)  # fmt: skip
+"""All kinds; "benchmark" and "quality-table" are for scripts outside the package."""
+_FORMAT = 1
 
 
 def heading(kind: str, benchmark: str | None = None) -> dict[str, Any]:
-    """The entries that a result of this kind begins with; of kind benchmark, with its name."""
-    return {"kind": kind, "format": FORMATS[kind]} | ({} if benchmark is None else {"benchmark": benchmark})
+    """The first entries of a result of this kind; for the kind benchmark, also its name."""
+    return {"kind": kind, "format": _FORMAT} | ({} if benchmark is None else {"benchmark": benchmark})
 
 
 def check_kind(path: Path, found: Any, *kinds: str) -> None:
-    """Refuse, with a DataError that names the file, what is not of one of these kinds (default: any) and its format."""
-    wanted = kinds or tuple(FORMATS)
+    """Refuse, with a DataError, a document that has none of these kinds (default: any kind) or another format."""
+    wanted = kinds or KINDS
     kind = found.get("kind") if isinstance(found, Mapping) else None
     if kind not in wanted:
-        said = "does not say its kind" if kind is None else f"is of kind {kind!r}"
-        entry = f'"{wanted[0]}"' if len(wanted) == 1 else "one of these"
-        raise DataError(
-            f"{path} {said}; accepted: {', '.join(wanted)} (a file of an older version is read once it begins with "
-            f'"kind": {entry}, "format": 1)'
-        )
-    if found.get("format") != FORMATS[kind]:
-        raise DataError(f"{path}: this version reads format {FORMATS[kind]} of {kind}, not {found.get('format')!r}")
+        said = "has no kind" if kind is None else f"is of kind {kind!r}"
+        raise DataError(f'{path} {said}: accepted are files with "kind" {", ".join(wanted)} and "format": {_FORMAT}')
+    if found.get("format") != _FORMAT:
+        raise DataError(f"{path}: this version reads format {_FORMAT}, not {found.get('format')!r}")
 
 
 def read_result(path: Path, *kinds: str) -> dict[str, Any]:
-    """A JSON result of one of these kinds (default: any); raises DataError, one line that names the file."""
+    """A JSON result of one of these kinds (default: any kind); raises DataError with the path."""
     found: dict[str, Any] = read_json(path)
     check_kind(path, found, *kinds)
     return found
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; raises DataError, one line that names the file."""
+    """The content of a JSON file; raises DataError with the path."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:

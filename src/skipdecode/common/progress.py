@@ -1,7 +1,8 @@
-"""What a user is told while work goes on, on standard error: lines, and bars that lines leave whole."""
+"""Messages and progress bars on standard error. A message does not break a bar."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -9,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,75 +20,37 @@ _LINE_SECONDS = 30.0
 
 
 def note(line: str) -> None:
-    """One line, above a progress bar that may be there."""
+    """Print one line; a progress bar stays below it."""
     tqdm.write(f"skipdecode: {line}", file=sys.stderr)
 
 
 def progress_bar(
     total: int | None, unit: str, *, name: str | None = None, done: int = 0, shown: bool = True, leave: bool = True
 ) -> Any:
-    """A bar over `total` units, `done` of which were there before; a line every 30 s where there is no terminal.
+    """A bar over `total` units, of which `done` are finished; if stderr is no terminal, a line every 30 s.
 
-    One that is not `shown` says nothing; one that does not `leave` goes when it is closed.
+    A bar that is not `shown` prints nothing; a bar that does not `leave` disappears at its end.
     """
+    options: dict[str, Any] = {"total": total, "initial": done, "unit": unit, "leave": leave, "disable": not shown}
     if sys.stderr.isatty() or not shown:
-        return tqdm(
-            total=total, initial=done, desc=name, unit=unit, mininterval=0.2, leave=leave, file=sys.stderr,
-            disable=not shown,
-        )  # fmt: skip
-    return _Lines(total, unit, name, done)
+        return tqdm(desc=name, mininterval=0.2, file=sys.stderr, **options)
+    units = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    counted = "{n_fmt}" if total is None else "{n_fmt} of {total_fmt}"
+    form = f"{{desc}}{counted} {units}, {{rate_fmt}}, {{remaining}} left{{postfix}}"
+    options |= {"unit": f" {unit}", "mininterval": _LINE_SECONDS, "delay": _LINE_SECONDS, "miniters": 1}
+    return _Lines(desc=name and f"{name}: ", bar_format=form, file=io.StringIO(), **options)
 
 
-class _Lines:
-    """In the place of tqdm's bar: plain lines for a log, none from work that ends before the first is due."""
+class _Lines(tqdm):  # type: ignore[type-arg]
+    """A bar that prints notes; none if it ends before the first is due."""
 
-    def __init__(self, total: int | None, unit: str, name: str | None, done: int) -> None:
-        self.total = total
-        self.n: float = done
-        self._unit, self._units = unit, f"{unit}es" if unit.endswith("ch") else f"{unit}s"
-        self._name, self._done, self._more = name, done, ""
-        self._start = self._due = time.monotonic()
-        self._due += _LINE_SECONDS
-        self._told: float | None = None  # units of the last line
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        at_end = self.disable  # tqdm disables a bar, then shows its end
+        if self.n != self.last_print_n if at_end else time.time() >= self.last_print_t + self.mininterval:
+            note(" ".join(str(self).split()))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def update(self, count: float = 1) -> None:
-        self.n += count
-        if time.monotonic() >= self._due:
-            self._tell()
-
-    def set_postfix(self, **values: object) -> None:
-        self.set_postfix_str(", ".join(f"{name}={value}" for name, value in values.items()))
-
-    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        self._more = text
-
-    def reset(self, total: int | None = None) -> None:
-        self.total, self.n, self._done = total, 0, 0
-        self._start = time.monotonic()
-
-    def close(self) -> None:
-        if self._told not in (None, self.n):
-            self._tell()
-        self._told = None
-
-    def _tell(self) -> None:
-        now, self._told = time.monotonic(), self.n
-        self._due, passed = now + _LINE_SECONDS, max(now - self._start, 1e-9)
-        rate = (self.n - self._done) / passed
-        of = "" if self.total is None else f" of {self.total}"
-        pace = f"{rate:.3g} {self._units}/s" if rate >= 1 or not rate else f"{1 / rate:.3g} s/{self._unit}"
-        words = [f"{self.n}{of} {self._units}", pace, *([self._more] if self._more else [])]
-        if self.total is not None and rate and self.n < self.total:
-            words.append(f"{tqdm.format_interval((self.total - self.n) / rate)} left")
-        else:
-            words.append(f"{tqdm.format_interval(passed)} {'in all' if self.n == self.total else 'so far'}")
-        note(f"{self._name}: {', '.join(words)}" if self._name else ", ".join(words))
+    def set_postfix(self, *values: Any, **named: Any) -> None:
+        super().set_postfix(*values, **{**named, "refresh": False})
 
 
 # ---------------------------------------------------------------------- other packages
@@ -95,7 +58,7 @@ class _Lines:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without other packages' warnings and their log lines below an error; warnings of our own become notes."""
+    """Hide warnings and log lines (below errors) of other packages; print this package's warnings as notes."""
     logs, verbosity = logging.root.manager.disable, os.environ.get("TRANSFORMERS_VERBOSITY")
     logging.disable(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -113,10 +76,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def without_foreign_bars() -> Iterator[None]:
-    """Without the bars that transformers shows while it loads weights; those of downloads stay, on a terminal.
-
-    Nor what other packages tell each other's makers (FutureWarning).
-    """
+    """Hide transformers' bars of loading weights and all FutureWarnings; bars of downloads stay."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as theirs
 

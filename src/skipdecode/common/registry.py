@@ -1,12 +1,9 @@
-"""Names for things that are imported on first use, so that listing the choices costs nothing.
-
-A registry maps a name to ``"module:attribute"``. An unknown name is refused with the list of the known ones.
-"""
+"""Names of things, some of which are imported at first use, and messages about unknown names."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
+import pkgutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,32 +13,26 @@ __all__ = ["Registry", "check_name", "near"]
 
 
 def near(name: object, known: Iterable[str]) -> str:
-    """What a user who wrote `name` may have meant, as words for a message; empty where nothing known is like it."""
+    """A hint with the known name that is most similar to `name`; empty if no name is similar."""
     by_lower = {each.lower(): each for each in known}
     found = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def check_name(kind: str, name: object, known: Collection[str]) -> str:
-    """`name` if it is among the known ones.
-
-    Raises
-    ------
-    UsageError
-        With the accepted names, and the nearest one where there is one.
-    """
+    """`name` if it is known; else raises UsageError with the accepted names and the most similar one."""
     if isinstance(name, str) and name in known:
         return name
     raise UsageError(f"unknown {kind} {name!r}{near(name, known)}: accepted are {', '.join(known)}")
 
 
 class Registry:
-    """Lazily imported objects by name.
+    """Objects by name, imported at first use: listing the names imports nothing.
 
     Parameters
     ----------
     kind : str
-        What the names stand for, in the singular; used in errors ("unknown metric ...").
+        What the names are, in the singular; used in errors ("unknown metric ...").
     targets : mapping of str to str
         ``"package.module:attribute"`` by name.
     """
@@ -49,9 +40,6 @@ class Registry:
     def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
         self.kind = kind
         self._targets = dict(targets)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._targets
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._targets)
@@ -61,6 +49,5 @@ class Registry:
         return check_name(self.kind, name, self._targets)
 
     def get(self, name: str) -> Any:
-        """The object that `name` stands for, imported now; raises UsageError as `check` does."""
-        module, _, attribute = self._targets[self.check(name)].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        """The object of the name; raises UsageError for an unknown name."""
+        return pkgutil.resolve_name(self._targets[self.check(name)])

@@ -1,7 +1,6 @@
-"""A user's file of records: how it is opened, and its rows as objects with the number of the line that each begins on.
+"""Files of records: JSON lines, or CSV with a header, from a file, a pipe or standard input.
 
-Files, pipes and standard input are opened in one way (`Input`). Rows are JSON lines or CSV with a header. Reading is a
-generator: memory does not grow with the file. Other kinds of files are refused by name.
+Reading is a generator: memory does not grow with the file. Other kinds of files are refused by name.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Self
 
+from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import BOM, MAX_LINE_BYTES, Row, is_text, object_of, read_lines
 from skipdecode.errors import DataError, UsageError
 
-__all__ = ["FORMATS", "Input", "check_streams", "format_of", "is_stream", "read_rows"]
+__all__ = ["FORMATS", "Input", "check_streams", "format_of", "read_rows"]
 
 FORMATS = ("jsonl", "csv", "tsv")
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv"}
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _START_BYTES = 4096
-_MOST_LINES = (
-    5  # that a record may span which cannot be used: more are other records, behind a quote that is not closed
-)
+_MOST_LINES = 5  # of a wrong CSV record: more lines are other records, after a quote that is not closed
 _TO_JSONL = "write it as JSON lines first, as pandas' to_json(FILE, orient='records', lines=True) does"
 _NOT_READ = {
     b"PAR1": f"a Parquet file: {_TO_JSONL}",
@@ -43,35 +41,30 @@ _NOT_READ = {
 
 
 def format_of(name: str | Path) -> str | None:
-    """One of `FORMATS` by the ending of a file's name; None if it has none of theirs."""
+    """One of `FORMATS`, by the suffix of a file name; None for other suffixes."""
     return _BY_SUFFIX.get(Path(name).suffix.lower())
 
 
-def is_stream(path: str | Path) -> bool:
-    """Whether a path, or ``-`` for standard input, can be read only once."""
-    return str(path) == "-" or (os.path.exists(path) and not os.path.isfile(path))
-
-
 def check_streams(paths: Iterable[str]) -> None:
-    """Refuse, with a UsageError, a stream that is named twice, or that several processes would read."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))  # as accelerate launch and torchrun say
+    """Refuse, with a UsageError, a stream that is given twice or read by several processes."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # set by accelerate launch and torchrun
     seen: set[str] = set()
     for path in filter(is_stream, paths):
         place = os.path.realpath("/dev/stdin" if path == "-" else path)
         if processes > 1:
-            raise UsageError(f"{path} can be read once, and each of {processes} processes reads it: give a file")
+            raise UsageError(f"{path} can be read only once, and {processes} processes would read it: give a file")
         if place in seen:
-            raise UsageError(f"{path} is named twice and can be read once: give a file")
+            raise UsageError(f"{path} is given twice and can be read only once: give a file")
         seen.add(place)
 
 
 class Input:
-    """An open file, which can be read any number of times, one time after the other.
+    """An open file that can be read several times, one after the other.
 
     Parameters
     ----------
     name : str
-        What messages call it.
+        The name in messages.
     file : binary file
         Seekable; closed by `close`.
     """
@@ -81,12 +74,9 @@ class Input:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """A file, or what can be read only once, a pipe or standard input (``-``): that is copied to a temporary file.
+        """Open a file, a pipe or standard input (``-``); the latter two are copied to a temporary file.
 
-        Raises
-        ------
-        DataError
-            It cannot be read.
+        Raises DataError if it cannot be read.
         """
         name = "standard input" if str(path) == "-" else str(path)
         try:
@@ -101,17 +91,17 @@ class Input:
 
     @cached_property
     def sha256(self) -> str:
-        """The digest of all that it holds."""
+        """The digest of the content."""
         self._file.seek(0)
         return hashlib.file_digest(self._file, "sha256").hexdigest()  # type: ignore[arg-type]
 
     def start(self) -> bytes:
-        """Its first bytes, up to 4096."""
+        """The first 4096 bytes, or fewer."""
         self._file.seek(0)
         return self._file.read(_START_BYTES)
 
     def check(self, format: str) -> None:
-        """Refuse, with a DataError that says what to do, what begins as a file of a kind that is not read."""
+        """Refuse, with a DataError that says what to do, other kinds of files, by their first bytes."""
         start = self.start()
         for magic, what in _NOT_READ.items():
             if start.startswith(magic):
@@ -120,31 +110,31 @@ class Input:
             raise DataError(f"{self.name} is a JSON array: give JSONL, one JSON object a line (jq -c '.[]' makes it)")
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
-        """Its lines; see `read_lines`."""
+        """The lines; see `read_lines`."""
         self._file.seek(0)
         return read_lines(self._file)
 
     def rows(self, format: str) -> Iterator[tuple[int, Row]]:
-        """Its rows in one of `FORMATS`; see `read_rows`."""
+        """The records in one of `FORMATS`; see `read_rows`."""
         if format == "jsonl":
             return ((line, object_of(raw)) for line, raw in self.lines())
         self._file.seek(0)
         return _csv_rows(self._file, _DELIMITERS[format], self.name)
 
     def close(self) -> None:
-        """Close it; a temporary copy is deleted."""
+        """Close the file; a temporary copy is deleted."""
         self._file.close()
 
 
 def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
-    """1-based number of the first line of every row that is not blank, with its object or what is wrong with it.
+    """The objects or errors of all records, with the 1-based number of the first line of each.
 
-    The format follows from the name's ending; JSON lines where that says none.
+    The suffix of the name selects the format; default: JSON lines.
 
     Raises
     ------
     DataError
-        If the file cannot be opened, is of a kind that is not read, or has no header that can be used.
+        The file cannot be opened, is of another kind, or has no usable header.
     """
     opened = path if isinstance(path, Input) else Input.open(path)
     format = format_of(opened.name) or "jsonl"
@@ -155,7 +145,7 @@ def read_rows(path: str | Path | Input) -> Iterator[tuple[int, Row]]:
 
 def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int, Row]]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    # What is no UTF-8 becomes half surrogates: the row is told, and those after it are read.
+    # Bytes that are not UTF-8 become surrogates: only the records with them have errors.
     texts = (raw.decode("utf-8", "surrogateescape") for raw in _without_mark(file))
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -177,9 +167,7 @@ def _csv_rows(file: IO[bytes], delimiter: str, name: str) -> Iterator[tuple[int,
                 if not all(map(is_text, header)):
                     raise DataError(f"{name}: the header is not UTF-8", line)
                 if "" in header or len(set(header)) < len(header):
-                    raise DataError(
-                        f"{name}: the header must name each column once, and names {', '.join(header)}", line
-                    )
+                    raise DataError(f"{name}: the header must have each column once, and has {', '.join(header)}", line)
                 continue
             row = _object(header, fields, delimiter)
         yield line, _checked_span(row, reader.line_num - line + 1, name, line)
@@ -190,22 +178,22 @@ def _object(header: list[str], fields: list[str], delimiter: str) -> Row:
     if len(fields) != len(header):
         return DataError(
             f"wrong number of fields: {len(fields)}, the header has {len(header)}",
-            id=id if header[0] == "id" else None,  # elsewhere the field may be another column's
+            id=id if header[0] == "id" else None,  # in another position, the field may be that of another column
         )
     if not all(map(is_text, fields)):
         return DataError("not UTF-8", id=id)
     if delimiter == "\t" and any("\t" in field and "\n" in field for field in fields):
-        return DataError("a field that begins with a quote holds tabs and line ends", id=id)
+        return DataError("a field that begins with a quote has tabs and line ends in it", id=id)
     return dict(zip(header, fields, strict=True))
 
 
 def _checked_span(row: Row, lines: int, name: str, line: int) -> Row:
-    """The row, which says how many lines it spans if it cannot be used; DataError where those are other records."""
+    """The record; an error gets the number of lines; raises DataError if the lines are probably other records."""
     if not isinstance(row, DataError) or lines == 1:
         return row
-    told = f"{row}; the record spans {lines} lines"
+    told = f"{row}; the record has {lines} lines"
     if lines > _MOST_LINES:
-        raise DataError(f"{told} of {name}: close the quote that opens in it, or double it where it is text", line)
+        raise DataError(f"{told} of {name}: close its open quote, or double the quote if it is text", line)
     return DataError(told, id=row.id)
 
 

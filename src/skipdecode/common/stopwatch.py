@@ -1,7 +1,7 @@
-"""Times the sides of a comparison in turn on the same pieces of work: medians of rounds, ratios with intervals.
+"""Timing of the sides of a comparison, in turn, on the same pieces of work: medians of rounds, ratios with intervals.
 
-A machine's speed changes while it is measured. So every side does a piece of work in each round, every other time in
-reverse order, and a ratio is formed within a round before medians are taken.
+The speed of a machine changes during a measurement. Each side therefore does a piece of work in each round, in reverse
+order every other time, and ratios are computed within a round before medians are taken.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Stopwatch(Generic[Side, Lap]):
-    """What sides took for pieces of work, round by round.
+    """The times of sides for pieces of work, by rounds.
 
-    A *lap* is what one side took for one piece in one round: seconds, or an object with several times. A `clock` reads
-    seconds from a lap.
+    A *lap* is the time of one side for one piece in one round: seconds, or an object with several times. A `clock`
+    returns the seconds of a lap.
     """
 
     def __init__(self, sides: Iterable[Side]) -> None:
@@ -40,7 +40,7 @@ class Stopwatch(Generic[Side, Lap]):
         self._pieces: dict[Hashable, list[Mapping[Side, Lap]]] = {}
 
     def lap(self, work: Callable[[Side], Lap], piece: Hashable = None) -> Mapping[Side, Lap]:
-        """Have every side do a piece of work once; their laps, in the order of the sides."""
+        """Run a piece of work once on each side; returns the laps in the order of the sides."""
         rounds = self._pieces.setdefault(piece, [])
         backwards = (len(rounds) + list(self._pieces).index(piece)) % 2
         found = {side: work(side) for side in self.sides[:: -1 if backwards else 1]}
@@ -48,15 +48,15 @@ class Stopwatch(Generic[Side, Lap]):
         return rounds[-1]
 
     def add(self, laps: Mapping[Side, Lap], piece: Hashable = None) -> None:
-        """Take over a round of a piece that an earlier run has timed."""
+        """Add a round of a piece from an earlier run."""
         self._pieces.setdefault(piece, []).append(laps)
 
     def rounds(self, side: Side) -> list[list[Lap]]:
-        """The laps of a side: of each piece its rounds."""
+        """The laps of a side: the rounds of each piece."""
         return [[laps[side] for laps in rounds] for rounds in self._pieces.values()]
 
     def laps(self, side: Side) -> list[Lap]:
-        """The laps of a side, piece after piece."""
+        """All laps of a side, by piece."""
         return [lap for rounds in self.rounds(side) for lap in rounds]
 
     def seconds(self, side: Side, clock: Callable[[Lap], float]) -> float:
@@ -64,8 +64,9 @@ class Stopwatch(Generic[Side, Lap]):
         return sum(statistics.median(map(clock, rounds)) for rounds in self.rounds(side))
 
     def ratio(self, over: Side, under: Side, clock: Callable[[Lap], float]) -> float | None:
-        """How many times the seconds of `under` the side `over` takes: of each piece the median of the rounds' ratios,
-        each piece weighted by its seconds. None if some lap took no time.
+        """The time of `over` divided by that of `under`: the median ratio of each piece, weighted by its seconds.
+
+        None if a lap took no time.
         """
         table = self._pairs(over, under, clock)
         return None if table is None else ratio_of_sums(table.sum(axis=0))
@@ -73,7 +74,7 @@ class Stopwatch(Generic[Side, Lap]):
     def interval(
         self, over: Side, under: Side, clock: Callable[[Lap], float], *, resamples: int = 1000, seed: int = 0
     ) -> Interval | None:
-        """The bootstrap interval of `ratio` over the pieces; None for one piece alone."""
+        """The bootstrap interval of `ratio` over the pieces; None for a single piece."""
         table = self._pairs(over, under, clock)
         if table is None or len(table) < 2:
             return None

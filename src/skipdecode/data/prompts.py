@@ -11,7 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.rows import Input, is_stream, read_rows
+from skipdecode.common.files import is_stream
+from skipdecode.common.rows import Input, read_rows
 from skipdecode.data.records import (
     Message,
     Record,

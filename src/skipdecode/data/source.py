@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from skipdecode.common.files import is_stream
 from skipdecode.common.jsonl import BOM, Row, decoded
-from skipdecode.common.rows import Input, format_of, is_stream, read_rows
+from skipdecode.common.rows import Input, format_of, read_rows
 from skipdecode.data.forms import PromptForm
 from skipdecode.data.records import Record, Reject, read_records, refuse_rejects, usable
 from skipdecode.data.tasks import HubSource, Task
