@@ -1,4 +1,4 @@
-"""What a report holds: every section that the sources have something for, in the order in which a reader asks."""
+"""The contents of a report: a section for each kind of source."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 
 from skipdecode.evaluation.compare import Pair
 from skipdecode.evaluation.results import Run
-from skipdecode.reporting.charts import chart_figure
+from skipdecode.reporting.charts import chart_figure, grouped
 from skipdecode.reporting.outputs import length_section, sample_section
 from skipdecode.reporting.page import Card, Picture, Section, render, table
 from skipdecode.reporting.plots import (
     calibration_figure,
     depth_figure,
-    importance_of,
     loss_chart,
     schedule_losses,
     speed_figure,
@@ -27,7 +26,7 @@ from skipdecode.reporting.results import groups_of
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 
-__all__ = ["BENCH", "html_report"]
+__all__ = ["BENCH", "SELF_GENERATED", "html_report"]
 
 BENCH = {
     "engine": "{engine}",
@@ -42,10 +41,16 @@ BENCH = {
     "x transformers": "{speedup_over_transformers:.2f}x",
     "of limit": "{roofline_share:.0%}",
 }
-"""Columns of a table of `skipdecode bench`."""
+"""Columns of a table of `skipdecode bench`, with their formats."""
 
-_NESTED = "A layer that is left out at a position is left out at every later one, so its cache is never missed."
-_ABOVE = "Above each panel: the names of the schedule, layers of a token, nominal speed-up"
+_DEPTH = (
+    "Layers that run at each generation position. A layer skipped at a position is skipped at all later ones, so no "
+    "cached key or value is missing. Titles: names of the schedule, layers of a token, nominal speed-up"
+)
+_CALIBRATION = (
+    "importance of each layer on these records; layers that run at each position; loss as layers are skipped at all "
+    "positions, in the learned order"
+)
 _VERDICTS = {
     "schedule": "{name}",
     "speed-up": "{speedup:.2f}x",
@@ -56,17 +61,19 @@ _VERDICTS = {
     "loss": "{measured:.4f}",
     "held out": "{held_out:.4f}",
 }
-_SELF = {
+SELF_GENERATED = {
     "schedule": "{name}",
-    "nominal": "{nominal_speedup:.2f}x",
     "request": "{measured_speedup_with_prompt:.2f}x",
     "decode": "{measured_speedup:.2f}x",
+    "nominal": "{nominal_speedup:.2f}x",
+    "KL": "{kl[estimate]:.3f}",
+    "same token": "{top1_agreement[estimate]:.1f}%",
     "perplexity": "{perplexity:.2f}",
-    "of the base model's": "{of_base[estimate]:.2f}x",
-    "KL, nats": "{kl[estimate]:.3f}",
-    "equal tokens": "{top1_agreement[estimate]:.1f}%",
-    "instructions": "{instructions[followed]:.0%}",
+    "of base model": "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]",
+    "instructions": "{instructions[followed]:.1%}",
 }
+"""Columns of a table of `skipdecode eval --self`, with their formats."""
+
 _DEV = {"log": "{log}", "steps": "{steps}", "best": "{best:.4f}", "at step": "{step}", "by schedule": "{each}"}
 _ENVIRONMENT = {
     "result": "{result}",
@@ -82,16 +89,16 @@ _ENVIRONMENT = {
 def html_report(
     sources: Sequence[Source], pairs: Sequence[Pair] = (), *, title: str = "skipdecode report", progress: bool = False
 ) -> str:
-    """One HTML document without outside parts; the same text for the same sources.
+    """One self-contained HTML document; the same text for the same arguments.
 
     Parameters
     ----------
     sources : sequence of Source
-        What is reported: one file or more.
+        One or more.
     pairs : sequence of Pair
-        Runs compared, from `compare_runs`.
+        Compared runs, from `compare_runs`.
     progress : bool
-        Show a bar.
+        Show a progress bar.
 
     Raises
     ------
@@ -112,8 +119,8 @@ def html_report(
 
 def _self_generated(source: Source) -> Section:
     """A result of `skipdecode eval --self`."""
-    texts = f"{source.data['n']} texts of each schedule; perplexity is that of the base model at full depth on them"
-    return Section(f"Self-generated text: {source.name}", tables=[table(texts, source.data["rows"], _SELF)])
+    caption = f"{source.data['n']} texts of each schedule; perplexity: of the base model at full depth on these texts"
+    return Section(f"Self-generated text: {source.name}", tables=[table(caption, source.data["rows"], SELF_GENERATED)])
 
 
 # ---------------------------------------------------------------------- speed
@@ -121,30 +128,18 @@ def _self_generated(source: Source) -> Section:
 
 def _bench(source: Source) -> Section:
     """A result of `skipdecode bench`."""
-    rows = source.data["rows"]
-    cell = "{engine}, batch {batch}, nominal {nominal_speedup:g}x: "
-    words = "; ".join((cell + "{decode_speedup:.2f}x").format_map(r) for r in rows)
-    best = (cell + "{roofline_share:.0%}").format_map(max(rows, key=lambda r: float(r["roofline_share"])))
+    data, rows = source.data, source.data["rows"]
+    rates = "".join(f", {rate:.0f} GFLOP/s in {kind}" for kind, rate in data.get("products_gflop_s", {}).items())
     caption = (
-        "Decode speed-up of each engine over itself at full depth (faint: what the bytes of the layers left allow), "
-        f"and the share of a step's limit that it reaches. {_limits(source)}"
+        "Decode speed-up of each engine over its own full depth (faint: bound by bytes), and share of the limit of a "
+        f"step, which is the larger of its bytes over the read bandwidth ({data['bandwidth_gb_s']:.1f} GB/s) and its "
+        f"operations over the rate of a large matrix product{rates}"
     )
-    label = f"Decode speed-up against nominal: {words}. Share of a step's limit; the most is {best}."
     columns = {name: form for name, form in BENCH.items() if name != "request" or rows[0].get("request_speedup")}
-    command = source.data.get("config", {}).get("command")
+    command = data.get("config", {}).get("command")
     made_by = f"{source.name}: {command}" if command else source.name
-    picture = Picture(partial(speed_figure, rows), caption, label)
+    picture = Picture(partial(speed_figure, rows), caption)
     return Section(f"Engines: {_subject(source)}", pictures=[picture], tables=[table(made_by, rows, columns)])
-
-
-def _limits(source: Source) -> str:
-    """What 100% is."""
-    rates = source.data.get("products_gflop_s", {}).items()
-    large = ", ".join(f"{rate:.0f} GFLOP/s in {kind}" for kind, rate in rates)
-    return (
-        f"The limit is the longer of a step's bytes over the rate of a large read, {source.data['bandwidth_gb_s']:.1f} "
-        "GB/s, and its operations over the rate of a large product" + (f", {large}." if large else ".")
-    )
 
 
 def _subject(source: Source) -> str:
@@ -153,13 +148,13 @@ def _subject(source: Source) -> str:
 
 
 def _speed_cards(sources: Sequence[Source]) -> list[Card]:
-    """The best of each benchmark of speed alone."""
+    """A card for each result of `skipdecode bench`: the fastest engine at full depth."""
     cards = []
     for source in of_kind(sources, "bench"):
         over = [r for r in source.data["rows"] if r["nominal_speedup"] == 1 and r.get("speedup_over_transformers")]
         best = max(over, key=lambda r: float(r["speedup_over_transformers"]), default=None)
         if best is not None and best["speedup_over_transformers"] > 1:
-            how = "{engine} engine, batch {batch}; quality is not measured here".format_map(best)
+            how = "{engine} engine, batch {batch}; without a measurement of quality".format_map(best)
             answer = f"{best['speedup_over_transformers']:.1f}x", "transformers' decode speed at full depth", [how]
             cpu = str(source.data.get("environment", {}).get("cpu", ""))
             cards.append(Card(f"Engine on {_subject(source)}", [answer], cpu))
@@ -170,48 +165,34 @@ def _speed_cards(sources: Sequence[Source]) -> list[Card]:
 
 
 def _schedules(sources: Sequence[Source]) -> Section:
-    """Every schedule that the sources name, once; under all the names that it has there."""
-    decodings: list[Any] = [s.data.data["config"].get("method", {}) for s in of_kind(sources, "evaluation")]
-    decodings += [row.get("decoding") or {} for s in of_kind(sources, "quality-table") for row in s.data["runs"]]
+    """Each schedule of the sources once, under all of its names."""
+    methods: list[Any] = [s.data.data["config"].get("method", {}) for s in of_kind(sources, "evaluation")]
     schedules = [s.data for s in of_kind(sources, "schedule")]
-    schedules += [Schedule.from_dict(d["schedule"]) for d in decodings if d.get("schedule")]
-    found: dict[Schedule, list[str]] = {}
-    for schedule in (s for s in schedules if not s.is_full):
-        found.setdefault(replace(schedule, name="any"), []).append(schedule.name)
-    if not found:
-        return Section("Which layers run where")
+    schedules += [Schedule.from_dict(method["schedule"]) for method in methods if method.get("schedule")]
+    named = grouped((s for s in schedules if not s.is_full), lambda s: replace(s, name="any"))
     titles: dict[str, Schedule] = {}
-    for schedule, names in found.items():
+    for schedule, same in named.items():
         first, last = schedule.budgets[0], schedule.budgets[-1]
         depth = f"{first} of {schedule.num_layers}" if first == last else f"{first} to {last} of {schedule.num_layers}"
-        titles[f"{', '.join(dict.fromkeys(names))}\n{depth} layers, {schedule.nominal_speedup:.2f}x"] = schedule
-    label = "Layers by generation position. " + "; ".join(title.replace("\n", ": ") for title in titles)
-    picture = Picture(partial(depth_figure, titles), _ABOVE, label)
-    return Section("Which layers run where", _NESTED, pictures=[picture])
+        names = ", ".join(dict.fromkeys(s.name for s in same))
+        titles[f"{names}\n{depth} layers, {schedule.nominal_speedup:.2f}x"] = schedule
+    pictures = [Picture(partial(depth_figure, titles), _DEPTH)] if titles else []
+    return Section("Which layers run where", pictures=pictures)
 
 
 def _calibration(source: Source) -> Section:
-    """What a calibration learned, next to the baselines."""
-    data, schedule = source.data, source.data["schedule"]
-    what, importance = importance_of(data)
-    most = max(importance, key=lambda layer: importance[layer], default=None)
-    label = f"Layers by {what}; the most: layer {most}. Drop order {schedule['drop_order']}."
-    if bases := [found["base"] for found in data["rounds"]]:
-        label += f" Loss as layers go: {bases[0]:.3f} with all, {bases[-1]:.3f} at the end of the search."
-    caption = (
-        f"{schedule['name']}: how much each layer matters on these records; where the schedule leaves it out; the loss "
-        "as layers are left out at all positions, in the learned order"
-    )
+    """A result of `skipdecode calibrate`."""
+    data = source.data
     losses = f"Loss per response token on {data.get('records', '?')} records, teacher-forced"
     return Section(
         f"Calibration: {source.name}",
-        pictures=[Picture(partial(calibration_figure, data), caption, label)],
+        pictures=[Picture(partial(calibration_figure, data), f"{data['schedule']['name']}: {_CALIBRATION}")],
         tables=[table(losses, data["verdicts"], _VERDICTS)],
     )
 
 
 def _tuning(logs: Sequence[Source]) -> Section:
-    """The losses in every log of `skipdecode tune`."""
+    """The losses in the logs of `skipdecode tune`."""
     if not logs:
         return Section("Loss while tuning")
     rows = []
@@ -222,10 +203,8 @@ def _tuning(logs: Sequence[Source]) -> Section:
         steps = max(row["step"] for row in log.data)
         rows.append({"log": log.name, "steps": steps, "best": best.get("cross_entropy"), "each": each, **best})
     charts = [loss_chart(log.data, log.name, by_schedule=False) for log in logs]
-    words = [f"{row['log']}: best on dev {row['best']:.4f} at step {row['step']}" for row in rows if row["best"]]
     figure = partial(chart_figure, charts, columns=4, size=(2.65, 2.1))
-    label = f"Cross-entropy per response token. {'; '.join(words)}"
-    picture = Picture(figure, "Means of training steps, and losses on the dev set, the mean of its schedules", label)
+    picture = Picture(figure, "Cross-entropy per token: running mean of training steps; dev set, mean over schedules")
     return Section("Loss while tuning", pictures=[picture], tables=[table("Losses on the dev set", rows, _DEV)])
 
 
@@ -233,7 +212,7 @@ def _tuning(logs: Sequence[Source]) -> Section:
 
 
 def _environments(sources: Sequence[Source]) -> Section:
-    """Machine, versions, commit and date of every source that says where it was measured."""
+    """Machine, versions, commit and date of each source that has an environment."""
     rows = []
     for source in sources:
         document = source.data.data if isinstance(source.data, Run) else source.data
@@ -243,12 +222,12 @@ def _environments(sources: Sequence[Source]) -> Section:
             machine = f"{found.get('cores', '?')} cores of {found.get('cpu', '?')}"
             machine = ", ".join([machine, *map(str, found.get("gpus") or [])])
             rows.append({"result": source.name, **found, "commit": commit, "machine": machine})
-    caption = "Compare times of one result; between machines and days only ratios"
+    caption = "Compare times within one result only; between machines or days compare ratios"
     return Section("Environment", tables=[table(caption, rows, _ENVIRONMENT)] if rows else [])
 
 
 def _settings(sources: Sequence[Source]) -> Section:
-    """Everything that runs say about themselves."""
+    """The settings of each evaluation run."""
     details = []
     for source in of_kind(sources, "evaluation"):
         run = source.data

@@ -1,4 +1,4 @@
-"""Sections on what runs wrote: scores by length, samples side by side."""
+"""Sections on the outputs of runs: scores by length, outputs side by side."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ __all__ = ["length_section", "sample_section"]
 
 _SHOWN_TEXT = 1200
 _AXES = {"prompt_tokens": "By prompt length", "reference_tokens": "By reference length"}
-_MARKED = "Marked: words that the same model at full depth did not write there."
+_MARKED = "Marked: words that differ from the output of the same model at full depth."
 
 
 def length_section(group: Group) -> Section:
-    """The first metric in quarters of the records, by length; a panel for each kind of length."""
+    """The first metric by quarters of the records, in order of length; a chart for each kind of length."""
     heading = f"Scores by length: {group.title}"
     metric = next((m for m in METRIC_NAMES if any(m in run.data["metrics"] for run in group.runs)), "")
     charts = [chart for axis in _AXES if (chart := _lengths(group.runs, axis, metric)).series]
     if not charts:
         return Section(heading)
-    label = f"{METRIC_NAMES[metric]} in quarters of the records, shortest to longest."
-    for chart in charts:
-        words = (f"{one.name}: {', '.join(f'{p.y:.1f}' for p in one.points)}" for one in chart.series)
-        label += f" {chart.title}: {'; '.join(words)}."
     figure = partial(chart_figure, charts, columns=2, size=(5.2, 3.2))
-    return Section(heading, pictures=[Picture(figure, "Quarters of the records, shortest to longest", label)])
+    caption = f"{METRIC_NAMES[metric]} by quarters of the records, shortest to longest"
+    return Section(heading, pictures=[Picture(figure, caption)])
 
 
 def _lengths(runs: Sequence[Run], axis: str, metric: str) -> Chart:
@@ -53,9 +50,8 @@ def _range(bucket: dict[str, Any]) -> str:
 
 
 def sample_section(group: Group) -> Section:
-    """Records that the runs have in common, every output beside the others."""
-    samples = _samples(group.runs) if group.runs else []
-    return Section(f"Outputs side by side: {group.title}", _MARKED, samples=samples)
+    """The sample records that all runs have, with the outputs of all runs."""
+    return Section(f"Outputs side by side: {group.title}", _MARKED, samples=_samples(group.runs))
 
 
 def _samples(runs: Sequence[Run]) -> list[Sample]:
@@ -72,10 +68,10 @@ def _samples(runs: Sequence[Run]) -> list[Sample]:
 
 
 def _marked(text: str, full: str | None) -> Pieces:
-    """The text in pieces, those marked that `full` does not have."""
+    """The text in pieces; those that `full` does not have are marked."""
     if full is None:
         return [(text, False)]
-    # Words and the white space between them, so that the pieces together are the text.
+    # Words and the white space between them: the pieces together are the text.
     words, expected = re.findall(r"\s+|\S+", text), re.findall(r"\s+|\S+", full)
     changes = difflib.SequenceMatcher(None, words, expected, autojunk=False).get_opcodes()
     return [("".join(words[low:high]), tag != "equal") for tag, low, high, _, _ in changes if high > low]

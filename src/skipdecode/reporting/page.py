@@ -1,7 +1,4 @@
-"""A page as data, and the one HTML document that it becomes (Jinja2; every text is escaped by it).
-
-Knows nothing about results.
-"""
+"""A page as data, and its HTML document (Jinja2, which escapes every text). Knows nothing about results."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from skipdecode.reporting.charts import svg
 __all__ = ["Card", "Picture", "Pieces", "Sample", "Section", "Table", "render", "table"]
 
 Pieces = Sequence[tuple[str, bool]]
-"""A text in pieces, each with whether it is to be marked."""
+"""The pieces of a text, and for each whether it is marked."""
 Sample = tuple[str, Sequence[tuple[str, Pieces]]]
-"""A prompt and what came of it, side by side: each output's name and its pieces."""
+"""A prompt and its outputs: the name and the pieces of each."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """Answers for the first screen, the first one the largest: each a figure, what it is, and lines about it."""
+    """A card on the first screen: a heading and answers, each with a figure, its meaning, and further lines."""
 
     heading: str
     answers: Sequence[tuple[str, str, Sequence[str]]]
@@ -34,7 +31,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first cell of each names the row. So many of the first columns stay in view, two on a phone."""
+    """Rows of text; the first cell of a row is its name. The first `pinned` columns (two on a phone) do not scroll."""
 
     caption: str
     head: Sequence[str]
@@ -44,26 +41,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure over the whole width of the page.
-
-    Parameters
-    ----------
-    figure : callable
-        Makes a figure of matplotlib.
-    caption : str
-        Text under the figure.
-    label : str
-        What it shows, in words, for those who do not see it.
-    """
+    """A figure over the whole width of the page: a function that makes it with matplotlib, and its caption."""
 
     figure: Callable[[], Any]
     caption: str
-    label: str
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with its heading; `details` are preformatted texts behind a line that opens them."""
+    """A section of the page; `details` are pairs of a summary and a preformatted text, closed at first."""
 
     heading: str
     intro: str = ""
@@ -77,13 +63,9 @@ class Section:
 
 
 def table(caption: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str], *, pinned: int = 1) -> Table:
-    """Records as a table.
+    """Records as a table: `columns` has a pattern of `str.format` for each heading.
 
-    Parameters
-    ----------
-    columns : mapping of str to str
-        By heading, the pattern of `str.format` that makes a cell from a record; where a field is missing, None or of
-        another type, the cell is a dash.
+    A cell is a dash if a field is missing, None or of another type.
     """
     cells = [[_cell(pattern, row) for pattern in columns.values()] for row in rows]
     return Table(caption, list(columns), cells, pinned)
@@ -99,14 +81,14 @@ def _cell(pattern: str, row: Mapping[str, Any]) -> str:
 def render(
     title: str, sources: Sequence[str], cards: Sequence[Card], sections: Sequence[Section], *, progress: bool = False
 ) -> str:
-    """The page, the same text for the same parts. Empty sections are left out.
+    """The HTML document, without the empty sections; the same text for the same arguments.
 
     Parameters
     ----------
     sources : sequence of str
-        The names of what is reported.
+        The names of the reported files.
     progress : bool
-        Show a bar.
+        Show a progress bar.
 
     Raises
     ------
@@ -133,7 +115,7 @@ def render(
         def draw(picture: Picture) -> Markup:
             figure = picture.figure()
             bar.update()
-            return Markup(svg(figure))  # matplotlib has escaped its texts
+            return Markup(svg(figure))  # matplotlib escapes its texts
 
         style = Markup((resources.files("skipdecode.reporting") / "page.css").read_text(encoding="utf-8"))
         page = environment.get_template("page.html")

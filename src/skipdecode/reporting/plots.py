@@ -1,7 +1,4 @@
-"""Pictures of this package's own data: schedules and calibrations, decoding speed, the losses of a tuning run.
-
-All raise MissingExtraError where matplotlib is not installed.
-"""
+"""Pictures of schedules, calibrations, decoding speed and tuning losses; MissingExtraError without matplotlib."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from skipdecode.reporting.charts import (
 )
 from skipdecode.schedule import Schedule
 
-__all__ = ["calibration_figure", "depth_figure", "importance_of", "loss_chart", "schedule_losses", "speed_figure"]
+__all__ = ["calibration_figure", "depth_figure", "loss_chart", "schedule_losses", "speed_figure"]
 
 _RUNS, _BARS, _STORED = COLORS[0], COLORS[1], COLORS[5]
 _WINDOW, _DRAWN = 15, 80
@@ -37,14 +34,14 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def depth_figure(schedules: Mapping[str, Schedule], positions: int | None = None) -> Any:
-    """Layers × generation positions, and left of them what layers do with prompt tokens; a panel for each schedule.
+    """Layers × generation positions, with the layers that prompt tokens run at the left; a panel for each schedule.
 
     Parameters
     ----------
     schedules : mapping of str to Schedule
-        By the panel's title.
+        By the title of the panel.
     positions : int, optional
-        How many are shown. Default: the schedule's `seq_len`, and at least 8.
+        The number of positions. Default: the schedule's `seq_len`, and at least 8.
     """
     columns = min(5, len(schedules))
     rows = -(-len(schedules) // columns)
@@ -67,34 +64,31 @@ def depth_figure(schedules: Mapping[str, Schedule], positions: int | None = None
     return figure
 
 
-def importance_of(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
-    """How much each layer that was tried matters, and what that is, from a document of `skipdecode calibrate`."""
+def _importance(calibration: Mapping[str, Any]) -> tuple[str, dict[int, float]]:
+    """The importance of each layer that the calibration tried, and what its numbers are."""
     if not calibration["rounds"]:
         return "block influence", dict(enumerate(calibration["block_influence"]))
     first = calibration["rounds"][0]
     added = {int(layer): loss - first["base"] for layer, loss in first["losses"].items()}
-    return "loss added when it alone is left out", added
+    return "loss added by skipping only this layer", added
 
 
 def calibration_figure(calibration: Mapping[str, Any]) -> Any:
-    """A calibration in three panels, from a document of `skipdecode calibrate`.
-
-    How much each layer matters; layers × generation positions; the loss as layers are left out, one after the other.
-    """
+    """Three panels for a document of `skipdecode calibrate`: importance of layers, schedule, loss during the search."""
     schedule = Schedule.from_dict(calibration["schedule"])
-    label, importance = importance_of(calibration)
+    label, importance = _importance(calibration)
     losses = Series("loss", [Point(i, found["base"]) for i, found in enumerate(calibration["rounds"])], markers=False)
-    search = Chart([losses], "layers left out", "loss per response token", "the search")
+    search = Chart([losses], "layers skipped", "loss per response token", "search")
     figure = new_figure(10.5, 3.9)
     with styled():
         bars, grid, curve = figure.subplots(1, 3)
         bars.barh(list(importance), list(importance.values()), 0.8, color=_BARS)
         for rank, layer in enumerate(schedule.drop_order, start=1):
-            # In axes' width, so that the numbers stand in one column whatever the bars' scale.
+            # In units of the axes' width: the numbers are then in one column at any scale of the bars.
             bars.text(0.99, layer, str(rank), transform=bars.get_yaxis_transform(), ha="right", va="center", fontsize=6)
         bars.margins(x=0.12)
         bars.axvline(0, color=INK, linewidth=0.6)
-        bars.set(ylabel="layer", xlabel=label, title="importance; at the right the drop order")
+        bars.set(ylabel="layer", xlabel=label, title="importance; drop order at the right")
         bars.set_ylim(-0.5, schedule.num_layers - 0.5)
         _draw_schedule(grid, schedule, None)
         grid.set(xlabel="generation position", title=schedule.name)
@@ -104,9 +98,9 @@ def calibration_figure(calibration: Mapping[str, Any]) -> Any:
 
 
 def _draw_schedule(axes: Any, schedule: Schedule, positions: int | None) -> None:
-    """Each set of layers is one outline, however many layers there are."""
+    """Draw each set of layers as one outline."""
     shown = max(8, schedule.seq_len) if positions is None else max(1, positions)
-    left, right = -0.13 * shown, -0.02 * shown  # of the strip for the prompt
+    left, right = -0.13 * shown, -0.02 * shown  # of the strip for prompt tokens
     for span in ((left, right), (0, shown)):
         axes.axvspan(*span, color=LEFT_OUT, linewidth=0)
     layers = range(schedule.num_layers)
@@ -130,7 +124,7 @@ def _legend(figure: Any, schedules: Iterable[Schedule]) -> None:
     from matplotlib.patches import Patch
 
     stored = any(schedule.projected for schedule in schedules)
-    shades = {"runs": _RUNS, "keys and values alone": _STORED if stored else None, "left out": LEFT_OUT}
+    shades = {"runs": _RUNS, "only keys and values": _STORED if stored else None, "skipped": LEFT_OUT}
     handles = [Patch(color=color, label=label) for label, color in shades.items() if color]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
 
@@ -139,9 +133,9 @@ def _legend(figure: Any, schedules: Iterable[Schedule]) -> None:
 
 
 def speed_figure(rows: _Rows) -> Any:
-    """The rows of a `skipdecode bench` document: speed-up and share of the limit against nominal speed-up.
+    """Decode speed-up and share of the limit against nominal speed-up, from the rows of `skipdecode bench`.
 
-    Two panels for each batch and prompt length. Faint: the speed-up that the bytes of the layers left allow.
+    Two charts for each batch size and prompt length. Faint: the bound by bytes.
     """
     charts = []
     for title, mine in grouped(rows, lambda r: f"batch {r['batch']}, prompt {r.get('prompt', '?')}").items():
@@ -152,7 +146,9 @@ def speed_figure(rows: _Rows) -> Any:
                 speedups.append(Series(engine, [Point(r["nominal_speedup"], r["decode_speedup"]) for r in found]))
                 bounds = [Point(r["nominal_speedup"], r["amdahl_bound"]) for r in found if "amdahl_bound" in r]
                 speedups.append(Series(engine, bounds, ":", markers=False, like=engine))
-        charts.append(Chart(speedups, "nominal speed-up", "decode speed-up", title, diagonal="nominal"))
+        far = max(r["nominal_speedup"] for r in mine)
+        speedups.append(Series("nominal", [Point(1, 1), Point(far, far)], ":", markers=False))
+        charts.append(Chart(speedups, "nominal speed-up", "decode speed-up", title))
         charts.append(Chart(shares, "nominal speed-up", "% of the limit", title, least=0))
     return chart_figure(charts, columns=2, size=(5.2, 2.8))
 
@@ -161,27 +157,27 @@ def speed_figure(rows: _Rows) -> Any:
 
 
 def loss_chart(rows: _Rows, title: str = "", *, by_schedule: bool = True) -> Chart:
-    """Cross-entropy against step from the rows of a tuning log: a running mean in training, and the dev set's losses.
+    """Cross-entropy against step from a tuning log: the running mean of training steps, and the dev set.
 
     Parameters
     ----------
     rows : sequence of mapping
-        With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; those of kind dev also by name of schedule.
+        With ``kind`` ("train" or "dev"), ``step`` and ``cross_entropy``; kind dev also has losses by schedule name.
     by_schedule : bool
-        A line for the dev set under each schedule; else one of their mean.
+        One line for each schedule on the dev set; else one line for their mean.
     """
     train, dev = ([r for r in rows if r["kind"] == kind] for kind in ("train", "dev"))
     losses = [r["cross_entropy"] for r in train]
-    ends = range(len(train), 0, -max(1, math.ceil(len(train) / _DRAWN)))  # more points are not seen
+    ends = range(len(train), 0, -max(1, math.ceil(len(train) / _DRAWN)))  # more points would not be visible
     means = [Point(train[end - 1]["step"], statistics.fmean(losses[max(0, end - _WINDOW) : end])) for end in ends]
     series = [Series(f"train, mean of {_WINDOW} steps", means, "-", markers=False)] if train else []
     schedules = list(dict.fromkeys(name for r in dev for name in schedule_losses(r))) if by_schedule else []
     for name in schedules if len(schedules) > 1 else ["cross_entropy"] if dev else []:
         found = [Point(r["step"], r[name]) for r in dev if name in r]
         series.append(Series(f"dev, {name}" if len(schedules) > 1 else "dev", found))
-    return Chart(series, "optimizer step", "cross-entropy per token", title, log=True)
+    return Chart(series, "optimizer step", "cross-entropy per token", title)
 
 
 def schedule_losses(row: Mapping[str, Any]) -> dict[str, float]:
-    """The losses of a tuning log's row of kind dev, by name of schedule."""
+    """The losses of a line of kind dev in a tuning log, by schedule name."""
     return {name: loss for name, loss in row.items() if name not in ("kind", "step", "cross_entropy")}

@@ -1,14 +1,9 @@
-"""What methods came to on a task: runs of `skipdecode eval` and rows of published tables, in groups that share a chart.
-
-A group has one task, one model and one yardstick: the same records, scored the same way, shares kept of one model at
-full depth. Nothing is drawn or listed together that is not in one group.
-"""
+"""Runs of `skipdecode eval` in groups that share a chart: same task, model, records and scoring settings."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +19,13 @@ HEADLINE = ("bleu", "rougeL", "bertscore_f1")
 
 @dataclass(frozen=True)
 class Bounded:
-    """A value with the bounds of its 95% interval, where they are known."""
+    """A value with the bounds of its 95% interval, if they are known."""
 
     value: float
     bounds: tuple[float, float] | None = None
 
     def text(self, pattern: str = "{:.2f}", unit: str = "") -> str:
-        """``value [low, high]``, the unit after the value."""
+        """``value [low, high]``, with the unit after the value."""
         value = pattern.format(self.value) + unit
         if self.bounds is None:
             return value
@@ -47,186 +42,89 @@ def percent(share: Bounded) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """One method on one set of records.
+    """What the report shows of a run.
 
     Parameters
     ----------
-    name, curve : str
-        What it is called, with and without its nominal speed-up.
-    model : str
-        The checkpoint.
+    curve : str
+        The name without its nominal speed-up; results of one curve are joined by a line.
     request, speed : Bounded or None
         Measured speed-up of whole requests, and of decoding alone.
-    layers : float or None
-        Mean of a generated token.
     kept : mapping of str to Bounded
-        By metric, the share of the yardstick's score.
+        For each metric, the share of full depth's score.
     measured : str
-        With what the speed was measured.
-    run : Run or None
-        The run itself, where it is at hand.
+        Engine, batch size, dtype and threads of the speed measurement.
     """
 
-    name: str
+    run: Run
     curve: str
-    model: str
-    full: bool
-    decoding: Mapping[str, Any] | None
-    nominal: float | None
     request: Bounded | None
     speed: Bounded | None
-    layers: float | None
     scores: Mapping[str, Bounded]
     kept: Mapping[str, Bounded]
     measured: str
-    run: Run | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.run.name
+
+    @property
+    def full(self) -> bool:
+        """Whether the run is full depth."""
+        return self.run.full_depth
+
+    @property
+    def nominal(self) -> float | None:
+        """The nominal speed-up, if the method has a schedule."""
+        return self.run.data.get("nominal_speedup")
 
     @property
     def least(self) -> tuple[str, Bounded] | None:
-        """The metric of which least is kept, of the headline ones where it has any."""
+        """The metric with the smallest kept share; one of the headline metrics if the run has any."""
         shares = {m: self.kept[m] for m in HEADLINE if m in self.kept} or self.kept
         return min(shares.items(), key=lambda entry: entry[1].value, default=None)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Results that may stand side by side, full depth first, then curve by curve."""
+    """Results that may be compared: full depth first, then by curve and speed-up."""
 
-    task: str
-    model: str
-    records: int
-    yardstick: str
+    title: str
     machine: str
-    results: list[Result] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        """Task, model and yardstick, in words."""
-        against = f" against {self.yardstick}" if self.yardstick not in ("", self.model) else ""
-        return f"{self.task} on {self.model}: {self.records} records{against}"
+    results: list[Result]
 
     @property
     def runs(self) -> list[Run]:
-        """The runs that are at hand."""
-        return [result.run for result in self.results if result.run is not None]
+        """The runs of the results."""
+        return [result.run for result in self.results]
 
     @property
     def full(self) -> Result | None:
-        """The yardstick's own result."""
-        return next((r for r in self.results if r.full and r.model == self.yardstick), None)
+        """The result of full depth."""
+        return next((r for r in self.results if r.full), None)
 
     def pace(self, result: Result) -> float:
-        """The speed-up that is compared: of whole requests where all results have it, else of decoding."""
+        """The speed-up to compare by: of whole requests if all results have it, else of decoding; 0 if unknown."""
         found = result.request if self.by_request else result.speed
         return 0.0 if found is None else found.value
 
     @property
     def by_request(self) -> bool:
-        """Whether every result that has a speed has one of whole requests."""
+        """Whether each result with a speed-up has one of whole requests."""
         return all(r.request is not None for r in self.results if r.speed is not None)
 
 
 def groups_of(sources: Sequence[Source]) -> list[Group]:
-    """Every group; a run that stands in a table too counts once, in the table's."""
-    found: dict[Any, Group] = {}
-    tabled: dict[str, tuple[Group, int]] = {}
-    for source in of_kind(sources, "quality-table"):
-        for row in source.data["runs"]:
-            result, data = _of_row(row), (source.data.get("task", {}).get("data_sha256"), row["n"])
-            group = found.setdefault((data, *_yardstick(source)), _table_group(source, row["n"]))
-            identity = _identity(data, result)
-            if identity not in [_identity(data, other) for other in group.results]:
-                tabled.setdefault(identity, (group, len(group.results)))
-                group.results.append(result)
+    """The groups of all evaluation runs among the sources, in the order of their first runs."""
+    found: dict[Any, list[Run]] = {}
     for source in of_kind(sources, "evaluation"):
-        run, result = source.data, _of_run(source.data)
+        run = source.data
+        signatures = sorted((m, entry["signature"]) for m, entry in run.data["metrics"].items() if m in METRICS)
         config = run.data["config"]
-        data = config.get("data_sha256"), run.data["n"]
-        if place := tabled.get(_identity(data, result)):
-            group, number = place
-            group.results[number] = replace(group.results[number], run=run)
-        else:
-            key = data, config.get("model"), _signatures(run)
-            found.setdefault(key, _run_group(run)).results.append(result)
-    return [replace(group, results=_arranged(group)) for group in found.values()]
-
-
-def _arranged(group: Group) -> list[Result]:
-    """Curves of several checkpoints named with each, and what is kept where only the yardstick's scores say it."""
-    checkpoints = Counter(curve for curve, _ in {(r.curve, r.model) for r in group.results})
-    full, results = group.full, []
-    for r in group.results:
-        if checkpoints[r.curve] > 1 and r.model not in r.curve:
-            r = replace(r, curve=f"{r.curve}, {r.model}", name=f"{r.curve}, {r.model}{r.name.removeprefix(r.curve)}")
-        if r is full:
-            r = replace(r, kept={m: Bounded(1.0) for m in r.scores if m in METRICS})
-        elif full is not None and not r.kept:
-            common = [m for m in r.scores if m in full.scores and m in METRICS and full.scores[m].value]
-            r = replace(r, kept={m: Bounded(r.scores[m].value / full.scores[m].value) for m in common})
-        results.append(r)
-    return sorted(results, key=lambda r: (not r.full, r.curve, r.nominal or 0.0))
-
-
-def _identity(data: Any, result: Result) -> str:
-    """What a run and its row in a table have in common, and no other: records, decoding, scores."""
-    return repr((data, result.decoding, sorted((name, score.value) for name, score in result.scores.items())))
-
-
-# ---------------------------------------------------------------------- rows of tables
-
-
-def _yardstick(source: Source) -> tuple[Any, ...]:
-    full = _full_row(source)
-    return source.data.get("model"), full.get("checkpoint"), repr(full.get("retained") and _of_row(full).scores)
-
-
-def _full_row(source: Source) -> Mapping[str, Any]:
-    return next((row for row in source.data["runs"] if row["method"] == "full"), {})
-
-
-def _table_group(source: Source, records: int) -> Group:
-    data = source.data
-    yardstick = _full_row(source).get("checkpoint", "")
-    cpu = str(data.get("environment", {}).get("cpu", ""))
-    return Group(data.get("task", {}).get("name", ""), data.get("model") or source.name, records, yardstick, cpu)
-
-
-def _of_row(row: Mapping[str, Any]) -> Result:
-    nominal = row.get("nominal_speedup")
-    return Result(
-        name=row["method"] + ("" if nominal is None else f" {nominal:.2g}x"),
-        curve=row["method"],
-        model=row.get("checkpoint", ""),
-        full=row["method"] == "full" or row["method"].startswith("full,"),
-        decoding=row.get("decoding"),
-        nominal=nominal,
-        request=_bounded(row.get("measured_speedup_with_prompt"), row.get("measured_speedup_with_prompt_interval")),
-        speed=_bounded(row.get("measured_speedup"), row.get("measured_speedup_interval")),
-        layers=row.get("mean_layers"),
-        scores={name: Bounded(row[name], (low, high)) for name, (low, high) in row["intervals"].items()},
-        kept={m: Bounded(e["share"], _pair(e)) for m, e in row["retained"].items() if e is not None},
-        measured=_with(row.get("speed_from") or {}),
-    )
-
-
-def _bounded(value: float | None, bounds: Any = None) -> Bounded | None:
-    """From a value and its bounds, in a list or by name, of which either may be missing."""
-    if value is None:
-        return None
-    low, high = (bounds["low"], bounds["high"]) if isinstance(bounds, Mapping) else bounds or (None, None)
-    return Bounded(value, None if low is None or high is None else (low, high))
-
-
-def _with(source: Mapping[str, Any]) -> str:
-    """Engine, batch, numbers and threads of a measurement."""
-    patterns = ("{engine} engine", "batch {batch_size}", "{dtype}", "{quantization}", "{threads}")
-    known = {name: value for name, value in source.items() if value not in (None, "none")}
-    if threads := known.get("threads"):
-        known["threads"] = f"{threads} thread{'' if threads == 1 else 's'}"
-    return ", ".join(p.format_map(known) for p in patterns if p[p.index("{") + 1 : p.index("}")] in known)
-
-
-# ---------------------------------------------------------------------- runs
+        key = config.get("data_sha256"), run.data["n"], config.get("model"), tuple(signatures)
+        found.setdefault(key, []).append(run)
+    return [_group(runs) for runs in found.values()]
 
 
 def model_of(run: Run) -> str:
@@ -234,45 +132,55 @@ def model_of(run: Run) -> str:
     return Path(str(run.data["config"].get("model"))).name
 
 
-def _run_group(run: Run) -> Group:
-    data, config, model = run.data, run.data["config"], model_of(run)
-    return Group(config.get("task", {}).get("name", ""), model, data["n"], model, data["environment"].get("cpu", ""))
+def _group(runs: Sequence[Run]) -> Group:
+    data, results = runs[0].data, [_result(run) for run in runs]
+    full = next((r for r in results if r.full), None)
+    title = f"{data['config'].get('task', {}).get('name', '')} on {model_of(runs[0])}: {data['n']} records"
+    results = [_with_kept(r, full) for r in results]
+    ordered = sorted(results, key=lambda r: (not r.full, r.curve, r.nominal or 0.0))
+    return Group(title, data["environment"].get("cpu", ""), ordered)
 
 
-def _signatures(run: Run) -> tuple[tuple[str, str], ...]:
-    metrics = {name: entry["signature"] for name, entry in run.data["metrics"].items() if name in METRICS}
-    return tuple(sorted(metrics.items()))
+def _with_kept(result: Result, full: Result | None) -> Result:
+    """The result with the shares that it keeps; without intervals if only the two scores are known."""
+    if full is None or result.kept:
+        return result
+    common = [m for m in result.scores if m in METRICS and m in full.scores and full.scores[m].value]
+    return replace(result, kept={m: Bounded(result.scores[m].value / full.scores[m].value) for m in common})
 
 
-def _of_run(run: Run) -> Result:
+def _result(run: Run) -> Result:
     data, config = run.data, run.data["config"]
-    used = {name: config.get(name) for name in ("dtype", "quantization")}
-    used |= {"engine": data.get("engine"), "threads": data["environment"].get("threads")}
-    used |= {"batch_size": config.get("settings", {}).get("batch_size")}
-    with_prompt = data.get("measured_speedup_with_prompt")
+    threads = data["environment"].get("threads")
+    measured = {
+        "{} engine": data.get("engine"),
+        "batch {}": config.get("settings", {}).get("batch_size"),
+        "{}": config.get("dtype"),
+        "{} weights": config.get("quantization"),
+        "1 thread" if threads == 1 else "{} threads": threads,
+    }
     return Result(
-        name=run.name,
+        run,
         curve=_curve(run),
-        model=model_of(run),
-        full=run.full_depth,
-        decoding=config.get("method"),
-        nominal=data.get("nominal_speedup"),
-        request=_bounded(with_prompt, data.get("measured_speedup_with_prompt_interval")),
-        speed=_bounded(run.measured_speedup, data.get("measured_speedup_interval")),
-        layers=run.layers_per_token,
-        scores={m: Bounded(e["score"], _pair(e["interval"])) for m, e in data["metrics"].items()},
-        kept={m: Bounded(e["estimate"], _pair(e)) for m, e in data["kept"].items() if e is not None},
-        measured=_with(used),
-        run=run,
+        request=_bounded(data, "measured_speedup_with_prompt"),
+        speed=_bounded(data, "measured_speedup"),
+        scores={m: Bounded(e["score"], _bounds(e["interval"])) for m, e in data["metrics"].items()},
+        kept={m: Bounded(e["estimate"], _bounds(e)) for m, e in data["kept"].items() if e is not None},
+        measured=", ".join(text.format(value) for text, value in measured.items() if value not in (None, "none")),
     )
 
 
 def _curve(run: Run) -> str:
-    """The name of the run without its speed-up: that of its schedule where the schedule has the run's name."""
+    """The curve of the run's schedule if both have the same name, else the run's name."""
     found = run.data["config"].get("method", {}).get("schedule")
     schedule = None if found is None else Schedule.from_dict(found)
     return schedule.curve if schedule is not None and schedule.name == run.name else run.name
 
 
-def _pair(bounds: Mapping[str, float]) -> tuple[float, float]:
-    return bounds["low"], bounds["high"]
+def _bounded(data: Mapping[str, Any], name: str) -> Bounded | None:
+    value, interval = data.get(name), data.get(f"{name}_interval")
+    return None if value is None else Bounded(value, None if interval is None else _bounds(interval))
+
+
+def _bounds(interval: Mapping[str, float]) -> tuple[float, float]:
+    return interval["low"], interval["high"]

@@ -1,4 +1,4 @@
-"""Result files: found in what the user named, told apart by their kind, checked before anything is drawn."""
+"""Result files: how they are found, recognised by their kind, and checked before anything is drawn."""
 
 from __future__ import annotations
 
@@ -29,25 +29,24 @@ _NEEDED: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "rounds": {"base": _NUMBER, "losses": dict},
     },
     "self-generated": {"": {"n": int}, "rows": {"name": str, "perplexity": _NUMBER}},
-    "quality-table": {"runs": {"method": str, "retained": dict, "intervals": dict, "n": int}},
 }
-"""By kind and list (the document itself: ""), the fields that sections read without asking, with their types."""
+"""For each kind and list ("" is the document itself), the fields that sections need, with their types."""
 SHOWN = (*_NEEDED, "evaluation", "schedule", "tuning")
-"""Kinds that a report has a section for."""
+"""Kinds of results that a report shows."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file that was understood.
+    """A result file.
 
     Parameters
     ----------
     name : str
-        For readers; the file's name, or its directory's where all files are called the same.
+        The name of the file, or of its directory if all files of the kind have one name.
     kind : str
-        As the file says (`skipdecode.common.kinds`); ``schedule`` for a schedule.
+        The kind in the file (`skipdecode.common.kinds`), or ``schedule``.
     data : Any
-        A `Run` of kind evaluation, a `Schedule` of kind schedule, a list of rows of kind tuning, else the document.
+        For evaluation a `Run`, for schedule a `Schedule`, for tuning a list of log lines, else the document.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Source:
 
 
 def find_files(places: Sequence[str]) -> list[Path]:
-    """Files that were named, and of directories the results in them; raises DataError for a place that is not there."""
+    """The files, and the result files in the directories, among `places`; raises DataError if one does not exist."""
     found: list[Path] = []
     for place in map(Path, places):
         if not place.exists():
@@ -77,18 +76,18 @@ def _inside(directory: Path) -> list[Path]:
 
 
 def read_source(path: Path) -> Source:
-    """One file.
+    """The source of a file.
 
     Raises
     ------
     DataError
-        It cannot be read, is of no known kind, or lacks what its kind needs; one line that names it.
+        The file cannot be read, its kind is unknown, or a field that its kind needs is missing.
     """
     name = path.parent.name if path.name in _WHOLE else path.stem
     if path.suffix == ".jsonl":
         return Source(name, "tuning", _tuning(path))
     data = read_json(path)
-    # A schedule is no result: its file is what stands in a model's config.json, and has no kind.
+    # A schedule file has no kind: it has the same content as the entry in a model's config.json.
     if isinstance(data, dict) and "kind" not in data and "drop_order" in data:
         return Source(name, "schedule", _schedule(path, data))
     check_kind(path, data)
@@ -96,7 +95,7 @@ def read_source(path: Path) -> Source:
         return Source(name, data["kind"], load_run(path))
     for key, needed in _NEEDED.get(data["kind"], {}).items():
         rows = data.get(key) if key else [data]
-        _check_rows(path, list(rows.values()) if isinstance(rows, dict) else rows, needed)
+        _check_rows(path, rows, needed)
     if data["kind"] == "calibration":
         _schedule(path, data["schedule"])
     return Source(name, data["kind"], data)
@@ -112,7 +111,7 @@ def _tuning(path: Path) -> list[dict[str, Any]]:
     _check_rows(path, rows[1:], {"kind": str, "step": int})
     losses = [r for r in rows[1:] if r["kind"] in ("train", "dev") and isinstance(r.get("cross_entropy"), _NUMBER)]
     if not losses:
-        raise DataError(f"{path}: no row has a cross_entropy")
+        raise DataError(f"{path}: no line has a cross_entropy")
     return losses
 
 
@@ -130,9 +129,9 @@ def _check_rows(path: Path, rows: Any, needed: Mapping[str, Any]) -> None:
         for key, kind in needed.items():
             value = row.get(key) if isinstance(row, dict) else None
             if not isinstance(value, kind) or isinstance(value, bool):
-                raise DataError(f"{path}: row {number} lacks {key!r}, or it is of the wrong type")
+                raise DataError(f"{path}: row {number} lacks {key!r}, or its type is wrong")
 
 
 def of_kind(sources: Iterable[Source], kind: str) -> list[Source]:
-    """Those of one kind, in order."""
+    """The sources of a kind, in order."""
     return [source for source in sources if source.kind == kind]
