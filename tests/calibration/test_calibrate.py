@@ -397,13 +397,13 @@ def refused(capsys: Any, command: list[str]) -> str:
         (["--target-speedup", "2", "--prompt-depths", "max_exit"], "--prompt-depths max_exit"),
         (["--nominal-speedup", "2", "--prompt-depths", "4"], "--prompt-depths belongs to --target-speedup"),
         (["--target-speedup", "2", "--phase", "decode", "--prompt-depths", "4"], "--prompt-depths belongs to"),
-        (["--nominal-speedup", "2", "--cost", "{cost}"], "--cost belongs to --target-speedup"),
+        (["--nominal-speedup", "2", "--cost", "{cost}"], "--cost needs --target-speedup"),
         (["--target-speedup", "2", "--cost", "{data}"], "not JSON"),
         (["--nominal-speedup", "2", "--records", "0"], "--records 0 is not accepted: give 1 or more"),
         (["--nominal-speedup", "2", "--candidates", "0"], "--candidates 0 is not accepted"),
         (["--nominal-speedup", "2", "--least", "9"], "--least 9 is not accepted for 8 layers: give 2 to 8"),
         (["--nominal-speedup", "2", "--warmup-layers", "8"], "--warmup-layers 8 is not accepted for 8 layers"),
-        (["--nominal-speedup", "2", "--task", "e2e"], "one of the three"),
+        (["--nominal-speedup", "2", "--task", "e2e"], "exclude each other"),
         (["--nominal-speedup", "2", "--response-field", "nothing"], "missing field"),
         (["--nominal-speedup", "2", "--data", "/nowhere.jsonl"], "/nowhere.jsonl: No such file"),
         (["--nominal-speedup", "2", "--method", "magic"], "--method 'magic' is not accepted"),
@@ -421,7 +421,7 @@ def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path, capsy
     capsys.readouterr()
     assert "is not empty: give --resume" in refused(capsys, arguments(files, out, *quick))
     told = refused(capsys, arguments(files, out, *quick, "--resume", "--seed", "1"))
-    assert "measured.jsonl was begun with other settings (records: " in told
+    assert "measured.jsonl was started with other settings (records: " in told
     assert told.endswith("give another --out")
     assert main(arguments(files, out, *quick, "--resume")) == 0
 

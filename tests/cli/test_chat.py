@@ -59,7 +59,7 @@ def llm(model_dir: str) -> LLM:
 def test_a_line_that_is_no_utf8_is_left_out_and_the_chat_goes_on(talk: Any, llm: LLM):
     out, told = talk(b"hello\n\xff\nand you\n")
     assert out == answers(llm, "hello", "and you")
-    assert "line 2 is left out: not UTF-8: byte 1 of the line" in told
+    assert "line 2 is skipped: not UTF-8: byte 1 of the line" in told
 
 
 def test_lines_are_turns_of_one_chat(talk: Any, llm: LLM):
@@ -85,7 +85,7 @@ def test_the_schedule_is_switched_between_turns(talk: Any, llm: LLM, tmp_path: P
     assert talk("/2x\nhello\n", "--prompt-layers", "3")[0] == answers(llm, "hello", schedule=shallow) != fast
     _, told = talk("/2x\nhello\nmore\n/schedule\n")
     assert told.count("not tuned under skipdecode-2x") == 1
-    assert "skipdecode-2x is on; there is full" in told
+    assert "skipdecode-2x; others: full" in told
 
 
 def test_the_system_message_can_be_set(talk: Any, llm: LLM):
@@ -99,7 +99,7 @@ def test_what_cannot_be_done_is_a_line_and_the_session_goes_on(talk: Any, llm: L
     out, told = talk(f"/faster\n/99x\n/schedule absent\n{'x' * CONTEXT}\nhello\n")
     assert out == answers(llm, "hello")
     said = [line for line in told.splitlines() if line.startswith("skipdecode: ")][-4:]
-    for line, part in zip(said, ("/faster", "nominal_speedup=99", "'absent' is not known", "no room"), strict=True):
+    for line, part in zip(said, ("/faster", "nominal_speedup=99", "unknown schedule 'absent'", "no room"), strict=True):
         assert part in line
 
 
@@ -107,7 +107,7 @@ def test_a_full_context_forgets_the_oldest_turns_and_says_so(talk: Any):
     turn = "word " * 10
     out, told = talk(f"{turn}\n" * 5)
     assert len(out.encode("utf-8", "ignore")) > 0
-    assert told.count("the oldest turn is forgotten") >= 2
+    assert told.count("the oldest turn is dropped") >= 2
 
 
 def test_a_model_without_chat_template_says_what_to_use(capsys: Any, tmp_path: Path):

@@ -285,13 +285,13 @@ def test_adapter_on_a_base_model_is_skipped_too(capsysbinary: Any, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["x", "--input", "in.jsonl"], 2, "given both as arguments and with --input"),
-        (["x", "--field", "q"], 2, "--field belongs to JSONL"),
+        (["x", "--input", "in.jsonl"], 2, "PROMPTS and --input exclude each other"),
+        (["x", "--field", "q"], 2, "PROMPTS and --field exclude each other"),
         (["x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
-        (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is of standard output"),
+        (["x", "--output-format", "text", "--output", "out.txt"], 2, "--output-format text is for standard output"),
         (["x", "--top-k", "3"], 2, "or a temperature too"),
-        (["x", "--seq-len", "3"], 2, "--seq-len belongs to --nominal-speedup"),
-        (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "both name a schedule"),
+        (["x", "--seq-len", "3"], 2, "--seq-len needs --nominal-speedup"),
+        (["x", "--schedule", "s.json", "--nominal-speedup", "2"], 2, "exclude each other"),
         (["x", "--schedule", "absent.json"], 2, "cannot read the schedule absent.json"),
         (["x", "--schedule", "broken.json"], 2, "broken.json: a schedule must be JSON"),
         (["x", "--schedule", "other.json"], 2, "is for 5 layers, but the model has 8"),

@@ -174,7 +174,7 @@ def test_two_new_outputs_of_one_name_are_refused(
         ("generate model --output fifo --input fifo", "--input fifo are the same"),
         ("plan model --nominal-speedup 2 --out new --png new/x.png", "lies in --out new"),
         ("plan model --nominal-speedup 2 --out s.json", "s.json exists: give --overwrite"),
-        ("plan model --nominal-speedup 2 --out circle", "leads in a circle"),
+        ("plan model --nominal-speedup 2 --out circle", "link is circular"),
         ("plan model --nominal-speedup 2 --out new/", "it is a directory"),
         ("bench model --profile s.json", "s.json exists: give --overwrite"),
         ("generate model x --summary s.json", "s.json exists: give --overwrite"),
@@ -295,7 +295,7 @@ def test_one_run_at_a_time_writes_to_a_directory(place: Path, capsys: pytest.Cap
             time.sleep(0.05)
         assert main([*command, "--resume"]) == 2
         told = capsys.readouterr().err
-        assert told == "skipdecode: run is being written by another run: wait for it, or name another output\n"
+        assert told == "skipdecode: run is being written by another run: wait for it, or give another output\n"
         assert first.poll() is None
     finally:
         first.send_signal(signal.SIGKILL)

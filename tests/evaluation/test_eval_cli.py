@@ -111,7 +111,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
     [
         (["--max-new-tokens", "100"], "leaves no room for a prompt"),
         (["--schedule", "{place}/nine.json"], "layers"),
-        (["--methods", "skipdecode:2", "skipdecode:2"], "names skipdecode-2x twice"),
+        (["--methods", "skipdecode:2", "skipdecode:2"], "has skipdecode-2x twice"),
     ],
 )
 def test_values_are_checked_before_weights_are_loaded(
@@ -175,13 +175,13 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     ("words", "message"),
     [
         (["evne:2"], "unknown method 'evne'"),
-        (["even:two"], "'two' is no speed-up"),
+        (["even:two"], "'two' is not accepted"),
         (["even"], "--method even needs --nominal-speedup"),
         (["none.json"], "cannot read the schedule none.json"),
-        (["full", "full"], "--methods names full twice"),
-        (["full", "--nominal-speedup", "2"], "leave out --nominal-speedup"),
-        (["static_pruning:2"], "give --drop-order FILE, such as the schedule that skipdecode calibrate wrote"),
-        (["full", "even:2", "--drop-order", "f"], "none of --methods full even:2 takes an order of layers: leave it"),
+        (["full", "full"], "--methods has full twice"),
+        (["full", "--nominal-speedup", "2"], "exclude each other"),
+        (["static_pruning:2"], "needs --drop-order FILE"),
+        (["full", "even:2", "--drop-order", "f"], "no method in full even:2 uses it: leave it"),
         (["d3:2", "--drop-order", "none.json"], "cannot read the schedule none.json"),
     ],
 )
@@ -252,7 +252,7 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
         (["--out", "{place}/x", "--method", "even"], 2, "--method even needs --nominal-speedup"),
         (["--out", "{place}/x", "--method", "full", "--nominal-speedup", "2"], 2, "--method full has no schedule"),
         (["--out", "{place}/x", "--method", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
-        (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order belongs to --nominal-speedup"),
+        (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order needs --nominal-speedup"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
         (
@@ -263,8 +263,8 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
         (["--out", "{place}/x", "--max-new-tokens", "95"], 2, "there is room for 1"),
         (["--out", "{place}/x", "--data", "{place}/none.jsonl"], 2, "none.jsonl: No such file"),
         (["--out", "{place}/data.jsonl/x"], 2, "lies in --data"),
-        (["--compare", "{place}/full"], 2, "--compare reads finished runs"),
-        ([], 2, "--out is needed"),
+        (["--compare", "{place}/full"], 2, "exclude each other"),
+        ([], 2, "--out is missing"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -324,9 +324,9 @@ def test_nothing_left_is_an_error_though_bad_records_are_skipped(
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"template": "Q: {text}"}, "the model was tuned with the prompt 'Q: {text}', chat=False;"),
+        ({"template": "Q: {text}"}, "the model was tuned with the template 'Q: {text}', chat=False;"),
         ({"template": "{text}:"}, None),
-        ({"template": "{text}:", "chat": True}, "the model was tuned with the prompt '{text}:', chat=True;"),
+        ({"template": "{text}:", "chat": True}, "the model was tuned with the template '{text}:', chat=True;"),
         ({}, None),
     ],
 )
@@ -339,8 +339,6 @@ def test_a_model_tuned_on_other_prompts_is_told(
     call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")
     assert main(call) == 0
-    notes = [
-        line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line and "prompt" in line
-    ]
+    notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]
     assert len(notes) == (message is not None)
     assert message is None or message in notes[0]

@@ -154,13 +154,13 @@ def test_the_report_has_the_figures_of_the_document(config_file, capsys):
     table = (
         f"request {figures['predicted_request_speedup']:.2f}x time of prompt and steps together "
         f"decode {figures['predicted_decode_speedup']:.2f}x time of the steps after the prompt "
-        f"nominal {figures['nominal_speedup']:.2f}x layers"
+        f"nominal {figures['nominal_speedup']:.2f}x all layers"
     )
     assert table in text, "the whole request comes first"
     assert 1 < figures["predicted_request_speedup"] < figures["predicted_decode_speedup"] < figures["nominal_speedup"]
     assert "of weights in bfloat16" in text
     assert "for 4 x (64 prompt + 33 new tokens), lockstep" in text
-    assert "schedule skipdecode-2x: 20 falling to 10 of 30 layers, left out bottom-up" in text
+    assert "schedule skipdecode-2x: 20 decreasing to 10 of 30 layers, skipped bottom-up" in text
     assert f"({figures['kv_bytes_saved'] / (figures['kv_bytes_saved'] + figures['kv_bytes_held']):.0%}) saved" in text
 
 
@@ -282,7 +282,7 @@ def test_files_and_the_next_command(config_file, tmp_path, capsys, monkeypatch):
     assert command[:2] == ["skipdecode", "plan"]
     second = plan(capsys, *command[2:], "--png", "picture.png")
     kept = Schedule.from_json((tmp_path / "schedule.json").read_text())
-    assert "left out even" in first
+    assert "skipped even" in first
     assert kept.name == "skipdecode-1.5x-wall"
     assert "skipdecode generate" in second
     assert "--schedule schedule.json" in second
@@ -381,9 +381,9 @@ def test_plain_ascii_where_the_terminal_has_no_blocks(config_file, monkeypatch):
     ("arguments", "message"),
     [
         ((), "no target was given"),
-        (("--target-speedup", "2", "--nominal-speedup", "2"), "more than one target"),
-        (("--target-speedup", "2", "--min-exit-layer", "2", "--max-exit-layer", "4"), "more than one target"),
-        (("--min-exit-layer", "2"), "go together"),
+        (("--target-speedup", "2", "--nominal-speedup", "2"), "exclude each other"),
+        (("--target-speedup", "2", "--min-exit-layer", "2", "--max-exit-layer", "4"), "exclude each other"),
+        (("--min-exit-layer", "2"), "--min-exit-layer needs --max-exit-layer"),
         (("--target-speedup", "9"), "out of reach"),
         (("--target-speedup", "0.5"), "1 or more"),
         (("--target-speedup", "fast"), "--target-speedup 'fast'"),

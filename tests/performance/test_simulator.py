@@ -319,7 +319,7 @@ def test_command_compares_full_depth_with_the_schedule(cost_files, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "inter-token p99, ms" in text
-    assert "x the requests/s that full depth can serve (nominal 2.00x)" in text
+    assert "x the requests/s that full depth can finish (nominal 2.00x)" in text
 
 
 def test_prompts_cost_what_the_file_says(tmp_path, capsys):
@@ -377,12 +377,12 @@ def test_answers_of_one_token_have_no_steps_to_compare(cost_files, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "a cost is needed"),
-        (["--model", "x", "--flops", "1"], "give both, or neither"),
+        ([], "no cost was given"),
+        (["--model", "x", "--flops", "1"], "--flops needs --bandwidth"),
         (["--cost", "COST", "--rate", "1", "--load", "1"], "give one of them"),
         (["--cost", "COST", "--load", "0"], "--load 0"),
         (["--cost", "COST", "--burst", "4"], "--burst needs"),
-        (["--cost", "COST", "--join-below", "auto"], "--join-below goes with --policy"),
+        (["--cost", "COST", "--join-below", "auto"], "--join-below needs --policy"),
         (["--cost", "COST", "--policy", "cohort", "--join-below", "2"], "join_below=2.0 is not accepted"),
         (["--cost", "COST", "--policy", "cohort", "--join-below", "few"], "--join-below few is not accepted"),
         (["--cost", "COST", "--max-rows", "99"], "known for 1 to 8 rows"),

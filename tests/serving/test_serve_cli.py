@@ -99,7 +99,7 @@ def test_all_that_a_checkpoint_was_tuned_under_is_offered(tmp_path, capsys):
     service = serve._service(config, serve._checked(config))
     assert list(service.catalog.loaded) == ["full", "skipdecode-2x", "skipdecode-1.5x", "mine"]
     assert service.catalog.default == "skipdecode-2x"
-    assert "tuned under no schedule" not in capsys.readouterr().err
+    assert "not tuned under a schedule" not in capsys.readouterr().err
 
 
 def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
@@ -109,7 +109,7 @@ def test_a_model_without_schedules_is_told_how_to_get_one(tmp_path, capsys):
     service = serve._service(config, serve._checked(config))
     assert list(service.catalog.loaded) == ["full"]
     said = capsys.readouterr().err
-    assert "tuned under no schedule" in said
+    assert "not tuned under a schedule" in said
     assert "skipdecode plan" in said
 
 
@@ -127,7 +127,7 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(capsys):
         (["--max-rows", "0"], "--max-rows 0 is not accepted: give 1 or more"),
         (["--port", "70000"], "--port 70000"),
         (["--max-seconds", "0"], "--max-seconds 0.0"),
-        (["--flat"], "--flat belongs to --nominal-speedup"),
+        (["--flat"], "--flat needs --nominal-speedup"),
         (["--api-keys", "/nowhere"], "cannot read the API keys in /nowhere"),
         (["--cors", "http://localhost:3000/"], "--cors 'http://localhost:3000/' is not accepted"),
         (["--engine", "vllm", "--cors", "*"], "--cors is not for --engine vllm"),

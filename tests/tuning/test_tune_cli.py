@@ -167,13 +167,13 @@ def refused(capsys: Any, command: list[str], code: int = 2) -> str:
     [
         (["--batch-size", "0"], "--batch-size 0 is not accepted"),
         (["--full"], "--full tunes all weights: it takes no --lora-rank"),
-        (["--prompt-field", "colour"], "give --task, --prompt-template or --prompt-field, one of the three"),
-        (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup both name a schedule"),
+        (["--prompt-field", "colour"], "give one of --task, --prompt-template and --prompt-field"),
+        (["--nominal-speedup", "2", "--schedule", "x.json"], "--schedule and --nominal-speedup exclude each other"),
         (["--schedule", "none.json"], "none.json"),
         (["--train-records", "-1"], "--train-records -1 is not accepted: give 1 or more"),
         (["--nominal-speedup", "9"], "nominal_speedup=9 leaves"),
         (["--prompt-template", "{colour"], "prompt template"),
-        (["--task", "e2e"], "one of the three"),
+        (["--task", "e2e"], "exclude each other"),
         (["--lora-targets", "nothing"], "--lora-targets nothing"),
     ],
 )

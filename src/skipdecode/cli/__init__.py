@@ -1,9 +1,9 @@
-"""The command line: one verb, one module, imported only when it is called, so that --help stays quick.
+"""The command line: each verb has a module, which is imported only when the verb is called; --help is then fast.
 
-A verb module has a docstring (its first line is the help line), a frozen `Config` dataclass whose fields are the
-options (`skipdecode.common.options.option`) and say which paths it reads and writes (`skipdecode.cli.paths` checks
-those first), and `run(config) -> int`. `prepare_parser(parser, arguments)`, where
-there is one, sets other defaults before the arguments are parsed.
+The module of a verb has a docstring (its description), a frozen `Config` dataclass whose fields are the options
+(`skipdecode.common.options.option`), and `run(config) -> int`. The config also declares the paths that the verb reads
+and writes, and options that need or exclude each other. An optional `prepare_parser(parser, arguments)` sets other
+defaults before the arguments are parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from skipdecode import __version__
-from skipdecode.cli.arguments import Parser, add_options, config_from
+from skipdecode.cli.arguments import Parser, add_options, check_together, config_from
 from skipdecode.cli.paths import claimed
 from skipdecode.common.progress import quiet
 from skipdecode.common.registry import near
@@ -25,29 +25,29 @@ from skipdecode.errors import SkipDecodeError
 __all__ = ["VERBS", "main"]
 
 VERBS = {
-    "demo": "the main job on the embedded default model: full depth and schedules, side by side",
-    "plan": "a schedule for a model and a speed target, as a picture, with request, decode and nominal speed-up",
-    "simulate": "throughput and latency of many requests on modelled workers, without a model",
-    "generate": "text for every prompt of a file, in batches, with fewer layers per token",
-    "chat": "talk to a model in the terminal, schedules switchable between turns",
-    "prepare": "a fast checkpoint in minutes: layer order and fit, tuning from the fit, both evaluated",
-    "tune": "fine-tune a model under a schedule, as a LoRA adapter or in all weights",
-    "calibrate": "which layers to leave out, and where in the text, learned on your records",
-    "eval": "quality, fidelity and measured speed on a task; runs compared; an HTML report",
-    "report": "result files as one HTML page that works offline",
-    "bench": "decoding speed of engines and schedules, next to the limit that the machine sets",
-    "export": "a flat schedule's model as a smaller ordinary one, for transformers, vLLM and llama.cpp",
-    "serve": "an OpenAI-compatible server with a schedule per request, and a page to try it",
-    "info": "versions, devices, supported families, cached models",
+    "demo": "compare schedules with full depth on the embedded model",
+    "plan": "find a schedule for a model and a speed target",
+    "simulate": "predict throughput and latency of a load, without a model",
+    "generate": "generate text for every prompt of a file, with fewer layers per token",
+    "chat": "chat with a model in the terminal",
+    "prepare": "make a fast checkpoint in minutes: layer order, fit, tuning and evaluation",
+    "tune": "fine-tune a model under a schedule (LoRA or all weights)",
+    "calibrate": "learn on your records which layers to skip",
+    "eval": "measure quality, fidelity and speed on a task; compare runs",
+    "report": "make one HTML page from result files",
+    "bench": "measure the decoding speed of engines and schedules, next to the hardware limit",
+    "export": "write the model of a flat schedule as a smaller ordinary model",
+    "serve": "start an OpenAI-compatible server with a schedule per request",
+    "info": "list versions, devices, supported model types and cached models",
 }
 _INTERRUPTED = 130
-_DEBUG = "show the traceback of an error, and what other packages warn of"
-# What is at a path that was given, or is not: the command, not the work, is at fault.
+_DEBUG = "show tracebacks, and warnings of other packages"
+# Errors of a path in the command: wrong usage, not failed work.
 _NO_SUCH_PATH = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code (0 done, 1 failed at work, 2 cannot be done as written, 130 interrupted)."""
+    """Run one verb; returns the exit code (0 done, 1 work failed, 2 wrong usage, 130 interrupted)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED, debug)
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing more to say, and nowhere to say it.
+        # The reader of the output has ended (`| head`).
         sys.stderr.close()
         return 1
     except OSError as error:
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        return _fail(f"{type(error).__name__}: {error} (--debug shows where it comes from)", 1, debug)
+        return _fail(f"{type(error).__name__}: {error} (--debug shows the traceback)", 1, debug)
 
 
 def _run(arguments: list[str]) -> int:
@@ -86,6 +86,7 @@ def _run(arguments: list[str]) -> int:
     parser.add_argument("--debug", action="store_true", help=_DEBUG)
     config = config_from(module.Config, parser.read(arguments[1:]))
     with claimed(config):
+        check_together(config)
         return int(module.run(config))
 
 
@@ -97,7 +98,7 @@ def _fail(message: str, code: int, debug: bool) -> int:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults shown where there is one, descriptions as written."""
+    """Shows defaults, if there are any, and descriptions unchanged."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, (), "") else super()._get_help_string(action)
@@ -109,7 +110,7 @@ def _top_parser() -> Parser:
     parser = Parser(
         prog="skipdecode",
         description=f"Layer-skipping decoding that keeps batching and KV caching.\n\nverbs:\n{lines}",
-        epilog="skipdecode VERB --help tells a verb's options",
+        epilog="skipdecode VERB --help lists the options of a verb",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("verb", metavar="VERB", help="one of the verbs above")

@@ -1,4 +1,4 @@
-"""Command-line arguments from the option fields of a config dataclass, and back: the field's help is the option's."""
+"""Command-line arguments from the option fields of a config dataclass, and a command line from a config."""
 
 from __future__ import annotations
 
@@ -13,38 +13,44 @@ from skipdecode.common.options import Kind, kinds
 from skipdecode.common.registry import near
 from skipdecode.errors import OptionError, UsageError
 
-__all__ = ["Parser", "add_options", "command_line", "config_from", "flag"]
+__all__ = ["Parser", "add_options", "check_together", "command_line", "config_from", "flag", "option_name"]
 
 T = TypeVar("T")
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add an option for every field of `config` that was made with `option`: the class's own, then its bases'."""
+    """Add an argument for each `option` field of `config`: those of the class first, then those of its bases."""
     found = kinds(config)
-    # Next to positional arguments of any number, a flag that took several values would take those too.
+    # With any number of positional arguments, a flag with several values would take those too.
     one_each = any(kind.many and kind.metadata["positional"] for kind in found.values())
     for field in _own_first(config):
         _add(parser, field, found[field.name], None if one_each else "+")
 
 
 def config_from(config: type[T], args: argparse.Namespace) -> T:
-    """The config dataclass filled from parsed arguments.
-
-    Raises
-    ------
-    UsageError
-        A value is not accepted; names the flag.
-    """
+    """The config from parsed arguments; raises UsageError, with the flag, if a value is not accepted."""
     values = {name: getattr(args, name) for name in kinds(config)}
     try:
         return config(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
     except OptionError as e:
-        name = e.name.upper() if kinds(config)[e.name].metadata["positional"] else flag(e.name)
-        raise UsageError(f"{name} {e.value!r} is not accepted: give {e.accepted}") from None
+        raise UsageError(f"{option_name(config, e.name)} {e.value!r} is not accepted: give {e.accepted}") from None
+
+
+def check_together(config: Any) -> None:
+    """Refuse, with a UsageError, options that break `NEEDS` or `EXCLUDES` of the config's class."""
+    shown = {name: option_name(type(config), name) for name in kinds(type(config))}
+    given = {f.name for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
+    for name, others in config.NEEDS.items():
+        if name in given and not given.intersection(others):
+            wanted = " or ".join(shown[other] for other in others)
+            raise UsageError(f"{shown[name]} needs {wanted}: add it, or leave out {shown[name]}")
+    for name, others in config.EXCLUDES.items():
+        if name in given and (clash := next((other for other in others if other in given), None)):
+            raise UsageError(f"{shown[name]} and {shown[clash]} exclude each other: give one of them")
 
 
 def command_line(verb: str, config: Any) -> str:
-    """The command that gives this config, without what is as by default."""
+    """The command line that gives this config, without options that have their default."""
     given, flags = [], []
     for field in _own_first(type(config)):
         value = getattr(config, field.name)
@@ -65,13 +71,18 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def option_name(config: type, name: str) -> str:
+    """The flag of a field, or the upper-case name of a positional one."""
+    return name.upper() if kinds(config)[name].metadata["positional"] else flag(name)
+
+
 def _written(value: Any) -> str:
     short = f"{value:g}" if isinstance(value, float) else str(value)
     return short if not isinstance(value, float) or float(short) == value else repr(value)
 
 
 def _own_first(config: type) -> list[dataclasses.Field[Any]]:
-    """Positional fields, a class's other fields, then those of its bases: a verb's own options head its help."""
+    """Positional fields, then the fields of the class, then those of its bases, for the order in the help text."""
     listed = [f for f in dataclasses.fields(config) if f.name in kinds(config)]
     named = [inspect.get_annotations(c).keys() for c in config.__mro__]
 
@@ -93,7 +104,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
         return
     keywords["type"] = _reader(flag(field.name), kind)
     if kind.choices is not None:
-        # For the help alone: what is accepted is told by `config_from`, in one wording for all that can be wrong.
+        # Only for the help text: `config_from` refuses other values, with the same wording as for all values.
         keywords["metavar"] = f"{{{','.join(kind.choices)}}}"
     if meta["positional"]:
         nargs = ("+" if required else "*") if kind.many else (None if required else "?")
@@ -106,7 +117,7 @@ def _add(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: K
 
 
 class _Gather(argparse.Action):
-    """Values of a flag that is given more than once, all together, in place of the default."""
+    """All values of a flag that is given once or more; they replace the default."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         before, given = getattr(namespace, self.dest), values if isinstance(values, list) else [values]
@@ -114,7 +125,7 @@ class _Gather(argparse.Action):
 
 
 def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
-    """From the text of a flag to its value; raises UsageError in the words of `config_from`."""
+    """Converts the text of a flag to its value; raises UsageError with the wording of `config_from`."""
     parse = kind.metadata["parse"] or kind.type
 
     def read(text: str) -> Any:
@@ -128,14 +139,14 @@ def _reader(name: str, kind: Kind) -> Callable[[str], Any]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UsageError, one line, and tells what an unknown option is like."""
+    """A parser that raises UsageError with one line, and suggests a known option for an unknown one."""
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """The parsed words of a command line."""
+        """The parsed arguments of a command line."""
         known = self._option_string_actions
         for word in words[: words.index("--") if "--" in words else None]:
             name = word.partition("=")[0]
-            # What holds a space is a text, to argparse too; and the beginning of an option stands for it.
+            # As in argparse, a word with a space is a text, and the beginning of an option is accepted.
             if name.startswith("--") and " " not in name and not any(each.startswith(name) for each in known):
                 self.error(f"unknown option {name}{near(name, known)}")
         return self.parse_intermixed_args(words)

@@ -1,11 +1,11 @@
-"""Decoding speed of engines and schedules on a model, side by side, next to the limit that the machine sets.
+"""Measure the decoding speed of engines and schedules on a model, next to the hardware limit.
 
-All run in one process, in turn; medians count. A row tells the speed-up of whole requests, prompts included, over the
-same engine at full depth and over transformers at full depth; then the same two of the steps after the prompt, their
-tokens a second, the bound that bytes set for their speed-up, and the share of a step's limit that was reached: the
-longer of its bytes over the memory's read bandwidth and its operations over the rate of a large product, both measured
-in the same run.
---profile says where the time of a step goes, as a table and as a trace for Perfetto or chrome://tracing.
+All engines run in one process, in turn; results are medians. A row of the table has the speed-up of whole requests
+(prompts included) over the same engine at full depth and over transformers at full depth; the same two speed-ups of the
+steps after the prompt; their tokens per second; the bound on the decode speed-up by bytes; and the share of the limit
+of a step that is reached. The limit is the larger of two times: bytes over the memory read bandwidth, and operations
+over the rate of a large matrix product, both measured in the same run. --profile shows where the time of a step goes,
+as a table and as a trace for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from skipdecode.engine.opening import Backend
 
 Open = Callable[[str, Any], "Backend"]
-"""From the name of an engine and a model to its backend."""
+"""Opens a backend from the name of an engine and a model."""
 
 __all__ = ["Config", "run"]
 
@@ -45,31 +45,31 @@ class Config(Workload, ThreadOptions):
 
     model: str | None = option(MODEL, positional=True, default=None, path=Reads(model_files))
     geometry: str | None = option(
-        "instead of a model: these sizes with random weights", default=None, choices=tuple(GEOMETRIES)
+        "in place of a model: these sizes with random weights", default=None, choices=tuple(GEOMETRIES)
     )
-    dtype: str = option("of the weights", default="bfloat16", choices=("bfloat16", "float32"))
+    dtype: str = option("type of the weights", default="bfloat16", choices=("bfloat16", "float32"))
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
     engines: tuple[str, ...] = option(
-        "fast, fast-int8, fast-int4, fast-w8a8: the package's own, with the model's weights or quantized ones; "
-        "transformers, transformers-static: its generate, untouched, with its dynamic or a static cache; gated: "
-        "transformers under the schedules. Only fast ones and gated run schedules, the others full depth",
+        "fast, fast-int8, fast-int4, fast-w8a8: this package's engine, with the model's weights or quantized weights; "
+        "transformers, transformers-static: transformers' generate with its dynamic or its static cache; gated: "
+        "transformers with schedules. Only the fast engines and gated run schedules; the others run full depth",
         default=("fast", "transformers"),
         choices=ENGINES,
     )
-    out: str | None = option("file for the results as JSON", default=None, path=Writes())
+    out: str | None = option("file for the results (JSON)", default=None, path=Writes())
     png: str | None = option(
-        "file for a picture: speed-up and share of the limit against nominal, for each batch and prompt",
+        "file for a picture: speed-up and share of the limit against nominal speed-up, by batch size and prompt length",
         default=None,
         path=Writes(),
     )
     profile: str | None = option(
-        "file for a trace of 16 decode steps; also prints where their time goes", default=None, path=Writes()
+        "file for a trace of 16 decode steps; also prints a table of their times", default=None, path=Writes()
     )
     overwrite: bool = option(OVERWRITE, default=False)
 
 
 def run(config: Config, open_backend: Open | None = None) -> int:
-    """Measure what `open_backend` opens, by default the package's own backends; returns 0."""
+    """Measure the backends of `open_backend`, by default those of this package; returns 0."""
     ref = _checked(config)
     document, trace = _measured(config, ref, open_backend)
     if config.profile is not None:
@@ -86,9 +86,9 @@ def run(config: Config, open_backend: Open | None = None) -> int:
 
 
 def _checked(config: Config) -> ModelRef | None:
-    """The model, where it is one by name; refuses, before weights are loaded, what cannot be measured."""
+    """The model, if it is given by name; refuses, before weights are loaded, what cannot be measured."""
     if (config.model is None) == (config.geometry is None):
-        raise UsageError("what to measure is not clear: give either a model or --geometry")
+        raise UsageError("give either a model or --geometry")
     if config.png is not None:
         from skipdecode.reporting.charts import check_matplotlib
 
@@ -101,7 +101,7 @@ def _checked(config: Config) -> ModelRef | None:
 
 
 def _check_fits(config: Config, model_config: Any) -> None:
-    """Refuse texts and nominal speed-ups that the model does not have room for."""
+    """Refuse lengths and nominal speed-ups that the model cannot have."""
     context, longest = context_length(model_config), max(config.prompt)
     if context is not None and longest + config.new > context:
         raise UsageError(f"--prompt {longest} + --new {config.new} is more than the context of {context} tokens")
@@ -109,7 +109,7 @@ def _check_fits(config: Config, model_config: Any) -> None:
 
 
 def _measured(config: Config, ref: ModelRef | None, open_backend: Open | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The results, and the trace of the profile, if one was asked for."""
+    """The results, and the trace of --profile."""
     from skipdecode.performance.bench import measure
     from skipdecode.performance.bench.profile import profile
 

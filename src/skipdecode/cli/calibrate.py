@@ -1,14 +1,14 @@
-"""Learn which layers to leave out, and in which order, on your own records.
+"""Learn on your records which layers to skip, and in which order.
 
-Give records with responses, or --self for texts that the model writes at full depth, and one target: a wall-clock
-speed-up of whole requests, prompts included (--target-speedup; with --phase decode of the steps after the prompt), or
-the nominal one (--nominal-speedup: as many layers as the paper's schedule of that number would run on these records).
-For whole requests the prompts' depth is learned too. The depth falls linearly over the text, as far as the target asks.
-Losses are teacher-forced and need no gradients. A fit stands in for what the schedule leaves out: least squares finds
-linear maps for skipped layers and for the prompts' keys and values (--no-fit leaves the fit out). The search tries each
-layer with its map in place, and the time of the maps counts. Writes schedule.json (for --schedule, which takes
-skipdecode.fit beside it), calibration.json with all measurements, and calibration.png. The loss of the schedule is
-measured next to the paper's and evenly spaced layers, which have no fit, also on records held out.
+Give records with responses, or --self for self-generated data, and one target: a wall-clock speed-up of whole requests,
+prompts included (--target-speedup; with --phase decode of the steps after the prompt), or a nominal speed-up
+(--nominal-speedup: as many layers as the paper's schedule with this number would run on these records). For whole
+requests, the layers of prompts are learned too. The depth decreases linearly over the text, as far as the target
+requires. Losses are teacher-forced and need no gradients. A fit replaces what the schedule skips: least squares finds
+linear maps for skipped layers and for keys and values of prompts (--no-fit: no fit). The search measures each layer
+with its map in place, and the time of the maps counts. The command writes schedule.json (for --schedule, which also
+uses skipdecode.fit beside it), calibration.json with all measurements, and calibration.png. The loss of the schedule is
+compared with the paper's schedule and with evenly spaced layers, which have no fit, also on held-out records.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goal
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
@@ -48,7 +48,7 @@ from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.prompts import Example
 from skipdecode.data.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
-from skipdecode.errors import FitError, MissingExtraError, UsageError
+from skipdecode.errors import FitError, UsageError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.base_weights import base_sample, checkpoint_digest
@@ -78,38 +78,45 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, RecordOptions):
     """Options of `skipdecode calibrate`."""
 
-    data: str = option("JSON lines or CSV with prompts and responses, unless --self", default="", path=Reads())
+    NEEDS: ClassVar = {"cost": ("target_speedup",), "router": ("target_speedup",)}
+
+    data: str = option(
+        "JSONL or CSV file of records with prompts and responses, unless --self", default="", path=Reads()
+    )
     out: str = option("directory for the schedule, the measurements and the picture", path=_DIRECTORY)
-    records: int = option("records to learn from, drawn at random by prompt", default=64, least=1)
-    held_out: int = option("records with other prompts, for the check only; 0 for none", default=64, least=0)
-    batch: int = option("rows decoded together, for the wall-clock target", default=1, least=1)
+    records: int = option("records to learn from, a random sample by prompt", default=64, least=1)
+    held_out: int = option("held-out records with other prompts, only for measurements; 0: none", default=64, least=0)
+    batch: int = option("sequences decoded together, for the wall-clock target", default=1, least=1)
     cost: str | None = option(
-        "cost of a step: a file of skipdecode plan --json (default: measured or predicted as plan does)",
+        "cost of a step: a file of skipdecode plan --json (default: measured or predicted, as by plan)",
         default=None,
         path=Reads(),
     )
-    seed: int = option("seed of the draw of records", default=0)
-    resume: bool = option("go on with what was measured in --out", default=False)
+    seed: int = option("seed of the sample of records", default=0)
+    resume: bool = option("continue an earlier run in --out", default=False)
     fit: bool = option(
-        "fit bridges over skipped layers, which the search has in place, and the prompts' keys and values",
+        "fit bridges over skipped layers, which the search measures in place, and keys and values of prompts",
         default=True,
     )
-    fit_records: int = option("records to fit on: those to learn from first, then others", default=256, least=8)
+    fit_records: int = option("records for the fit: first those to learn from, then others", default=256, least=8)
     router: tuple[str, ...] = option(
-        "in place of a schedule: a router (OUT/router.json) that chooses one of these for each request before it "
-        "starts, for --target-speedup over all requests; schedule files, full, or names that the checkpoint was tuned "
-        "under",
+        "make a router (OUT/router.json) in place of a schedule: it selects one of these schedules for each request, "
+        "so that all requests together reach --target-speedup; schedule files, full, or names of schedules that the "
+        "checkpoint was tuned under",
         default=(),
         path=Reads(),
     )
-    json: bool = option("print the result as one JSON document", default=False)
+    json: bool = option("print one JSON document", default=False)
 
 
 def run(config: Config) -> int:
-    """Calibrate, write and print."""
+    """Calibrate, and write and print the results."""
+    from skipdecode.reporting.charts import try_picture
+    from skipdecode.reporting.plots import calibration_figure
+
     prompts = open_prompts(config)
     if config.self == bool(config.data):
-        raise UsageError("give one: --data FILE, or --self for records that the model makes itself")
+        raise UsageError("give one of --data FILE and --self")
     cost = _cost(config)
     if config.router:
         return _route(config, prompts, cost)
@@ -121,7 +128,7 @@ def run(config: Config) -> int:
     loaded, examples = _read(config, prompts)
     learn, check = _draw(config, examples)
     _check_tokens(config, loaded, _fitted_records(config, examples, learn, check))
-    # A batch's prompts take what their sum does; the cache read of a step is that of a usual row.
+    # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin, fitted = "layers only", None
     if config.target_speedup is not None:
@@ -136,17 +143,15 @@ def run(config: Config) -> int:
         found.fit.about["base"] = base_sample(loaded.model)
         found.fit.save(out / FIT_FILE)
     write_whole(out / _REPORT, json.dumps(document, indent=1) + "\n")
-    _draw_picture(document, out)
+    try_picture(out / _PICTURE, partial(calibration_figure, document))
     print(json.dumps(document) if config.json else _report(document, out / _SCHEDULE))
     return 0
 
 
 def _cost(config: Config) -> CostModel | None:
-    """The cost of --cost, if it is given and fits."""
+    """The cost of --cost; refuses one that does not fit the model."""
     if config.cost is None:
         return None
-    if config.target_speedup is None:
-        raise UsageError("--cost belongs to --target-speedup: a nominal one counts layers")
     cost, layers = read_cost(config.cost), config.ref.num_layers
     if cost.num_layers != layers:
         raise UsageError(f"--cost {config.cost} is for {cost.num_layers} layers, but the model has {layers}")
@@ -156,7 +161,7 @@ def _cost(config: Config) -> CostModel | None:
 
 
 def _found_cost(config: Config, cost: CostModel | None, prompt_len: int) -> tuple[CostModel, str]:
-    """The cost of --cost or of this machine, and where it is from."""
+    """The cost of --cost or of this machine, and its origin."""
     if cost is not None:
         return cost, f"from {config.cost}"
     from skipdecode.performance.cost_source import find_cost
@@ -183,9 +188,9 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
 
     from skipdecode.models.fit import keep_fit
 
-    # Only devices with arithmetic for it take the checkpoint's own half-precision type.
+    # Half precision only on a GPU.
     loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
-    keep_fit(loaded.model, None)  # a calibration makes its own
+    keep_fit(loaded.model, None)  # a calibration computes its own fit
     if file is None or template is None:
         drawn = None if prompts else max(config.records, config.fit_records) + config.held_out
         made = replace(config, self_records=config.self_records or drawn)
@@ -196,7 +201,7 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
 
 
 def _draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """Records to learn from, and records with other prompts; spread over the file, the same for the same seed."""
+    """Records to learn from, and held-out records with other prompts; the same for the same seed."""
     by_prompt: dict[tuple[int, ...], list[Example]] = {}
     for example in examples:
         by_prompt.setdefault(example.prompt, []).append(example)
@@ -205,12 +210,12 @@ def _draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], l
     learn, rest = _take(groups, config.records)
     check, _ = _take(rest, config.held_out)
     if len(check) < config.held_out:
-        note(f"{len(check)} records are held out, not {config.held_out}: the other prompts are too few")
+        note(f"only {len(check)} of {config.held_out} records are held out: there are not enough other prompts")
     return learn, check
 
 
 def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], list[list[Example]]]:
-    """The first `count` records, one a prompt while there are prompts, and the groups that were not touched."""
+    """The first `count` records, from as many prompts as possible, and the groups of which none was taken."""
     taken: list[Example] = []
     for rank in range(max(map(len, groups), default=0)):
         for used, group in enumerate(groups):
@@ -250,7 +255,7 @@ def _measure(
 
 
 def _fitter(config: Config, loaded: LoadedModel, chosen: list[Example]) -> Fitter:
-    """What fits the model to full depth on the records chosen."""
+    """The fitter of the model to full depth on the chosen records."""
     from skipdecode.calibration.fitting import Fitter
     from skipdecode.tuning.collate import collate, padding
 
@@ -260,20 +265,20 @@ def _fitter(config: Config, loaded: LoadedModel, chosen: list[Example]) -> Fitte
 
 
 def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> None:
-    """Refuse, before anything is measured, fewer tokens than a bridge needs."""
+    """Refuse, before measurements, records with too few tokens for a bridge."""
     width = loaded.model.config.get_text_config(decoder=True).hidden_size
     tokens = sum(len(record.response) for record in records)
     if config.fit and tokens <= width:
         raise UsageError(
-            f"{config.data or '--self'}: {tokens} tokens of responses are too few to fit bridges of {width} columns: "
-            "give more or longer records, or --no-fit"
+            f"{config.data or '--self'}: {tokens} response tokens are too few to fit bridges of {width} columns: give "
+            "more or longer records, or --no-fit"
         )
 
 
 def _fitted_records(
     config: Config, examples: Sequence[Example], learn: list[Example], check: list[Example]
 ) -> list[Example]:
-    """The records to fit on, shortest first; none has a prompt that is held out."""
+    """The records for the fit, shortest first; none has a held-out prompt."""
     kept = {example.prompt for example in check}
     others = [e for e in examples if e.prompt not in kept and e not in learn]
     return sorted([*learn, *others][: config.fit_records], key=lambda e: (len(e.prompt), len(e.response)))
@@ -283,10 +288,7 @@ def _fitted_records(
 def _measuring(
     config: Config, loaded: LoadedModel, parts: Mapping[str, list[Example]]
 ) -> Iterator[tuple[Attachment, Callable[[Fit | None], dict[str, LossMeter]], Any]]:
-    """The model with a schedule on it, a meter under a fit for each part that has records, and their bar.
-
-    --out keeps the losses.
-    """
+    """The attached model, the meters of a fit for each part with records, and a progress bar; --out keeps losses."""
     from skipdecode.calibration.meter import LossMeter
     from skipdecode.models.attach import Attachment
     from skipdecode.tuning.collate import padding
@@ -329,30 +331,18 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
     }
 
 
-def _draw_picture(document: dict[str, Any], out: Path) -> None:
-    from skipdecode.reporting.charts import png
-    from skipdecode.reporting.plots import calibration_figure
-
-    try:
-        figure = calibration_figure(document)
-    except MissingExtraError as e:
-        note(f"no picture: {e}")
-    else:
-        write_whole(out / _PICTURE, png(figure))
-
-
-# ---------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------- report
 
 
 def _report(document: dict[str, Any], schedule_file: Path) -> str:
-    """Lines for people, from the document that is also written as JSON."""
+    """The report for a terminal."""
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
     wall = {"request speed-up": "{request_speedup:.2f}x", "decode speed-up": "{decode_speedup:.2f}x"}
     order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
         " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
     )
-    depth = f"{schedule.budgets[0]}" if schedule.is_flat else f"{schedule.budgets[0]} falling to {schedule.budgets[-1]}"
+    depth = f"{schedule.budgets[0]}" + ("" if schedule.is_flat else f" decreasing to {schedule.budgets[-1]}")
     columns = {
         "schedule": "{name}",
         **(wall if document["options"]["target_speedup"] is not None else {"nominal speed-up": "{speedup:.2f}x"}),
@@ -362,7 +352,7 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
         "held out": "{held_out:.4f}",
     }
     lines = [
-        f"{schedule.name}: {depth} of {schedule.num_layers} layers; left out in the order {order}",
+        f"{schedule.name}: {depth} of {schedule.num_layers} layers; skipped in the order {order}",
         *([] if schedule.prompt == "full" else [f"prompts run layers {' '.join(map(str, schedule.prompt_layers()))}"]),
         f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
         + (f", and on {document['held_out_records']} held out" if document["held_out_records"] else ""),
@@ -374,7 +364,7 @@ def _report(document: dict[str, Any], schedule_file: Path) -> str:
 
 
 def _next(document: dict[str, Any], schedule_file: Path) -> list[str]:
-    """The call that tunes on, with the same prompts."""
+    """The command that tunes under the schedule, with the same prompts."""
     options = document["options"]
     given = [(flag(name), options[name]) for name in _PROMPT if options[name] not in (None, False)]
     same = [word for name, value in given for word in ([name] if value is True else [name, value])]
@@ -385,30 +375,29 @@ def _next(document: dict[str, Any], schedule_file: Path) -> list[str]:
 
 
 def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
-    """Baselines that lose no more."""
+    """A note if a baseline has a smaller loss."""
     chosen = verdicts[-1]
-    key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "the records held out")
+    key, where = ("measured", "these records") if chosen["held_out"] is None else ("held_out", "held-out records")
     better = [v["name"] for v in verdicts if v["name"] in ("paper", "even") and v[key] < chosen[key]]
-    return [f"on {where} the calibrated schedule is no better than: {', '.join(better)}"] if better else []
+    return [f"on {where}, the calibrated schedule is not better than: {', '.join(better)}"] if better else []
 
 
 # ---------------------------------------------------------------------- a router
 
 
 def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None) -> int:
-    """Measure the schedules of --router, make the router, write and print."""
+    """Measure the schedules of --router, fit the router, write and print it."""
     from skipdecode.engine.router import fit_router
 
-    if config.target_speedup is None:
-        raise UsageError("--router compares schedules at equal time: give --target-speedup, not --nominal-speedup")
     settings = (field.name for field in fields(CalibrationSettings) if field.name not in _OF_ROUTERS)
     if unused := next((name for name in settings if getattr(config, name) != getattr(Config, name)), None):
-        raise UsageError(f"--router learns no schedule: leave out {flag(unused)}")
+        raise UsageError(f"--router does not learn a schedule: leave out {flag(unused)}")
     schedules = _routed_schedules(config)
     loaded, examples = _read(config, prompts)
     examples, _ = _draw(replace(config, held_out=0), examples)
     records = _measured_records(config, cost, loaded, schedules, examples)
-    router, found = fit_router(schedules, records, config.target_speedup, base_sample(unwrap(loaded.model)))
+    target = cast("float", config.target_speedup)
+    router, found = fit_router(schedules, records, target, base_sample(unwrap(loaded.model)))
     place = Path(config.out) / _ROUTER
     router.save(place)
     document = {"schedules": [schedule.name for schedule in schedules], **found._asdict()}
@@ -417,7 +406,7 @@ def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None)
 
 
 def _routed_schedules(config: Config) -> list[Schedule]:
-    """Those of --router, the deepest first."""
+    """The schedules of --router, the deepest first."""
     from skipdecode.engine.router import common_order
 
     ref = config.ref
@@ -432,7 +421,7 @@ def _routed_schedules(config: Config) -> list[Schedule]:
 
 def _of_file(word: str, known: dict[str, Schedule]) -> Schedule:
     if not Path(word).is_file():
-        raise UsageError(f"--router {word}: no file, and this checkpoint knows {', '.join(known)} by name")
+        raise UsageError(f"--router {word} is not a file: give a file, or one of {', '.join(known)}")
     return Schedule.load(word)
 
 
@@ -464,12 +453,12 @@ def _measured_records(
 
 def _routed_report(config: Config, schedules: list[Schedule], found: Routed, place: Path) -> str:
     shares = ", ".join(f"{each.name} {share:.0%}" for each, share in zip(schedules, found.shares, strict=True))
-    pays = "" if found.low > 0 else ": within chance, so a static schedule is the better choice"
+    pays = "" if found.low > 0 else ": not significant, so a static schedule is the better choice"
     use = ["skipdecode", "generate", config.model, "--router", str(place), "--input", "prompts.jsonl"]
     return "\n".join(
         [
             f"requests: {found.speedup:.2f}x by the cost model; {shares}",
-            f"loss per response token {found.loss:.4f}; of the best schedule, or mix of two, in the same time "
+            f"loss per response token {found.loss:.4f}; best schedule, or mix of two, with the same time: "
             f"{found.static:.4f}",
             f"gain {found.gain:+.4f} ({found.low:+.4f} to {found.high:+.4f}){pays}",
             f"next: {shlex.join(use)}",

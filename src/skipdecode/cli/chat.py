@@ -1,14 +1,14 @@
-"""Talk to a model in the terminal; answers stream, and the schedule can be switched between turns.
+"""Chat with a model in the terminal; answers stream, and the schedule can be changed between turns.
 
-/2x, /3x, …      the next turns run under this nominal speed-up; of smollm2-135m, 1.2x and 1.4x come with a fit
-/full            the next turns run at full depth
-/schedule NAME   a schedule by name or file; alone: what there is
-/system TEXT     the system message from here on; alone: none
+/2x, /3x, …      use this nominal speed-up from the next turn on; smollm2-135m has a fit for 1.2x and 1.4x
+/full            use full depth from the next turn on
+/schedule NAME   use a schedule by name or file; without NAME: list the schedules
+/system TEXT     set the system message; without TEXT: none
 /reset           forget all turns
-/help, /quit     these lines; end (also Ctrl-D). Ctrl-C stops an answer and keeps what came of it
+/help, /quit     show these commands; end (also Ctrl-D). Ctrl-C stops an answer and keeps its text so far
 
-On a terminal a line after each answer says its speed, its mean layers a token and the seconds to its first token.
-Standard input that is no terminal is read line by line, each a turn or a command; answers are printed as plain text.
+On a terminal, a line after each answer shows its speed, the mean layers of a token, and the time to the first token.
+If standard input is no terminal, each line is a turn or a command, and answers are printed as plain text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     """Options of `skipdecode chat`."""
 
     model: str = option(
-        f"{MODEL}; with a chat template", default="smollm2-135m", positional=True, path=Reads(model_files)
+        f"{MODEL}; needs a chat template", default="smollm2-135m", positional=True, path=Reads(model_files)
     )
     system: str | None = option("system message", default=None)
     max_new_tokens: int = option("most tokens of an answer", default=512, least=1)
@@ -67,7 +67,7 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
 
 
 def run(config: Config) -> int:
-    """Talk until the input ends; returns 0."""
+    """Chat until the input ends; returns 0."""
     ref = config.ref
     choice = choose_schedule(config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens)
     session = _Session(config, _open(config, choice))
@@ -92,28 +92,28 @@ def _open(config: Config, choice: ScheduleChoice) -> LLM:
     loaded = config.load()
     if getattr(loaded.tokenizer, "chat_template", None) is None:
         raise UsageError(
-            f"{config.model} has no chat template, so it was not made for chats: give it texts with skipdecode "
-            "generate, or name an instruction-tuned model here, such as smollm2-135m"
+            f"{config.model} has no chat template: use skipdecode generate, or give an instruction-tuned model "
+            "such as smollm2-135m"
         )
     note(schedule_line(choice.schedule, choice.origin))
     recipe = loaded.recipe
     if recipe is not None and recipe.prompt_template is not None and not recipe.chat:
-        note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: see skipdecode generate")
+        note(f"{config.model} was tuned on prompts {recipe.prompt_template!r}, not on chats: use skipdecode generate")
     return LLM(loaded, choice.schedule, engine=config.engine, quantization=config.quantization, max_rows=1)
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, or the lines of standard input."""
+    """The lines that the user types, or those of standard input."""
     if not sys.stdin.isatty():
         for number, raw in read_lines(sys.stdin.buffer):
             try:
                 yield decoded(raw)
             except DataError as e:
-                note(f"line {number} is left out: {e}")
+                note(f"line {number} is skipped: {e}")
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # editing and history of `input`
-    note("/help lists what can be done besides talking; Ctrl-D ends")
+    note("/help lists the commands; Ctrl-D ends")
     while True:
         try:
             yield input("> ")
@@ -121,9 +121,9 @@ def _lines() -> Iterator[str]:
             print()
             return
         except UnicodeDecodeError as e:
-            note(f"the line is left out: not {e.encoding}")
+            note(f"the line is skipped: not {e.encoding}")
         except KeyboardInterrupt:
-            print("\nskipdecode: Ctrl-D or /quit ends", file=sys.stderr)
+            print("\nskipdecode: Ctrl-D or /quit ends the chat", file=sys.stderr)
 
 
 class _Session:
@@ -140,7 +140,7 @@ class _Session:
     # ------------------------------------------------------------------ commands
 
     def command(self, name: str, value: str = "") -> None:
-        """Obey what stands after a slash; raises UsageError for what is not known."""
+        """Run a command; raises UsageError if it is unknown."""
         if name == "help":
             print((__doc__ or "").split("\n\n")[1])
         elif name == "reset":
@@ -148,11 +148,11 @@ class _Session:
         elif name == "system":
             self._system = value or None
         elif name == "schedule" and not value:
-            note(f"{self._schedule.name} is on; there is {', '.join(self._llm.schedules)}, /2x and the like, or a file")
+            note(f"{self._schedule.name}; others: {', '.join(self._llm.schedules)}, a speed-up such as /2x, or a file")
         elif name == "schedule" or name == "full" or re.fullmatch(r"[\d.]+x(-p\d+)?", name):
             self._switch(value if name == "schedule" else name)
         else:
-            raise UsageError(f"there is no command /{name}: /help lists them")
+            raise UsageError(f"unknown command /{name}: /help lists the commands")
 
     def _switch(self, asked: str) -> None:
         from skipdecode.data.summary import schedule_line
@@ -160,7 +160,7 @@ class _Session:
         file = schedule_file(f"{self._config.model}-{asked}")
         named = file if file in self._config.ref.schedule_files else asked
         schedule, origin = self._llm.schedule_of(named, self._config.max_new_tokens), "from the next turn on"
-        if asked not in self._llm.schedules:  # those with a name here have prompts of their own
+        if asked not in self._llm.schedules:  # named schedules have their own prompt layers
             schedule, origin = adjusted_schedule(self._config, schedule, origin)
         self._schedule = schedule
         note(schedule_line(schedule, origin))
@@ -168,7 +168,7 @@ class _Session:
     # ------------------------------------------------------------------ turns
 
     def answer(self, text: str) -> None:
-        """Take a turn of the user's and print the model's; raises DataError if there is no room for it."""
+        """Print the model's answer to a turn of the user; raises DataError if the turn does not fit the context."""
         start, first = time.perf_counter(), None
         turns = self._fitted([*self._turns, {"role": "user", "content": text}])
         messages = turns if self._system is None else [{"role": "system", "content": self._system}, *turns]
@@ -189,7 +189,7 @@ class _Session:
             print(line if os.environ.get("NO_COLOR") else f"\x1b[2m{line}\x1b[0m", flush=True)
 
     def _fitted(self, turns: list[Message]) -> list[Message]:
-        """The turns, less the oldest ones where the context has no room for them and an answer."""
+        """The turns without the oldest ones, so that the context has room for them and an answer."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         needed = 1 if self._context is None else min(self._config.max_new_tokens, self._context // 2)
         kept = turns
@@ -202,12 +202,12 @@ class _Session:
             kept = kept[2:]
         if dropped := (len(turns) - len(kept)) // 2:
             forgotten = "turn is" if dropped == 1 else f"{dropped} turns are"
-            note(f"the context of {self._context} tokens is full: the oldest {forgotten} forgotten")
+            note(f"the context of {self._context} tokens is full: the oldest {forgotten} dropped")
         return kept
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Within it the first Ctrl-C of a terminal's user asks for the end of the answer, at the next piece."""
+        """On a terminal, the first Ctrl-C ends the answer at the next piece of text."""
         self._stopped = False
 
         def stop(*_: object) -> None:

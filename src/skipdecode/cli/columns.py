@@ -1,4 +1,4 @@
-"""Texts side by side in a terminal, or one below the other where it is too narrow; and small tables."""
+"""Tables and texts side by side, for a terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _GAP = 2
 SPEEDUPS = {
     "request": "time of prompt and steps together",
     "decode": "time of the steps after the prompt",
-    "nominal": "layers that a new token runs, fewer by this factor",
+    "nominal": "all layers / layers that a new token runs",
 }
-"""What each of the three speed-ups counts."""
+"""The three speed-ups, with what each of them compares."""
 _NO_GLYPH = "\N{WHITE SQUARE}"
 
 
 def side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> list[str]:
-    """Lines of at most `width` columns that show `texts` under their `titles`.
+    """Lines of at most `width` characters with `texts` under their `titles`; one below the other if `width` is small.
 
-    White space is collapsed. Characters that are not one column wide, or cannot be printed, become a square.
+    White space is collapsed. Characters that are not one column wide or not printable are replaced by a square.
     """
     column = (width - _GAP * (len(texts) - 1)) // len(texts)
     shown = [_one_line(t) or "(no text)" for t in texts]
@@ -43,7 +43,7 @@ def side_by_side(titles: Sequence[str], texts: Sequence[str], width: int) -> lis
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table; the first column is text, the others are figures, set to the right."""
+    """Lines of a table: the first column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return [
         "  ".join(
@@ -54,25 +54,25 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def figures(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, absent: str = "-") -> list[str]:
-    """A table of records: by heading, a format of a record's fields such as ``{seconds:.1f} s``.
+    """A table of records: `columns` has a format for each heading, such as ``{seconds:.1f} s``.
 
-    `absent` stands where a field is None.
+    A cell is `absent` if a field is missing or None.
     """
 
     def cell(form: str, row: Mapping[str, Any]) -> str:
         try:
             return form.format_map(row)
-        except TypeError:  # None takes no format
+        except (KeyError, TypeError):  # None has no format
             return absent
 
     return table([*columns], [[cell(form, row) for form in columns.values()] for row in rows])
 
 
 def speedups(header: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:
-    """A table of the three speed-ups with what each counts; `cells` by "request", "decode" and "nominal"."""
+    """A table of the three speed-ups; `cells` has the cells of "request", "decode" and "nominal"."""
     last = max(map(len, SPEEDUPS.values()))
-    rows = [[name, *cells[name], counts.ljust(last)] for name, counts in SPEEDUPS.items()]
-    return table(["speed-up", *header, "what it counts".ljust(last)], rows)
+    rows = [[name, *cells[name], what.ljust(last)] for name, what in SPEEDUPS.items()]
+    return table(["speed-up", *header, "compares".ljust(last)], rows)
 
 
 def _one_line(text: str) -> str:

@@ -1,18 +1,19 @@
-"""Quality, fidelity and measured speed of a method on a task; runs compared with paired intervals; an HTML report.
+"""Measure quality, fidelity and speed of decoding methods on a task; compare runs; write an HTML report.
 
   skipdecode eval MODEL --task e2e --data test.jsonl --nominal-speedup 2 --out runs/2x
   skipdecode eval MODEL --task e2e --data test.jsonl --methods skipdecode:2 even:2 mine.json --out runs
   skipdecode eval --compare runs/full runs/2x --report report.html
   skipdecode eval MODEL --self --out runs
 
-The first form generates an output for every record, under the method and at full depth, and scores both: what is kept
-of full depth comes first. Speed is measured on a few batches whose outputs get the same lengths under both. It writes
-OUT/run.json and OUT/outputs.jsonl, both for full depth in OUT/full, and OUT/report.html; if it is interrupted, the same
-command goes on.
-The second does so for several methods, which share full depth; each gets a directory of its own in OUT.
-All run on the fast engine where it covers the model, else through transformers (--engine).
-The third form reads such runs and compares all of them to the first.
-The fourth needs no records: KL to the base model, its perplexity of the schedules' texts, instructions followed.
+The first form generates an output for each record with the method and at full depth, scores both, and shows first the
+share of full depth's scores that the method keeps. Speed is measured on a few batches, with the same output lengths for
+both. It writes OUT/run.json and OUT/outputs.jsonl, the same files for full depth in OUT/full, and OUT/report.html.
+After an interruption, the same command continues.
+The second form evaluates several methods, which share full depth; each has its own directory in OUT. All run on
+the fast engine if it supports the model, else through transformers (--engine).
+The third form compares finished runs with the first of them.
+The fourth form needs no records: it measures the KL divergence from the base model, the base model's perplexity on the
+texts of each schedule, and the share of instructions that are followed.
 """
 
 from __future__ import annotations
@@ -59,12 +60,10 @@ def run(config: Config) -> int:
 
         return evaluate_self(config, prompts)
     if config.compare:
-        if config.model or config.task or config.out or config.methods:
-            raise UsageError("--compare reads finished runs: leave out MODEL, --task, --methods and --out")
         return _compare(config)
     for value, flag in ((config.model, "MODEL"), (config.out, "--out")):
         if not value:
-            raise UsageError(f"{flag} is needed (or --compare RUN.json ... to read finished runs)")
+            raise UsageError(f"{flag} is missing (or give --compare with finished runs)")
     return _evaluate(config)
 
 
@@ -114,7 +113,7 @@ def _evaluate(config: Config) -> int:
     records = load_records(task, config.data, skip_bad=config.bad_records == "skip", limit=config.limit)
     note_left_out(records.skipped)
     options = config.part(MetricOptions)
-    # What nobody asked for by name may be left out.
+    # A metric of the task, which was not named, may be skipped.
     asked = bool(config.metrics) or options.bertscore_model != MetricOptions().bertscore_model
     names = check_metrics(config.metrics or task.metrics, options, None if asked else note)
     chosen = _checked_methods(config, each, task, directory)
@@ -124,7 +123,7 @@ def _evaluate(config: Config) -> int:
 
 
 def _checked_methods(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
-    """The schedules; refuses, before weights are loaded, what does not fit the model's config or cannot be written."""
+    """The schedules; refuses, before weights are loaded, what does not fit the config or cannot be written."""
     prompt_room(context_length(config.ref.config), config.max_new_tokens or task.max_new_tokens)
     methods = _chosen(config, each, task, directory)
     _check_places(config, methods, directory)
@@ -132,7 +131,7 @@ def _checked_methods(config: Config, each: Sequence[Config], task: Task, directo
 
 
 def _check_places(config: Config, methods: dict[Path, ScheduleChoice], directory: Path) -> None:
-    """Refuse, unless --overwrite is given, places that hold a finished run or what no run wrote."""
+    """Refuse, without --overwrite, directories with a finished run and files that are not from a run."""
     from skipdecode.evaluation.results import check_free, is_unfinished
 
     page = directory / _REPORT
@@ -140,7 +139,7 @@ def _check_places(config: Config, methods: dict[Path, ScheduleChoice], directory
         return
     if not config.report and page.exists() and f"<title>{_TITLE}</title>" not in page.read_text("utf-8", "ignore"):
         raise OutputError(f"{page} is no report of skipdecode eval: give --overwrite to replace it, or --report FILE")
-    if is_unfinished(directory):  # only the loaded model tells whether it is this very run: `evaluate` asks then
+    if is_unfinished(directory):  # `evaluate` checks whether it is the same run: that needs the loaded model
         return
     for place in {*methods, directory / "full"}:
         EVAL_DIRECTORY.check(place, resume=True)
@@ -203,7 +202,7 @@ def _runs(
 
 
 def _tell(chosen: dict[Path, ScheduleChoice], loaded: LoadedModel) -> None:
-    """Where each method is from, and which schedules the weights were not tuned under."""
+    """Print the origin of each schedule, and the schedules that the weights were not tuned under."""
     for schedule, origin in chosen.values():
         note(f"{_name(schedule)}: {origin}")
     schedules = [schedule for schedule, _ in chosen.values() if not schedule.is_full]
@@ -212,7 +211,7 @@ def _tell(chosen: dict[Path, ScheduleChoice], loaded: LoadedModel) -> None:
 
 
 def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
-    """The schedules, and where each is from in words, by the directory of their results."""
+    """The schedules with their origins, by the directory of their results."""
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
     methods: dict[Path, ScheduleChoice] = {}
     for one in each:
@@ -222,18 +221,18 @@ def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path)
         folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
         place = directory / folder if config.methods else directory
         if place in methods:
-            raise UsageError(f"--methods names {name} twice: leave one out, or give the schedules other names")
+            raise UsageError(f"--methods has {name} twice: leave one out, or give the schedules different names")
         methods[place] = choice
     return methods
 
 
 def _name(schedule: Schedule) -> str:
-    """What tables call a schedule."""
+    """The name of a schedule in tables."""
     return "full" if schedule.is_full else schedule.name
 
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
-    """How the model was tuned, if its directory says so: options, the schedule's name, data, and what came of it."""
+    """Schedule name, options, data and result from the recipe of the model, if it has one."""
     if (recipe := stored_recipe(loaded.path)) is None:
         return None
     schedule = (recipe.get("schedule") or {}).get("name")
@@ -241,14 +240,14 @@ def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:
 
 
 def _task(config: Config) -> Task:
-    """The task asked for; without one that of the checkpoint: the one it was tuned on, or records in its template."""
+    """The task of --task, else that of the checkpoint: the task that it was tuned on, or records in its template."""
     from skipdecode.evaluation.metrics import METRICS
 
     recipe = None if config.task else config.ref.recipe
     template = recipe_template(recipe)
     if recipe is None or template is None:
         if not config.task:
-            raise UsageError(f"--task is needed: {config.model} does not say what prompt it was tuned on")
+            raise UsageError(f"--task is missing: {config.model} has no template that it was tuned on")
         task = load_task(config.task, METRICS.check)
     else:
         alike = (name for name in task_names() if load_task(name).prompt == template.prompt)
@@ -256,12 +255,14 @@ def _task(config: Config) -> Task:
         fields = ("prompt", "chat", "truncate", "max_prompt_tokens")
         found = {name: getattr(template, name) for name in fields}
         task = replace(task, **found, references=tuple(dict.fromkeys((*template.responses, *task.references))))
-        note(f"task {task.name}, with the checkpoint's template {task.prompt!r} (--task says another)")
+        note(f"task {task.name}, with the checkpoint's template {task.prompt!r} (--task selects another)")
     return replace(task, chat=task.chat or config.chat)
 
 
 def _check_template(recipe: Recipe | None, task: Task) -> None:
-    """Say so when the model was tuned on prompts of another form: its scores would mean little."""
+    """Print a note if the model was tuned on another template: its scores would then be too low."""
     tuned = recipe_template(recipe)
     if tuned is not None and (tuned.prompt, tuned.chat) != (task.prompt, task.chat):
-        note(f"the model was tuned with the prompt {tuned.prompt!r}, chat={tuned.chat}; this task's differs")
+        note(
+            f"the model was tuned with the template {tuned.prompt!r}, chat={tuned.chat}; the task has another template"
+        )

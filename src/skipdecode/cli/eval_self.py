@@ -1,16 +1,14 @@
-"""`skipdecode eval MODEL --self`: what schedules leave of the base model, on its own texts."""
+"""`skipdecode eval MODEL --self`: schedules compared with the base model, on self-generated texts."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures, table
 from skipdecode.cli.options import adjusted_schedule
 from skipdecode.cli.options.evaluation import Config, choose_method, each_method
@@ -46,31 +44,17 @@ from skipdecode.models.loading.recipe import stored_recipe
 
 __all__ = ["evaluate_self"]
 
-_HELD_OUT = 3  # prompts of other draws than those of `skipdecode tune --self`
+_HELD_OUT = 3  # other random prompts than those of `skipdecode tune --self`
 _TITLE = (
-    "{n} prompts; KL, same token: along the base model's texts; perplexity: what that model finds in each\n"
-    "schedule's texts, and its ratio [95% interval]; request, decode: times as fast as full depth, same engine\n"
+    "{n} prompts. KL, same token: on the base model's texts. Perplexity: of the base model on the texts of each\n"
+    "schedule, and its ratio [95% interval]. Request, decode: speed-up over full depth on the same engine.\n"
 )
-_COLUMNS = {
-    "schedule": "{name}",
-    "request": "{measured_speedup_with_prompt:.2f}x",
-    "decode": "{measured_speedup:.2f}x",
-    "nominal": "{nominal_speedup:.2f}x",
-    "KL": "{kl[estimate]:.3f}",
-    "same token": "{top1_agreement[estimate]:.1f}%",
-    "perplexity": "{perplexity:.2f}",
-    "of base model": "{of_base[estimate]:.3f} [{of_base[low]:.3f}, {of_base[high]:.3f}]",
-    "instructions": "{instructions[followed]:.1%}",
-}
 
 
 def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
-    """Measure on `prompts`, or drawn ones, save and show; returns 0."""
-    for name in ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"):
-        if getattr(config, name):
-            raise UsageError(f"--self takes no {flag(name)}: see --prompts, --self-records and --self-tokens")
+    """Measure on `prompts`, or on sampled ones, save and print; returns 0."""
     if not config.model or not config.out:
-        raise UsageError(f"{'--out' if config.model else 'MODEL'} is needed")
+        raise UsageError(f"{'--out' if config.model else 'MODEL'} is missing")
     each = each_method(config)
     out, ref = Path(config.out), config.ref
     check_free(out, overwrite=config.overwrite or is_unfinished(out))
@@ -81,7 +65,7 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
     try:
         base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
     except ModelLoadError as e:
-        raise type(e)(f"the base model: {e} (--base names another)") from None
+        raise type(e)(f"the base model: {e} (--base selects another)") from None
     document, rows = _measured(config, prompts, loaded, base, _methods(config, each, loaded))
     save_run(out, document, rows)
     forget_prompts(out)
@@ -90,7 +74,7 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
 
 
 def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> list[Method]:
-    """The schedules that are asked for, or all that the checkpoint was tuned under."""
+    """The schedules of the options, else all that the checkpoint was tuned under."""
     named = config.methods or config.method or config.schedule or config.nominal_speedup
     if named or loaded.recipe is None:
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
@@ -99,9 +83,9 @@ def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> list[Me
         choices = [adjusted_schedule(config, schedule, "tuned under") for schedule in loaded.recipe.tuned_under]
     schedules = [schedule for schedule, _ in choices if not schedule.is_full]
     if not schedules:
-        raise UsageError("--self compares full depth with schedules: name some, as in --methods unified:1.5 even:2")
+        raise UsageError("--self compares schedules with full depth: give some, as in --methods unified:1.5 even:2")
     if len(schedules) > len({schedule.name for schedule in schedules}):
-        raise UsageError("two of --methods have the same name: give the schedules other names")
+        raise UsageError("two of --methods have the same name: give the schedules different names")
     backend = config.engines(loaded)
     return [Method(backend, schedule) for schedule in schedules]
 
@@ -113,7 +97,7 @@ def _measured(
     base: LoadedModel,
     methods: list[Method],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The document, and the texts as rows."""
+    """The document, and the texts of each prompt."""
     backend = methods[0].backend
     note(f"base model: {base.name}; engine: {backend.name}")
     reference = Method(backend if base is loaded else config.engines(base), name="base")
@@ -163,7 +147,7 @@ def _prompts(
     base: LoadedModel,
     make_engine: Callable[[int], Engine],
 ) -> tuple[Template, list[Record], list[list[int]]]:
-    """The template, prompts that the checkpoint was not tuned on, and their tokens."""
+    """The template, prompts that the checkpoint was not tuned on, and the token ids of the prompts."""
     asked = Template("{prompt}", chat=True) if config.chat else recipe_template(loaded.recipe)
     template, options = default_template(base.tokenizer, asked), config.part(SelfGeneratedOptions)
     seed, skip_bad = row_seed(config.seed, _HELD_OUT), config.bad_records == "skip"
@@ -183,9 +167,11 @@ def _prompts(
 
 
 def _lines(document: dict[str, Any], out: Path) -> list[str]:
-    """Tables for a terminal."""
-    rows: list[dict[str, Any]] = [defaultdict(lambda: None, row) for row in document["rows"]]
-    columns = {k: v for k, v in _COLUMNS.items() if k != "instructions" or rows[0][k]}
+    """The tables of the results."""
+    from skipdecode.reporting.contents import SELF_GENERATED
+
+    rows: list[dict[str, Any]] = document["rows"]
+    columns = {k: v for k, v in SELF_GENERATED.items() if k != "instructions" or rows[0].get(k)}
     lines = [_TITLE.format(n=document["n"]), *figures(columns, rows)]
     for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
         shown = {row["name"]: row["by_position"].get(name, ()) for row in rows}

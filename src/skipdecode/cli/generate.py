@@ -1,13 +1,13 @@
-"""Text for every prompt, in batches, with fewer layers per token: prompts in, text on a terminal or JSONL out.
+"""Generate text for prompts, in batches, with fewer layers per token: text on a terminal, else JSONL.
 
-Prompts are arguments, or lines of a text file, or rows of a JSONL or CSV file. A tuned checkpoint knows the template of
-the prompts that it was tuned on: rows that have its fields are put into it, and so are plain texts where it has one
-field (--prompt-template, --task and --no-template say otherwise). A row of JSONL has the id of its prompt (field "id",
-else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop), in the order of the input. A row
-that cannot be used is reported with its line and written as {"id", "line", "error"}; the exit code is then 1.
+Prompts are arguments, lines of a text file, or records of a JSONL or CSV file. A tuned checkpoint has the prompt
+template that it was tuned on. The template is used for records that have its fields, and for plain texts if it has one
+field; --prompt-template, --task and --no-template change this. An output record has the id of its prompt (field "id",
+else the line number), "text", "new_tokens" and "finish_reason" (eos, length or stop); the order is that of the input.
+For an input record that cannot be used, a message names the line, the output has {"id", "line", "error"}, and the exit
+code is 1.
 
-With --output FILE finished rows are kept in FILE.partial: after a kill or Ctrl-C the same command goes on where it
-stopped.
+With --output FILE, finished records are kept in FILE.partial: after a kill or Ctrl-C, the same command continues.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import sys
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import speedups
 from skipdecode.cli.options import (
     DecodingOptions,
@@ -27,7 +26,6 @@ from skipdecode.cli.options import (
     ScheduleChoice,
     ScheduleOptions,
     choose_schedule,
-    named_schedule,
     stop_text,
     with_breaks,
 )
@@ -68,73 +66,78 @@ def _output_files(output: str) -> list[Path]:
 class Config(EngineOptions, DecodingOptions, ScheduleOptions):
     """Options of `skipdecode generate`."""
 
+    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
+        "prompts": ("input", "field"),
+        "router": ("schedule", "nominal_speedup", "prompt_layers", "compare"),
+    }
+
     prompts: tuple[str, ...] = option("prompts, instead of --input", positional=True, default=())
     input: str | None = option(
-        "file of prompts, - for standard input (which is also read if no prompt is given and it is no terminal)",
+        "file of prompts, - for standard input (also read if no prompt is given and standard input is no terminal)",
         default=None,
         path=Reads(),
     )
     format: str = option(
-        "of the input; auto: CSV with a header for .csv and .tsv, JSONL for .jsonl, .ndjson and .json, and for "
-        "standard input that starts with {, else one prompt a line",
+        "format of the input; auto: CSV with a header for .csv and .tsv; JSONL for .jsonl, .ndjson, .json, and for "
+        "standard input that starts with {; else one prompt per line",
         default="auto",
         choices=("auto", *FORMATS, "txt"),
     )
     field: str | None = option(
-        "field that holds the prompt (default: the template's, else prompt, messages, text, input, question or mr)",
+        "field with the prompt (default: that of the template, else prompt, messages, text, input, question or mr)",
         default=None,
     )
     prompt_template: str | None = option(
-        "prompt text with fields of the row in braces, such as '{mr}\\n'; \\n is a line break (default: the template "
-        "that the checkpoint was tuned on)",
+        "prompt text with fields of the record in braces, such as '{mr}\\n'; \\n is a line break (default: the "
+        "template that the checkpoint was tuned on)",
         default=None,
         parse=with_breaks,
     )
     task: str | None = option(
-        "take the prompt of a task: its name or its YAML file", default=None, path=Reads(task_file)
+        "use the prompt template of a task: its name or its YAML file", default=None, path=Reads(task_file)
     )
     template: bool = option(
-        "put prompts into the template that the checkpoint was tuned on; --no-template leaves them as they are",
+        "use the template that the checkpoint was tuned on; --no-template: use prompts unchanged",
         default=True,
     )
-    output: str = option("JSONL file, - for standard output", default="-", path=Writes(_output_files))
+    output: str = option("output file (JSONL), - for standard output", default="-", path=Writes(_output_files))
     output_format: str = option(
-        "of standard output; auto: text on a terminal (below its prompt if there are several), else JSONL, as in files",
+        "format of standard output; auto: text on a terminal (after its prompt if there are several), else JSONL",
         default="auto",
         choices=("auto", "jsonl", "text"),
     )
     overwrite: bool = option(OVERWRITE, default=False)
-    restart: bool = option("drop what an interrupted run left in FILE.partial", default=False)
+    restart: bool = option("ignore and replace FILE.partial of an interrupted run", default=False)
     on_error: str = option(
-        "bad rows: skip them (and write the error in their place), or stop at the first",
+        "records that cannot be used: skip them and write the error in their place, or stop before any work",
         default="skip",
         choices=("skip", "stop"),
     )
-    chat: bool = option("put prompts into the model's chat template; lists of messages always are", default=False)
-    system: str | None = option("system message in front of every chat; implies --chat", default=None)
-    include_prompt: bool = option("repeat the prompt in the row of JSONL", default=False)
-    max_new_tokens: int = option("most new tokens a row", default=128, least=1)
-    batch_size: int = option("rows decoded together", default=8, least=1)
+    chat: bool = option("apply the model's chat template; lists of messages always get it", default=False)
+    system: str | None = option("system message of every chat; implies --chat", default=None)
+    include_prompt: bool = option("add the prompt to each output record", default=False)
+    max_new_tokens: int = option("most new tokens of a record", default=128, least=1)
+    batch_size: int = option("sequences decoded together", default=8, least=1)
     stop: tuple[str, ...] = option(
-        r"text that ends a row, cut off; \n and \t are understood; for more texts repeat the flag",
+        r"stop string: ends the output and is cut off; \n and \t are accepted; repeat the flag for several",
         default=(),
         parse=stop_text,
     )
     compare: bool = option(
-        "also run full depth on up to 8 batches afterwards, alternating, and print both speeds",
+        "afterwards run up to 8 batches again, in turn with full depth, and print both speeds",
         default=False,
     )
     router: str | None = option(
-        "file of skipdecode calibrate --router: it chooses a schedule for each prompt, in place of --schedule and "
-        "--nominal-speedup; the row of JSONL names it",
+        "file of skipdecode calibrate --router, which selects a schedule for each prompt; the output record names the "
+        "schedule",
         default=None,
         path=Reads(),
     )
-    summary: str | None = option("file for the run's figures as JSON", default=None, path=Writes())
+    summary: str | None = option("file for the statistics of the run (JSON)", default=None, path=Writes())
 
 
 def run(config: Config) -> int:
-    """Generate; returns 0, 1 if rows were bad, or 130 if interrupted."""
+    """Generate; returns 0, 1 if records could not be used, or 130 if interrupted."""
     _check(config)
     router, source, form = _router(config), _source(config), _form(config)
     ref, rows = config.ref, source.count(form, all_usable=config.on_error == "stop")
@@ -165,15 +168,10 @@ def run(config: Config) -> int:
 
 
 def _check(config: Config) -> None:
-    if config.prompts and config.input is not None:
-        raise UsageError("prompts were given both as arguments and with --input: give one of them")
     if not config.prompts and config.input is None and sys.stdin.isatty():
-        raise UsageError("no prompts: give some as arguments, or --input FILE, or --input - for standard input")
-    if config.prompts and config.field is not None:
-        raise UsageError("--field belongs to JSONL and CSV input, not to prompts given as arguments")
+        raise UsageError("no prompts: give them as arguments, with --input FILE, or on standard input with --input -")
     if config.output_format == "text" and config.output != "-":
-        raise UsageError("--output-format text is of standard output: leave out --output, or redirect with > FILE")
-    named_schedule(config)
+        raise UsageError("--output-format text is for standard output: leave out --output, or redirect with > FILE")
 
 
 def _prints_text(config: Config) -> bool:
@@ -201,11 +199,6 @@ def _form(config: Config) -> PromptForm:
 def _router(config: Config) -> Router | None:
     if config.router is None:
         return None
-    for name in ("schedule", "nominal_speedup", "prompt_layers"):
-        if getattr(config, name) is not None:
-            raise UsageError(f"--router chooses the schedule of each prompt: leave out {flag(name)}")
-    if config.compare:
-        raise UsageError("--compare times one schedule, and --router chooses among several: leave out one of them")
     from skipdecode.engine.router import Router
 
     router = Router.load(Path(config.router))
@@ -221,7 +214,7 @@ def _tell_schedules(config: Config, chosen: ScheduleChoice | Router, loaded: Loa
         schedules = [chosen.schedule]
     else:
         schedules = list(chosen.schedules)
-        note(f"router {config.router}: each prompt runs one of {', '.join(each.name for each in schedules)}")
+        note(f"router {config.router} selects one of {', '.join(each.name for each in schedules)} for each prompt")
     if not config.exact and (line := loaded.untuned_line(schedules)):
         note(line)
 
@@ -234,7 +227,7 @@ def _fingerprint(
     loaded: LoadedModel,
     engines: Backend,
 ) -> dict[str, Any]:
-    """All that the output rows depend on; not how they are batched, so that a run may go on with smaller batches."""
+    """All that the output records depend on; without the batch size, so that a run may continue with another."""
     schedule = chosen.schedule if isinstance(chosen, ScheduleChoice) else chosen
     return {
         "model": config.model,
@@ -248,7 +241,7 @@ def _fingerprint(
         "include_prompt": config.include_prompt,
         "schedule": schedule.to_dict(),
         "input": source.fingerprint | {"field": config.field},
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),  # what "auto" stands for here, and so the engine
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),  # "auto" depends on the machine, as does the engine
         "engine": engines.name,
         "checkpoint": checkpoint_digest(loaded),
     }
@@ -296,22 +289,22 @@ def _generate(
     if config.on_error == "stop":
         refuse_bad_rows(source.records(form), job.encoder)
     if writer.rows_before:
-        note(f"{writer.rows_before} of {rows} rows were finished by an earlier run; going on from there")
+        note(f"{writer.rows_before} of {rows} records were finished by an earlier run; continuing")
     ids = SeenIds()
-    shown = not (_prints_text(config) and sys.stdout.isatty())  # there the text itself is the progress
-    with progress_bar(rows, "row", done=writer.rows_before, shown=shown) as bar:
+    shown = not (_prints_text(config) and sys.stdout.isatty())  # on a terminal, the text shows the progress
+    with progress_bar(rows, "record", done=writer.rows_before, shown=shown) as bar:
 
         def progress(ended: int, summary: RunSummary) -> None:
             bar.set_postfix_str(f"{summary.tokens_per_s:.0f} tokens/s", refresh=False)
             bar.update(ended)
 
-        # All rows are read for their ids, those too that an earlier run finished.
+        # The ids of all records are read, also of those that an earlier run finished.
         records = (r for r in ids.watch(source.records(form)) if not writer.is_done(r.index))
         summary = generate_rows(
             records, job, writer, rows - writer.rows_before, report=BadRows().add, progress=progress
         )
     if repeated := ids.repeated(source.records(form)):
-        note(f"{repeated}; all are generated, in order")
+        note(f"{repeated}; an output is generated for each")
     return summary
 
 
@@ -328,25 +321,17 @@ def _tell(config: Config, summary: RunSummary, settings: dict[str, Any]) -> None
 
 
 def _tell_comparison(found: dict[str, Any] | None) -> None:
-    """The schedule's speed next to full depth's, as three numbers that are easily taken for one."""
+    """The speeds of the schedule and of full depth."""
     if found is None:
-        note("no comparison: no row took a second token")
+        note("no comparison: no record has a second token")
         return
     many = "1 batch" if found["batches"] == 1 else f"{found['batches']} batches"
-    note(f"{many} once more, in turn with full depth, all rows of a batch to the same length:")
-    cells = {
-        "decode": (
-            "{full_decode_tokens_per_s:.1f} tokens/s",
-            "{decode_tokens_per_s:.1f} tokens/s",
-            "{measured_decode_speedup:.2f}x",
-        ),
-        "request": (
-            "{full_request_tokens_per_s:.1f} tokens/s",
-            "{request_tokens_per_s:.1f} tokens/s",
-            "{measured_request_speedup:.2f}x",
-        ),
-        "nominal": ("{full_layers_per_token:.1f} layers", "{layers_per_token:.1f} layers", "{nominal_speedup:.2f}x"),
-    }
-    filled = {name: [form.format_map(found) for form in forms] for name, forms in cells.items()}
-    for line in speedups(["full depth", "the schedule", "measured"], filled):
+    note(f"{many} again, in turn with full depth, all sequences of a batch with the same length:")
+    cells = {}
+    for name in ("decode", "request"):
+        rates = [f"{found[f'{side}{name}_tokens_per_s']:.1f} tokens/s" for side in ("full_", "")]
+        cells[name] = [*rates, f"{found[f'measured_{name}_speedup']:.2f}x"]
+    layers = [f"{found[f'{side}layers_per_token']:.1f} layers" for side in ("full_", "")]
+    cells["nominal"] = [*layers, f"{found['nominal_speedup']:.2f}x"]
+    for line in speedups(["full depth", "the schedule", "measured"], cells):
         note(line)

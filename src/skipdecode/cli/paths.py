@@ -1,8 +1,8 @@
-"""What a command reads and what it writes, as its options declare it (`path` of `skipdecode.common.options.option`).
+"""Checks of the paths that a command reads and writes, as its options declare them (`path` of `option`).
 
-Checked in this one place, before any work: no path is both read and written, or written twice; a file that exists is
-replaced with --overwrite alone; a directory is absent, empty or of an earlier run, and one run at a time writes to it.
-Links count as what they name. Devices, pipes and ``-`` are written as they are.
+Checked before any work: no path is both read and written, or written twice; an existing file is replaced only with
+--overwrite; a directory is absent, empty or of an earlier run, and one run at a time writes into it. A link counts as
+its target. Devices, pipes and ``-`` are written without these checks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skipdecode.cli.arguments import flag
+from skipdecode.cli.arguments import option_name
 from skipdecode.common.directories import RunDirectory, held
 from skipdecode.common.files import check_place, is_stream
 from skipdecode.common.options import Reads, Writes, kinds
@@ -22,20 +22,14 @@ from skipdecode.errors import OutputError, UsageError
 
 __all__ = ["OVERWRITE", "claimed"]
 
-OVERWRITE = "replace output files that exist; without it they are refused"
-# By the launchers that accelerate knows: of several processes of one run, the first writes.
+OVERWRITE = "replace existing output files; without this option, they are an error"
+# Set by the launchers that accelerate supports: only the first process of a run writes.
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 @contextlib.contextmanager
 def claimed(config: Any) -> Iterator[None]:
-    """The outputs of a command that may be carried out, for this process alone.
-
-    Raises
-    ------
-    UsageError, OutputError
-        A path that the command may not write, by name.
-    """
+    """Hold the outputs of a command for this process; raises UsageError or OutputError for a path it may not write."""
     written = _named(config, Writes, RunDirectory)
     read = _named(config, Reads) if written else []
     for one in written:
@@ -59,7 +53,7 @@ def claimed(config: Any) -> Iterator[None]:
 
 
 class _Named(NamedTuple):
-    """An option's value, the paths that it stands for, and what a directory of it is to be."""
+    """The value of an option, the paths that it stands for, and the kind of directory, if it is one."""
 
     option: str
     value: str
@@ -70,7 +64,7 @@ class _Named(NamedTuple):
         return f"{self.option} {self.value}"
 
     def check_beside(self, other: _Named) -> None:
-        """Refuse this output where `other`, which is read or written too, is the same, in it or around it."""
+        """Refuse this output if `other`, which is also read or written, is the same path, inside it or around it."""
         for mine in self.paths:
             for theirs in other.paths:
                 if _same(mine, theirs):
@@ -81,7 +75,7 @@ class _Named(NamedTuple):
                     raise UsageError(f"{inside} lies in {around}: name another output")
 
     def _holds(self, mine: Path, theirs: Path) -> bool:
-        """Whether a path of another option is one that this one stands for: a file of what is read, or of a run."""
+        """Whether a path of another option belongs to this one: a file in what is read, or in a run directory."""
         if self.directory is not None:
             return _inside(theirs, mine) and not fnmatch(theirs.name, self.directory.takes)
         if not mine.is_dir():
@@ -92,23 +86,22 @@ class _Named(NamedTuple):
 
 
 def _named(config: Any, *uses: type[Reads | Writes | RunDirectory]) -> list[_Named]:
-    """The options of the given uses (`Reads`, `Writes`, `RunDirectory`) that have a value, with their paths."""
+    """The options with a value that have one of the uses (`Reads`, `Writes`, `RunDirectory`), with their paths."""
     found = []
     for name, kind in kinds(type(config)).items():
         use = kind.metadata["path"]
         if not isinstance(use, uses):
             continue
         value, directory = getattr(config, name), use if isinstance(use, RunDirectory) else None
-        named = name.upper() if kind.metadata["positional"] else flag(name)
         for one in value if kind.many else (value,):
             if one is None or (one == "-" and not directory) or (not one and not isinstance(use, Writes)):
                 continue
-            found.append(_Named(named, one, tuple(use.paths(one)), directory))
+            found.append(_Named(option_name(type(config), name), one, tuple(use.paths(one)), directory))
     return found
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two paths are one file, through links of both kinds; character devices may be named twice."""
+    """Whether two paths are the same file, also through links; character devices may be given twice."""
     if one.is_char_device():
         return False
     return os.path.realpath(one) == os.path.realpath(other) or (one.exists() and other.exists() and one.samefile(other))

@@ -1,14 +1,13 @@
-"""A schedule for a model and a speed target, as a picture, with the speed-ups to expect of it.
+"""Find a schedule for a model and a speed target; shows it as a picture, with the speed-ups to expect.
 
-Give one target: a speed-up in wall-clock time (--target-speedup, of the whole request, or with --phase decode of the
-steps behind the prompt), the paper's nominal one (--nominal-speedup), the exits themselves (--min-exit-layer and
---max-exit-layer), or a schedule that there is (--schedule). A fit beside that schedule, or in the checkpoint, counts.
-Nothing is generated. Where the model's weights are at hand, a short calibration times its prompts and decode steps;
-otherwise they are predicted from its config.
+Give one target: a wall-clock speed-up (--target-speedup, of whole requests, or with --phase decode of the steps after
+the prompt), a nominal speed-up (--nominal-speedup), numbers of layers (--min-exit-layer and --max-exit-layer), or an
+existing schedule (--schedule). A fit beside that schedule or in the checkpoint is counted. Nothing is generated. If the
+model's weights are available, prompts and decode steps are timed; otherwise their times are predicted from the config.
 
-Three speed-ups are told. Request: time of prompt and steps together, full depth / schedule. Decode: the same of the
-steps after the prompt. Nominal: all layers / layers that a new token runs. The first two are predicted for the work
-that --batch, --prompt-len, --seq-len and --use describe; generate --compare measures them on yours.
+Three speed-ups are shown. Request: time of prompt and steps, full depth / schedule. Decode: time of the steps after the
+prompt. Nominal: all layers / layers that a new token runs. The first two are predicted for the workload of --batch,
+--prompt-len, --seq-len and --use; generate --compare measures them on your prompts.
 """
 
 from __future__ import annotations
@@ -20,23 +19,22 @@ import sys
 import textwrap
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skipdecode.cli.arguments import command_line
 from skipdecode.cli.columns import speedups
-from skipdecode.cli.options import MODEL, EngineOptions
+from skipdecode.cli.options import MODEL, EngineOptions, ScheduleOptions
 from skipdecode.cli.paths import OVERWRITE
 from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, Writes, option
 from skipdecode.errors import UsageError
-from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import choose_device
 from skipdecode.models.loading.ref import model_files
 from skipdecode.performance.cost import Phase, Use
 from skipdecode.performance.solve import Assessment, Auto, assess, solve, why_flat
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.draw import schedule_picture, shows_blocks
-from skipdecode.schedule.order import PROMPT_SETS, Order, PromptDepth, prompt_set, top_down
+from skipdecode.schedule.order import Order, PromptDepth, prompt_set, top_down
 
 if TYPE_CHECKING:
     from skipdecode.models.fit import Fit
@@ -46,76 +44,72 @@ if TYPE_CHECKING:
 
 __all__ = ["Config", "run"]
 
-_MOST_PROMPT_TOKENS = 2**20  # of a batch: its forwards are added up one by one
+_MOST_PROMPT_TOKENS = 2**20  # in a batch: the cost of its forwards is added one by one
+_TARGETS = ("target_speedup", "nominal_speedup", "min_exit_layer", "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EngineOptions):
+class Config(EngineOptions, ScheduleOptions):
     """Options of `skipdecode plan`."""
+
+    NEEDS: ClassVar = {
+        "phase": ("target_speedup",),
+        "min_exit_layer": ("max_exit_layer",),
+        "max_exit_layer": ("min_exit_layer",),
+    }
+    EXCLUDES: ClassVar = {name: _TARGETS[place + 1 :] for place, name in enumerate(_TARGETS)}
 
     model: str = option(f"{MODEL}, or the file of a config (JSON)", positional=True, path=Reads(model_files))
     target_speedup: float | None = option(
-        "speed-up in wall-clock time, of what --phase says; the layers that run are solved for it",
-        default=None,
-        least=1,
+        "wall-clock speed-up of the work that --phase names; the layers are solved for it", default=None, least=1
     )
     phase: Phase = option(
-        "what --target-speedup is of; request: prompt and steps together; decode: the steps after the prompt",
+        "what --target-speedup is for; request: prompt and steps together; decode: the steps after the prompt",
         default="request",
-    )
-    nominal_speedup: float | None = option(
-        "nominal speed-up, the paper's: all layers / mean layers run; the gain in time is lower", default=None, least=1
-    )
-    schedule: str | None = option(
-        "file of a schedule, or the name of a bundled one, whose figures are told; a skipdecode.fit beside it counts",
-        default=None,
-        parse=schedule_file,
-        path=Reads(),
     )
     min_exit_layer: int | None = option("layers that run at the last position", default=None, least=1)
     max_exit_layer: int | None = option("layers that run at the first position", default=None, least=1)
     seq_len: int = option(
-        "generation positions over which the depth falls, and new tokens of a row but the first, which comes with the "
+        "positions over which the depth decreases; also the number of new tokens after the first, which comes with the "
         "prompt; best near the real output length",
         default=64,
         least=1,
         most=2**15,
     )
-    prompt_layers: str | None = option(
-        f"layers that prompt tokens run: {PROMPT_SETS} (default: full; for a request's target as many as the line "
-        "'prompts' says)",
-        default=None,
-    )
     warmup_layers: int = option("first layers that always run", default=1, least=0)
     spread: float = option(
-        "decay: from mean * (1 + spread) to mean * (1 - spread) layers", default=1 / 3, least=0, below=1
+        "decrease: from mean * (1 + spread) to mean * (1 - spread) layers", default=1 / 3, least=0, below=1
     )
-    order: Order = option("order in which layers are left out", default="bottom-up")
+    order: Order = option("order in which layers are skipped", default="bottom-up")
     use: Use = option(
-        "lockstep: all rows of a batch start together; continuous: a stream of rows of mixed ages", default="lockstep"
+        "lockstep: all sequences of a batch start together; continuous: continuous batching", default="lockstep"
     )
-    batch: int = option("rows decoded together", default=1, least=1, most=1024)
-    prompt_len: int = option("prompt tokens of a row", default=64, least=1, most=_MOST_PROMPT_TOKENS)
+    batch: int = option("sequences decoded together", default=1, least=1, most=1024)
+    prompt_len: int = option("prompt tokens of a sequence", default=64, least=1, most=_MOST_PROMPT_TOKENS)
     measure: bool | None = option(
-        "load the weights and time prompts and steps, or predict (default: measure if that fetches nothing)",
-        default=None,
+        "load the weights and time prompts and steps (default: only if nothing has to be downloaded)", default=None
     )
-    remeasure: bool = option("time prompts and steps again, whatever an earlier calibration found", default=False)
+    remeasure: bool = option("time prompts and steps again, and ignore earlier measurements", default=False)
     json: bool = option("print one JSON document", default=False)
     png: str | None = option("file for the picture", default=None, path=Writes())
     out: str | None = option(
-        "file for the schedule (JSON), which skipdecode generate --schedule takes", default=None, path=Writes()
+        "file for the schedule (JSON), for skipdecode generate --schedule", default=None, path=Writes()
     )
     overwrite: bool = option(OVERWRITE, default=False)
 
     @property
     def new_tokens(self) -> int:
-        """Generated tokens of a row: as many as run each position once."""
+        """Generated tokens of a sequence: each position runs once."""
         return self.seq_len + 1
+
+    @property
+    def is_config(self) -> bool:
+        """Whether the model is the file of a config, without weights."""
+        return Path(self.model).is_file()
 
 
 def run(config: Config) -> int:
-    """Plan, print, and write what was asked for."""
+    """Plan, print, and write the files that were asked for."""
     _check(config)
     from skipdecode.performance.cost_source import find_cost, find_geometry
 
@@ -123,30 +117,16 @@ def run(config: Config) -> int:
     _schedule(config, geometry.num_layers)  # refuses what does not fit before weights are loaded
     fit = _fit(config, geometry)
     config.use_threads()
-    source = find_cost(
-        config.ref,
-        batch=config.batch,
-        prompt_len=config.prompt_len,
-        dtype=config.dtype,
-        device=config.device,
-        measure=config.measure,
-        engine=config.engine,
-        quantization=config.quantization,
-        remeasure=config.remeasure,
-    )
+    names = ("batch", "prompt_len", "dtype", "device", "measure", "engine", "quantization", "remeasure")
+    source = find_cost(config.ref, **{name: getattr(config, name) for name in names})
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
     schedule = _schedule(config, source.cost.num_layers, source.cost)
-    figures = assess(
-        schedule,
-        source.cost,
-        source.geometry,
-        use=config.use,
-        prompt_len=config.prompt_len,
-        new_tokens=config.new_tokens,
+    work: dict[str, Any] = {"prompt_len": config.prompt_len, "new_tokens": config.new_tokens}
+    figures = assess(schedule, source.cost, source.geometry, use=config.use, **work)
+    plan = _Plan(
+        config, source, schedule, figures, _reason(config, schedule, source.cost), _tuned(config, schedule), fit
     )
-    reason, tuned = _reason(config, schedule, source.cost), _tuned(config, schedule)
-    plan = _Plan(config, source, schedule, figures, reason, tuned, fit)
     if config.out is not None:
         schedule.save(config.out)
     if config.png is not None:
@@ -170,22 +150,15 @@ def run(config: Config) -> int:
 
 
 def _check(config: Config) -> None:
-    explicit = (config.min_exit_layer, config.max_exit_layer)
-    if (explicit[0] is None) != (explicit[1] is None):
-        raise UsageError("--min-exit-layer and --max-exit-layer go together: give both")
-    targets = (config.target_speedup, config.nominal_speedup, explicit[0], config.schedule)
-    given = [target is not None for target in targets]
-    if config.phase == "decode" and config.target_speedup is None:
-        raise UsageError("--phase says what --target-speedup is of: give both, or neither")
-    if sum(given) != 1:
+    if all(getattr(config, name) is None for name in _TARGETS):
         raise UsageError(
-            f"{'no' if not any(given) else 'more than one'} target was given: give one of --target-speedup, "
-            "--nominal-speedup, --min-exit-layer with --max-exit-layer, or --schedule"
+            "no target was given: give one of --target-speedup, --nominal-speedup, --min-exit-layer with "
+            "--max-exit-layer, or --schedule"
         )
-    if config.batch * config.prompt_len > _MOST_PROMPT_TOKENS:
+    if (tokens := config.batch * config.prompt_len) > _MOST_PROMPT_TOKENS:
         raise UsageError(
-            f"--batch {config.batch} --prompt-len {config.prompt_len} are {config.batch * config.prompt_len} prompt "
-            f"tokens a batch: give {_MOST_PROMPT_TOKENS} at most"
+            f"--batch {config.batch} --prompt-len {config.prompt_len} are {tokens} prompt tokens: give at most "
+            f"{_MOST_PROMPT_TOKENS}"
         )
     if config.png is not None:
         from skipdecode.reporting.charts import check_matplotlib
@@ -194,10 +167,10 @@ def _check(config: Config) -> None:
 
 
 def _fit(config: Config, geometry: ModelGeometry) -> Fit | None:
-    """The fit beside the schedule, else the checkpoint's; None where there is none. Its weights are not compared."""
+    """The fit beside the schedule, else the fit of the checkpoint, if there is one; it is not compared with weights."""
     from skipdecode.models.fit import Fit
 
-    file = None if Path(config.model).is_file() else config.ref.fit
+    file = None if config.is_config else config.ref.fit
     if file is None:
         return None
     fit = Fit.load(file)
@@ -208,7 +181,7 @@ def _fit(config: Config, geometry: ModelGeometry) -> Fit | None:
 
 
 def _schedule(config: Config, layers: int, cost: CostModel | None = None) -> Schedule:
-    """The schedule asked for; a wall-clock target is solved for with the cost, without it full depth is checked."""
+    """The schedule for the target; without a cost, full depth stands for the schedule of a wall-clock target."""
     warmup = config.warmup_layers
     order = top_down(layers, warmup) if config.order == "top-down" else None
     asked = None if config.prompt_layers is None else prompt_set(config.prompt_layers, layers)
@@ -227,32 +200,21 @@ def _schedule(config: Config, layers: int, cost: CostModel | None = None) -> Sch
     else:
         shared |= {"min_exit_layer": config.min_exit_layer, "max_exit_layer": config.max_exit_layer}
         schedule = Schedule.paper(layers, **shared)
-    if config.order == "even":
-        # The order aims at the least budget, which is known only now. No step costs another time for it, and prompts
-        # that run the lowest layers have no more to project: bottom up, new tokens run the highest.
-        return schedule.reordered("even")
-    return schedule
+    # The even order depends on the least budget, which is known only now. The order does not change the cost: prompts
+    # that run the lowest layers have the most layers to project with bottom-up, where new tokens run the highest.
+    return schedule.reordered("even") if config.order == "even" else schedule
 
 
 def _solved(
     config: Config, cost: CostModel, use: Use, order: tuple[int, ...] | None, prompt: PromptDepth | Auto
 ) -> Schedule:
-    return solve(
-        cost,
-        cast("float", config.target_speedup),
-        config.seq_len,
-        phase=config.phase,
-        prompt=prompt,
-        use=use,
-        warmup_layers=config.warmup_layers,
-        spread=config.spread,
-        drop_order=order,
-        prompt_len=config.prompt_len,
-    )
+    target, names = cast("float", config.target_speedup), ("phase", "warmup_layers", "spread", "prompt_len")
+    given: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return solve(cost, target, config.seq_len, prompt=prompt, use=use, drop_order=order, **given)
 
 
 def _reason(config: Config, schedule: Schedule, cost: CostModel) -> str | None:
-    """Why a schedule solved for continuous use is flat."""
+    """Why a schedule that was solved for continuous use is flat."""
     if config.target_speedup is None or config.use != "continuous":
         return None
     linear = _solved(config, cost, "lockstep", schedule.drop_order, schedule.prompt)
@@ -260,20 +222,19 @@ def _reason(config: Config, schedule: Schedule, cost: CostModel) -> str | None:
 
 
 def _tuned(config: Config, schedule: Schedule) -> bool:
-    # Nothing is fetched to find out; a config alone has no weights.
-    known = not Path(config.model).is_file() and config.ref.has_weights()
-    recipe = config.ref.recipe if known else None
+    """Whether the weights were tuned for the schedule; nothing is downloaded to find out."""
+    recipe = config.ref.recipe if not config.is_config and config.ref.has_weights() else None
     return schedule.fits_weights(() if recipe is None else recipe.tuned_under)
 
 
-# ---------------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------------- report
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A schedule with what it was planned for and what it brings.
+    """A schedule with its figures.
 
-    `reason` says why it is flat, if it had to be; `tuned` whether the weights are ready for it.
+    `reason` says why it is flat, if it had to be; `tuned` says whether the weights are tuned for it.
     """
 
     config: Config
@@ -286,13 +247,13 @@ class _Plan:
 
     @property
     def fit_bytes(self) -> float:
-        """Bytes of the fit in memory, in the weights' type."""
+        """Bytes of the fit in memory, in the type of the weights."""
         numbers = () if self.fit is None else self.fit.parameters()
         return sum(p.numel() for p in numbers) * self.source.geometry.dtype_bytes
 
 
 def _report(plan: _Plan, width: int) -> str:
-    """The plan in lines of at most `width` characters, commands apart."""
+    """The plan in lines of at most `width` characters, except for commands."""
     figures = plan.figures
     gains = {
         "request": figures.predicted_request_speedup,
@@ -300,8 +261,8 @@ def _report(plan: _Plan, width: int) -> str:
         "nominal": figures.nominal_speedup,
     }
 
-    def filled(rows: dict[str, str]) -> list[str]:
-        return [textwrap.fill(f"{name:<10}{text}", width, subsequent_indent=" " * 10) for name, text in rows.items()]
+    def filled(entries: dict[str, str]) -> list[str]:
+        return [textwrap.fill(f"{name:<10}{text}", width, subsequent_indent=" " * 10) for name, text in entries.items()]
 
     table = speedups(["predicted"], {name: [f"{gain:.2f}x"] for name, gain in gains.items()})
     commands = [f"{name:<10}{command}" for name, command in _commands(plan).items()]
@@ -311,80 +272,70 @@ def _report(plan: _Plan, width: int) -> str:
 def _subject(plan: _Plan) -> dict[str, str]:
     config, schedule, geometry = plan.config, plan.schedule, plan.source.geometry
     first, last = schedule.budgets[0], schedule.budgets[-1]
-    depth = f"{first}" if first == last else f"{first} falling to {last}"
+    depth = f"{first}" if first == last else f"{first} decreasing to {last}"
+    prompts = f"{len(schedule.prompt_layers())} of {schedule.num_layers} layers"
+    if schedule.projected:
+        prompts += f", and only keys and values of {len(schedule.projected)} more that the first new token runs"
+    if config.target_speedup is not None and config.prompt_layers is None and config.phase == "request":
+        prompts += (
+            "; rule: new tokens skip layers first, down to half depth, then prompts, if that pays, down to half depth, "
+            "then both (--prompt-layers sets them; skipdecode calibrate learns them)"
+        )
     return {
         "model": f"{config.model}: {geometry.num_layers} layers, {_size(geometry.weight_bytes())} of weights in "
         f"{plan.source.dtype}",
-        "for": f"{config.batch} x ({config.prompt_len} prompt + {config.new_tokens} new tokens), {config.use}: the "
-        f"first new token comes with the prompt, each other from a step, one at each of {config.seq_len} positions; "
-        "for other work give --batch, --prompt-len, --seq-len, --use",
+        "for": f"{config.batch} x ({config.prompt_len} prompt + {config.new_tokens} new tokens), {config.use}; the "
+        f"first new token comes with the prompt, the others from {config.seq_len} decode steps; options: --batch, "
+        "--prompt-len, --seq-len, --use",
         "schedule": f"{schedule.name}: {depth} of {schedule.num_layers} layers, "
-        + (f"left out {config.order}" if config.schedule is None else f"from {config.schedule}")
+        + (f"skipped {config.order}" if config.schedule is None else f"from {config.schedule}")
         + (f"; {plan.reason}" if plan.reason else ""),
-        "prompts": _prompts(plan),
+        "prompts": prompts,
     }
-
-
-def _prompts(plan: _Plan) -> str:
-    """What prompts run, and why."""
-    schedule, config = plan.schedule, plan.config
-    run, projected = len(schedule.prompt_layers()), len(schedule.projected)
-    text = f"{run} of {schedule.num_layers} layers"
-    if projected:
-        text += f", and keys and values alone of {projected} above them that the first new token runs"
-    if config.target_speedup is None or config.prompt_layers is not None or config.phase == "decode":
-        return text
-    return (
-        f"{text}; by this rule: new tokens give up layers first, to half depth, then prompts, where that pays, to half "
-        "depth, then both alike (--prompt-layers sets them; skipdecode calibrate learns them)"
-    )
 
 
 def _details(plan: _Plan) -> dict[str, str]:
     figures = plan.figures
-    other = (
-        f"{figures.decode_speedup_continuous:.2f}x for a stream of rows of mixed ages"
-        if plan.config.use == "lockstep"
-        else f"{figures.decode_speedup_lockstep:.2f}x for rows in lockstep"
-    )
-    most = f"at most {figures.bound:.2f}x, with {figures.least_budget} layers, the fewest"
+    other = ""
+    if plan.config.batch > 1 and plan.config.use == "lockstep":
+        other = f"; {figures.decode_speedup_continuous:.2f}x with continuous batching"
+    elif plan.config.batch > 1:
+        other = f"; {figures.decode_speedup_lockstep:.2f}x in lockstep"
     kv_full = figures.kv_bytes_held + figures.kv_bytes_saved
     return {
-        "limits": f"request at most {figures.request_bound:.2f}x behind these prompts, decode {most}; "
-        f"{figures.bound_at_half:.2f}x with {figures.half_budget}" + (f"; {other}" if plan.config.batch > 1 else ""),
-        "request": f"{_time(figures.request_seconds_full)} at full depth; {_time(figures.request_seconds)} so, "
-        f"{figures.prompt_share:.0%} of it in prompts",
+        "limits": f"request at most {figures.request_bound:.2f}x with these prompts; decode at most "
+        f"{figures.bound:.2f}x with {figures.least_budget} layers, the fewest, and {figures.bound_at_half:.2f}x with "
+        f"{figures.half_budget}{other}",
+        "request": f"{_time(figures.request_seconds_full)} at full depth, {_time(figures.request_seconds)} with the "
+        f"schedule, of which prompts take {figures.prompt_share:.0%}",
         "step": f"{_time(figures.step_seconds_full)} at full depth, of which {figures.fixed_share:.0%} cannot be "
         f"skipped; {_time(figures.step_seconds)} with {figures.layers_per_step:.1f} layers, the mean",
         "KV cache": f"{_size(figures.kv_bytes_held)} at the end; {_size(figures.kv_bytes_saved)} "
         f"({figures.kv_bytes_saved / kv_full:.0%}) saved",
-        **({} if plan.fit is None else {"fit": _fitted(plan)}),
+        **({} if plan.fit is None else {"fit": _fitted(plan, plan.fit)}),
         "times": plan.source.origin,
     }
 
 
-def _fitted(plan: _Plan) -> str:
-    """What the fit takes, in memory and of a layer's time."""
-    fit, cost = plan.fit, plan.source.cost
-    bridges = f"{len(fit.bridges)} bridges of rank {fit.rank:.0f}" if fit is not None else ""
-    text = f"{_size(plan.fit_bytes)} in memory; {bridges}, each {cost.bridge_share:.1%} of the layer that a token skips"
+def _fitted(plan: _Plan, fit: Fit) -> str:
+    """The memory and time of the fit."""
+    cost = plan.source.cost
+    text = f"{_size(plan.fit_bytes)} in memory; {len(fit.bridges)} bridges of rank {fit.rank:.0f}, each "
+    text += f"{cost.bridge_share:.1%} of the layer that a token skips"
     if plan.schedule.projected:
         text += f"; keys and values of prompts take {1 + cost.taps} projection{'s' if cost.taps else ''} a layer"
-    return text + "; counted above"
+    return text + "; all figures include it"
 
 
 def _commands(plan: _Plan) -> dict[str, str]:
-    """What to run next: keep the schedule; or prepare or tune the model, and use what came of it."""
-    config = plan.config
-    if config.schedule is not None:
-        model, file = shlex.quote(config.model), shlex.quote(config.schedule)
-        rest = f"--max-new-tokens {config.new_tokens} 'Your prompt'"
-        return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
-    if config.out is None:
+    """The next commands: save the schedule; or use it, after tuning if the weights are not tuned for it."""
+    config, rest = plan.config, f"--max-new-tokens {plan.config.new_tokens} 'Your prompt'"
+    file = config.schedule or config.out
+    if file is None:
         return {"next": command_line("plan", config) + " --out schedule.json"}
-    # A file is a config without weights: whose they are is for the user to say.
-    model = "MODEL" if Path(config.model).is_file() else shlex.quote(config.model)
-    file, rest = shlex.quote(config.out), f"--max-new-tokens {config.new_tokens} 'Your prompt'"
+    model, file = "MODEL" if config.is_config else shlex.quote(config.model), shlex.quote(file)
+    if config.schedule is not None:
+        return {"next": f"skipdecode generate {model} --schedule {file} {rest}"}
     if plan.tuned:
         return {"next": f"skipdecode generate {model} --schedule {file} --compare {rest}"}
     merge = "" if config.ref.adapter is None else " --merge"
@@ -402,14 +353,10 @@ def _document(plan: _Plan) -> dict[str, Any]:
     """The plan, JSON-ready."""
     config, source = plan.config, plan.source
     return {
-        "model": config.model,
+        **{name: getattr(config, name) for name in ("model", "batch", "prompt_len", "new_tokens", "phase")},
         "dtype": source.dtype,
         "weight_bytes": source.geometry.weight_bytes(),
         "fit_bytes": plan.fit_bytes,
-        "batch": config.batch,
-        "prompt_len": config.prompt_len,
-        "new_tokens": config.new_tokens,
-        "phase": config.phase,
         "schedule": plan.schedule.to_dict(),
         "figures": asdict(plan.figures),
         "reason": plan.reason,

@@ -1,9 +1,9 @@
-"""One HTML page from result files: quality against measured speed-up, speed, depth, losses, outputs side by side.
+"""Make one HTML page from result files: quality against speed-up, speed, depth, losses, outputs side by side.
 
   skipdecode report results/ runs/2x --out report.html
 
-RESULTS are files or directories: runs of eval, published quality tables, results of bench, calibrations, schedules,
-logs of tune. The page holds everything it needs; it opens without a network.
+RESULTS are files or directories: runs of eval, results of bench, calibrations, schedules, logs of tune. The page is
+self-contained and opens without a network.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ def _files(place: str) -> list[Path]:
 class Config(Options):
     """Options of `skipdecode report`."""
 
-    results: tuple[str, ...] = option("result files, or directories of them", positional=True, path=Reads(_files))
+    results: tuple[str, ...] = option(
+        "result files, or directories with result files", positional=True, path=Reads(_files)
+    )
     out: str = option("file for the page", default="report.html", path=Writes())
     overwrite: bool = option(OVERWRITE, default=False)
-    title: str = option("heading of the page", default="skipdecode report")
+    title: str = option("title of the page", default="skipdecode report")
     bad: str = option(
-        "files that are broken or no results; refuse: stop at the first; skip: name each and go on",
+        "files that are broken or no results; refuse: stop at the first; skip: print the name of each and continue",
         default="refuse",
         choices=("refuse", "skip"),
     )
 
 
 def run(config: Config) -> int:
-    """Read, draw, write; returns 0."""
+    """Read the results and write the page; returns 0."""
     sources = _sources(config)
     from skipdecode.reporting.contents import html_report
 
@@ -68,11 +70,11 @@ def _sources(config: Config) -> list[Source]:
             (sources if source.kind in SHOWN else others).append(source)
         except DataError as e:
             if config.bad == "refuse":
-                raise DataError(f"{e} (--bad skip leaves such files out)") from None
-            note(f"left out: {e}")
+                raise DataError(f"{e} (--bad skip skips such files)") from None
+            note(f"skipped: {e}")
     if others:
         named = ", ".join(f"{source.name} ({source.kind})" for source in others)
-        note(f"not shown, as a report has no section for their kind: {named}")
+        note(f"not shown, because a report has no section for their kind: {named}")
     if not sources:
-        raise DataError(f"there is nothing to report: none of the files is of kind {', '.join(SHOWN)}")
+        raise DataError(f"nothing to report: no file has one of the kinds {', '.join(SHOWN)}")
     return sources

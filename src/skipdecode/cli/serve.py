@@ -1,10 +1,10 @@
-"""An OpenAI-compatible server for one model, with a schedule per request and a page to try it.
+"""OpenAI-compatible HTTP server for one model, with a schedule per request and a playground page.
 
-It offers full depth, the checkpoint's own schedule (the default) and all others that the weights were tuned under;
---schedule and --nominal-speedup add more. Paths, fields, limits and metrics: docs/serve.md. It listens on 127.0.0.1
-unless --host is given. SIGTERM and Ctrl-C let the running requests end, for --drain-seconds at most. API keys come
-from --api-keys or from the environment variable SKIPDECODE_API_KEY (in plain, with commas between them); without any,
-everybody who reaches the address is served.
+The server has full depth, the checkpoint's own schedule (the default) and all schedules that the weights were tuned
+under; --schedule and --nominal-speedup add more. Paths, fields, limits and metrics: docs/serve.md. It listens on
+127.0.0.1 unless --host is given. After SIGTERM or Ctrl-C, running requests may finish for --drain-seconds. API keys are
+read from --api-keys or from the environment variable SKIPDECODE_API_KEY (plain text, separated by commas).
+Without keys, everybody who can reach the address can use the server.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import EngineOptions
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
@@ -38,48 +39,51 @@ __all__ = ["Config", "run"]
 class Config(Binding, ServerLimits, EngineOptions):
     """Options of `skipdecode serve`."""
 
-    name: str | None = option("of the model for clients (default: the last part of MODEL)", default=None)
+    NEEDS: ClassVar = {"flat": ("nominal_speedup",), "prompt_layers": ("schedule", "nominal_speedup")}
+
+    name: str | None = option("name of the model for clients (default: the last part of MODEL)", default=None)
     schedule: tuple[str, ...] = option(
-        "schedule files (JSON), or names of bundled ones, that requests may name",
+        "schedule files (JSON), or names of bundled schedules, that requests can select",
         default=(),
         parse=schedule_file,
         path=Reads(),
     )
     nominal_speedup: tuple[float, ...] = option(
-        "also the paper's schedules for these ratios of all layers to the mean layers run", default=(), least=1
+        "also offer the paper's schedules with these nominal speed-ups (all layers / mean layers of a token)",
+        default=(),
+        least=1,
     )
-    seq_len: int = option("positions over which --nominal-speedup lowers the depth", default=128, least=1)
+    seq_len: int = option("positions over which --nominal-speedup decreases the depth", default=128, least=1)
     flat: bool = option(
-        "--nominal-speedup with the same depth at every position, which gains most when requests of different ages "
-        "run together",
+        "--nominal-speedup with the same depth at all positions: faster for continuous batching",
         default=False,
     )
     prompt_layers: str | None = option(
-        f"layers that prompts run under --schedule and --nominal-speedup, whatever those say: {PROMPT_SETS}",
+        f"layers that prompt tokens run under --schedule and --nominal-speedup: {PROMPT_SETS}",
         default=None,
     )
     engine: str = option(
-        "fast: the package's own engine (CPUs; `info` lists its model types); auto: fast where it "
-        "covers the model, else transformers; vllm: start vLLM's own server with the plugin instead",
+        "fast: this package's engine (CPUs; `skipdecode info` lists the model types); auto: fast if it supports the "
+        "model, else transformers; vllm: start vLLM's server with the plugin",
         default="auto",
         choices=(*ENGINES, "vllm"),
     )
     template: bool = option(
-        "put a completion's text into the template that the checkpoint was tuned on, unless a request says otherwise; "
-        "--no-template leaves it as it is",
+        "apply the template that the checkpoint was tuned on to completions, unless a request disables it; "
+        "--no-template: use texts unchanged",
         default=True,
     )
     router: str | None = option(
-        "file of skipdecode calibrate --router: its schedules are offered too, and it chooses among them for requests "
-        "that ask for the schedule routed",
+        "file of skipdecode calibrate --router: adds its schedules, and selects one for each request with the schedule "
+        "routed",
         default=None,
         path=Reads(),
     )
-    api_keys: str | None = option("file with the SHA-256 of an API key on each line", default=None, path=Reads())
+    api_keys: str | None = option("file with the SHA-256 of one API key per line", default=None, path=Reads())
 
 
 def run(config: Config) -> int:
-    """Serve; returns 0 after a signal."""
+    """Run the server; returns 0 after a signal."""
     schedules = _checked(config)
     if config.engine == "vllm":
         return _run_vllm(config, schedules)
@@ -92,31 +96,25 @@ def run(config: Config) -> int:
     keys = ApiKeys.read(config.api_keys)
     if config.prefix_per_key and not keys:
         raise UsageError(f"--prefix-per-key needs API keys: give --api-keys, or set {ENVIRONMENT_VARIABLE}")
-    # Before the model, which takes a while to load.
+    # Before the model is loaded, which takes long.
     listening = open_socket(config)
     service = _service(config, schedules)
     if not keys and not is_loopback(config.host):
         note(
-            f"no API key is set: everybody who reaches {config.host} can use the model (--api-keys, or the environment "
-            f"variable {ENVIRONMENT_VARIABLE})"
+            f"no API key is set: everybody who can reach {config.host} can use the model (set --api-keys or the "
+            f"environment variable {ENVIRONMENT_VARIABLE})"
         )
     shown = f"[{config.host}]" if ":" in config.host else config.host
     note(f"serving {service.name} on http://{shown}:{listening.getsockname()[1]}")
-    logging.disable(logging.NOTSET)  # from here on the log is ours
+    logging.disable(logging.NOTSET)  # from here on, the server writes the log
     run_server(service, config, listening, keys)
     return 0
 
 
 def _checked(config: Config) -> list[Schedule]:
-    """The schedules that the options name, refused before weights are loaded."""
+    """The schedules of the options; refuses, before weights are loaded, what does not fit."""
     if config.prefix_per_key and not config.prefix_cache:
-        raise UsageError(
-            "--prefix-per-key and --no-prefix-cache: without a prefix cache nothing is kept; give one of them"
-        )
-    if config.flat and not config.nominal_speedup:
-        raise UsageError("--flat belongs to --nominal-speedup: give both, or neither")
-    if config.prompt_layers is not None and not (config.schedule or config.nominal_speedup):
-        raise UsageError("--prompt-layers belongs to --schedule or --nominal-speedup: the checkpoint's own stays as is")
+        raise UsageError("--prefix-per-key and --no-prefix-cache exclude each other: give one of them")
     found = [Schedule.load(path) for path in config.schedule]
     for speedup in config.nominal_speedup:
         schedule = Schedule.from_speedup(config.ref.num_layers, speedup, config.seq_len)
@@ -169,37 +167,39 @@ def _service(config: Config, schedules: list[Schedule]) -> Service:
         note(line)
     elif not tuned_under:
         note(
-            f"this model was tuned under no schedule: `skipdecode plan {config.model}` finds one for the speed-up that "
-            "you want, `skipdecode tune` makes the model hold under it"
+            f"this model was not tuned under a schedule: `skipdecode plan {config.model}` finds a schedule for a "
+            "speed-up, `skipdecode tune` tunes the model under it"
         )
     if service.template is not None and service.template.used:
-        note(f"completions go into the checkpoint's template {service.template.prompt!r} (--no-template)")
-    note(f"keys and values take {service.kv_bytes_most / 2**30:.2f} GiB at most ({config.max_rows} rows)")
+        note(f"completions use the checkpoint's template {service.template.prompt!r} (--no-template disables it)")
+    note(f"KV memory: at most {service.kv_bytes_most / 2**30:.2f} GiB ({config.max_rows} sequences)")
     return service
+
+
+_NOT_FOR_VLLM = {
+    "quantization": "vLLM uses the quantization of the checkpoint",
+    "router": "requests name their schedules",
+    "api_keys": "set the environment variable VLLM_API_KEY",
+    "prefix_per_key": "a request has its own cache_salt",
+    "cors": "vLLM accepts pages of any origin",
+}
 
 
 def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
     from skipdecode.vllm.projection import check_projects
     from skipdecode.vllm.settings import server_command
 
-    if config.quantization != "none":
-        raise UsageError("--quantization is not for --engine vllm, which reads the checkpoint's own")
-    if config.router is not None:
-        raise UsageError("--router is not for --engine vllm, whose requests name their schedules")
-    if config.api_keys is not None:
-        raise UsageError("--api-keys is not for --engine vllm, which takes its key from the variable VLLM_API_KEY")
-    if config.prefix_per_key:
-        raise UsageError("--prefix-per-key is not for --engine vllm, where a request's cache_salt does that")
-    if config.cors:
-        raise UsageError("--cors is not for --engine vllm, which lets pages of any origin in by itself")
+    for name, instead in _NOT_FOR_VLLM.items():
+        if getattr(config, name) != getattr(Config, name):
+            raise UsageError(f"{flag(name)} is not for --engine vllm: {instead}")
     ref = config.ref
     if ref.adapter is not None:
-        raise UsageError(f"--engine vllm takes whole checkpoints, {config.model} is an adapter: merge it first")
+        raise UsageError(f"--engine vllm needs a full checkpoint, and {config.model} is an adapter: merge it first")
     architecture = (ref.config.architectures or [""])[0]
     quantization = getattr(ref.config, "quantization_config", None)
     check_projects(schedules if ref.schedule is None else (ref.schedule, *schedules), architecture, quantization)
     if schedules and ref.schedule is None:
-        # The plugin's default is the first; here, as with the other engines, it is the checkpoint's own or full depth.
+        # The first schedule is the plugin's default; other engines default to the checkpoint's own or full depth.
         schedules.insert(0, Schedule.full(ref.num_layers))
     command = server_command(
         ref.place.where,
@@ -211,7 +211,7 @@ def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
     )
     recipe = ref.recipe
     if config.template and recipe is not None and recipe.prompt_template is not None:
-        note(f"vLLM takes completions as they are: send them in the form {recipe.prompt_template!r}")
+        note(f"vLLM does not apply the template: send completions in the form {recipe.prompt_template!r}")
     sys.stdout.flush()
-    # In this process's place, so that signals reach vLLM itself.
+    # vLLM replaces this process, so that signals reach it.
     os.execv(command[0], command)

@@ -1,9 +1,9 @@
 """Fine-tune a model under a schedule, as a LoRA adapter or in all weights.
 
-Every response token runs only the layers that the schedule gives it, so a skipped layer costs nothing here either.
-Without responses: --self takes prompts from a file, or has the model draw them, and its own answers at full depth; it
-is then distilled under the schedule and milder ones. Prompts and answers stay in OUT/self.jsonl, held out ones in
-OUT/self-dev.jsonl.
+Each response token runs only the layers of the schedule, so skipped layers cost no time in training either.
+With --self, no responses are needed: prompts come from a file or are sampled from the model, the model answers them at
+full depth, and is then distilled under the schedule and under milder ones. Prompts and answers stay in OUT/self.jsonl,
+those held out in OUT/self-dev.jsonl.
 On several devices: accelerate launch -m skipdecode.cli tune ...
 """
 
@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.arguments import flag
-from skipdecode.cli.options import NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
+from skipdecode.cli.options import MODEL, NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
 from skipdecode.cli.options.records import (
     RecordOptions,
     encode_file,
@@ -30,7 +30,6 @@ from skipdecode.cli.options.records import (
 )
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
-from skipdecode.common.files import write_whole
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.names import with_made_up_names
@@ -66,7 +65,7 @@ _PICTURE = "loss.png"
 _DIRECTORY = RunDirectory("run of skipdecode tune", {RECIPE_FILE: "options", ABOUT_FILE: "settings"})
 _SOME_POSITIONS = 64  # until the responses are read
 _NOT_IN_RECIPE = ("train", "dev", "out", "resume", "recipe", "json")
-# Self-generated data teaches only what full depth does; milder schedules lose next to nothing there.
+# Self-generated data can only teach what full depth does; milder schedules lose very little there.
 _SELF_DEFAULTS = {"distill_weight": 1.0, "curriculum": "sampled", "sampled_speedups": (1.0, 1.25)}
 _SELF_SPEEDUP = 1.5
 
@@ -75,34 +74,33 @@ _SELF_SPEEDUP = 1.5
 class Config(NamedModel, TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
-    model: str = option("directory, hub id or smollm2-135m", default="", positional=True, path=Reads(model_files))
-    train: str = option("JSON lines or CSV to train on", default="", path=Reads())
-    dev: str = option("JSON lines or CSV to choose the best weights by", default="", path=Reads())
-    out: str = option("directory for the tuned model, its recipe and its log", default="", path=_DIRECTORY)
-    resume: bool = option("go on from the last checkpoint in --out, if there is one", default=False)
-    recipe: str | None = option(
-        "read options from a recipe.json; options given here come first", default=None, path=Reads()
+    NEEDS: ClassVar = ScheduleOptions.NEEDS
+    EXCLUDES: ClassVar = (
+        ScheduleOptions.EXCLUDES | RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
     )
-    json: bool = option("print the result as one JSON document", default=False)
 
-    seq_len: int | None = option(
-        "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the responses' lengths)",
-        default=None,
-        least=1,
+    model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
+    train: str = option("JSONL or CSV file of training records", default="", path=Reads())
+    dev: str = option("JSONL or CSV file of records that select the best weights", default="", path=Reads())
+    out: str = option("directory for the tuned model, its recipe and the log", default="", path=_DIRECTORY)
+    resume: bool = option("continue from the last checkpoint in --out, if there is one", default=False)
+    recipe: str | None = option(
+        "use the options of a recipe.json, except for those on the command line", default=None, path=Reads()
     )
+    json: bool = option("print one JSON document", default=False)
     augment_names: tuple[str, ...] = option(
-        "fields of the prompt whose names and numbers the response repeats: such records are learned once more with "
-        "made-up ones, so that names are copied and not known by heart",
+        "prompt fields whose names and numbers are repeated in the response: such records are used a second time with "
+        "invented names, so that the model learns to copy names",
         default=(),
     )
-    train_records: int | None = option("only the first N lines of --train", default=None, least=1)
+    train_records: int | None = option("use only the first N lines of --train", default=None, least=1)
     dev_records: int | None = option(
-        "only the first N lines of --dev; with --self, most records to hold out", default=256, least=1
+        "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
     )
 
 
 def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Take the options of `--recipe` as defaults, and what goes with --self."""
+    """Set the options of `--recipe` as defaults, and the defaults for --self."""
     if "--self" in arguments:
         parser.set_defaults(**_SELF_DEFAULTS)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -116,14 +114,14 @@ def prepare_parser(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     if unknown := sorted(set(options) - known):
         raise UsageError(f"recipe {path}: unknown option {unknown[0]!r}; accepted are {', '.join(sorted(known))}")
     if recipe.get("schedule") is not None:
-        # The recipe brings the schedule itself: the file it was read from may be gone, or another by now.
+        # The recipe has the schedule itself: the file may have been deleted or changed.
         options = {k: v for k, v in options.items() if k not in _SCHEDULE_OPTIONS}
-    for action in parser._actions:  # as `set_defaults` does, which takes no option of the name of its own `self`
+    for action in parser._actions:  # as `set_defaults`, which does not accept an option named `self`
         action.default = options.get(action.dest, action.default)
 
 
 def run(config: Config) -> int:
-    """Tune and save; prints what came of it."""
+    """Tune, save, and print the result."""
     prompts = open_prompts(config)
     _check(config)
     files = {} if config.self else _files(config, make_template(config))
@@ -163,26 +161,24 @@ def run(config: Config) -> int:
 
 
 def _check(config: Config) -> None:
-    """Refuse, before weights are loaded, what can be known to be wrong without them."""
+    """Refuse wrong options before weights are loaded."""
     for name in ("model", "out") if config.self else ("model", "train", "dev", "out"):
         if not getattr(config, name):
             raise UsageError(f"{'MODEL' if name == 'model' else flag(name)} is missing: see skipdecode tune --help")
-    if config.self:  # before texts are made
+    if config.self:  # before texts are generated
         _check_unfinished(Path(config.out))
     _schedule(config, [_SOME_POSITIONS])  # refuses what does not fit the model
-    if not config.self:
-        make_template(config)
-    elif wrong := [n for n in ("train", "dev", "response_field") if getattr(config, n)]:
-        raise UsageError(f"--self makes its own records from --prompts: leave out {flag(wrong[0])}")
-    else:
+    if config.self:
         self_template(config)
+    else:
+        make_template(config)
     if not config.full and find_spec("peft") is None:
         raise MissingExtraError("tuning a LoRA adapter (not needed with --full)", "tune")
     if config.tensorboard and find_spec("tensorboard") is None:
         raise MissingExtraError("--tensorboard", "tensorboard")
     if config.ref.adapter is not None and not (config.full or config.merge):
         raise UsageError(
-            f"{config.model} is an adapter, and one on top of it would have no base: add --merge or --full"
+            f"{config.model} is an adapter, and an adapter cannot be the base of another: add --merge or --full"
         )
     try:
         import skipdecode.tuning.setup  # noqa: F401
@@ -191,7 +187,7 @@ def _check(config: Config) -> None:
 
 
 def _files(config: Config, template: Template) -> dict[str, RecordFile]:
-    """The records to train on and to judge by, each file read once."""
+    """The records of --train and --dev; each file is read once."""
     found = read_files(config, template, train=config.train_records, dev=config.dev_records)
     if config.augment_names:
         records = with_made_up_names(found["train"].records, template, config.augment_names, config.seed)
@@ -201,21 +197,21 @@ def _files(config: Config, template: Template) -> dict[str, RecordFile]:
 
 def _check_unfinished(out: Path) -> None:
     if (stored_recipe(out) or {}).get("result") is not None:
-        raise UsageError(f"{out} holds a finished run: there is nothing to resume")
+        raise UsageError(f"{out} has a finished run: there is nothing to resume")
 
 
 def self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:
-    """The config with self-generated data as its records, made first if need be, and what a recipe says of them."""
+    """The config with self-generated data as its records, which are generated first, and their entry in the recipe."""
     from skipdecode.tuning.setup import process_state
 
     out, state = Path(config.out), process_state()
     state.wait_for_everyone()
-    with state.main_process_first():  # the others find it done
+    with state.main_process_first():  # other processes use its result
         loaded = load_model(config.ref)
-        # Refused before the texts are made.
+        # Refused before texts are generated.
         make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
         template, made = write_self_generated(config, loaded, prompts, config.dev_records or 0)
-    # Skipped: read again, an answer may be a token longer, and at the context's end too long.
+    # Skip: an answer may be a token longer when it is read again, and then exceed the context.
     config = replace(config, train=str(out / TRAIN_FILE), dev=str(out / DEV_FILE), bad_records="skip")
     return config, template, {"self": made}
 
@@ -230,20 +226,17 @@ def _tuner(
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Write a picture, or say why there is none."""
-    from skipdecode.reporting.charts import chart_figure, png
+    """Write a chart as a picture, or print a note if matplotlib is not installed."""
+    from skipdecode.reporting.charts import chart_figure, try_picture
 
-    try:
-        write_whole(path, png(chart_figure([chart], size=(6.4, 4.2))))
-    except MissingExtraError as error:
-        note(f"no picture: {error}")
+    try_picture(path, partial(chart_figure, [chart], size=(6.4, 4.2)))
 
 
 def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
-    """The model, with an adapter merged, and the digest of what was loaded."""
+    """The model, with its adapter merged, and the digest of the loaded files."""
     import torch
 
-    # Master weights in fp32: mixed precision is the forward pass's. A base that LoRA leaves alone may stay as it is.
+    # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
     loaded = load_model(config.ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
@@ -254,18 +247,18 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
 
 
 def _check_fit(config: Config, fit: str | None) -> None:
-    """Say what becomes of the fit; refuse to repeat a recipe's run without the fit that it started from."""
+    """Print how the fit is used; refuse a recipe's run without the fit that it started from."""
     if fit is not None:
-        note(f"the fit is {'trained with the weights' if config.train_fit else 'kept as it is'}")
+        note(f"the fit is {'trained with the weights' if config.train_fit else 'not trained'}")
     elif config.recipe is not None and (read_recipe(Path(config.recipe)).get("checkpoint") or {}).get("fit"):
         raise UsageError(
-            f"the run of {config.recipe} started from a fit, and none is named: give --schedule the schedule file that "
-            "the fit lies beside"
+            f"the run of {config.recipe} started from a fit, and there is none: give --schedule with the file beside "
+            "the fit"
         )
 
 
 def _schedule(config: Config, lengths: Sequence[int]) -> ScheduleChoice:
-    """The schedule asked for, or the recipe's; positions are by default the 95th percentile of responses' `lengths`."""
+    """The schedule of the options or the recipe; positions by default: the 95th percentile of `lengths`."""
     ref, layers = config.ref, config.ref.num_layers
     longest = sorted(lengths)[round(0.95 * (len(lengths) - 1))]
     stored = read_recipe(Path(config.recipe)).get("schedule") if config.recipe is not None else None
@@ -274,7 +267,7 @@ def _schedule(config: Config, lengths: Sequence[int]) -> ScheduleChoice:
         carried, own = Schedule.from_dict(stored), "the recipe's"
     elif config.self and not (config.schedule or config.nominal_speedup or (carried and not carried.is_full)):
         carried = Schedule.published("unified", layers, _SELF_SPEEDUP, longest)
-        own = "evenly spaced layers left out, as none is named"
+        own = "evenly spaced layers, because no schedule was given"
     return choose_schedule(config, layers, carried=carried, own=own, default_seq_len=longest)
 
 

@@ -1,7 +1,8 @@
-"""Options: dataclass fields that say what they do and what they accept, checked once, when the dataclass is made.
+"""Options: dataclass fields with a help text and accepted values, which are checked when the dataclass is created.
 
-A room's settings are such a dataclass; the command line makes flags of its fields (`skipdecode.cli.arguments`). So a
-wrong value gets the same answer from Python, where it names the field, and from a shell, where it names the flag.
+The settings of each room are such dataclasses. The command line creates flags from the fields
+(`skipdecode.cli.arguments`). A wrong value therefore has the same message in Python, with the name of the field, and in
+a shell, with the name of the flag.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.jsonl import is_text
@@ -30,13 +31,13 @@ def _itself(value: str) -> Iterable[Path]:
 
 
 class Reads(NamedTuple):
-    """A path that is read: the value itself, or the paths that `paths` makes of it."""
+    """An option whose value is a path that is read; `paths` returns all paths that are read for a value."""
 
     paths: Callable[[str], Iterable[Path]] = _itself
 
 
 class Writes(NamedTuple):
-    """A file that is written, and with `paths` others that come with it."""
+    """An option whose value is a file that is written; `paths` returns all files that are written for a value."""
 
     paths: Callable[[str], Iterable[Path]] = _itself
 
@@ -60,21 +61,21 @@ def option(
     Parameters
     ----------
     help : str
-        What it does, with the unit.
+        What the option does, with the unit.
     default : Any, optional
-        Without one, the option must be given.
+        An option without a default must be given.
     choices : sequence of str, optional
-        Accepted values; a ``Literal`` type says them by itself.
+        Accepted values; not needed for a ``Literal`` type.
     positional : bool
-        Given without a flag; with a tuple type, any number of values.
+        Whether the value has no flag; a tuple type takes any number of values.
     alias : str, optional
         A second name of the flag.
     parse : callable, optional
-        From text to the value; raises ValueError with a message for users. Default: the field's type.
+        Converts text to the value; raises ValueError with a message for users. Default: the type of the field.
     path : Reads, Writes or RunDirectory, optional
-        What the command does with the path that the value names; `skipdecode.cli.paths` checks that before any work.
+        How the command uses the path; `skipdecode.cli.paths` checks paths before any work.
     least, most, above, below : float, optional
-        Bounds of the number, or of each number of a tuple; the last two are not themselves accepted.
+        Bounds of a number, or of each number of a tuple; `above` and `below` are not accepted themselves.
     """
     bounds = {"least": least, "most": most, "above": above, "below": below}
     named = {"help": help, "choices": choices, "positional": positional, "alias": alias, "parse": parse}
@@ -85,18 +86,27 @@ def option(
 
 
 class Options:
-    """Base of a dataclass with `option` fields, which checks their types and ranges when it is made.
+    """Base of a dataclass with `option` fields: checks their types and ranges when an instance is created.
 
-    A subclass that checks more does so in a `__post_init__` of its own, after this one's.
+    A subclass with further checks extends `__post_init__`.
+
+    Attributes
+    ----------
+    NEEDS, EXCLUDES : mapping of str to tuple of str
+        For an option that is given on the command line: options of which one must be given too; options that must not
+        be given. `skipdecode.cli.arguments.check_together` checks both.
 
     Raises
     ------
     OptionError
-        Names the first field whose value is not accepted.
+        The value of a field is not accepted; names the first such field.
     """
 
+    NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    EXCLUDES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
     def part(self, base: type[T]) -> T:
-        """The values of one of the classes that this one inherits from, alone."""
+        """An instance of one of the base classes with the values of its fields."""
         return base(**{f.name: getattr(self, f.name) for f in dataclasses.fields(base)})  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
@@ -114,7 +124,7 @@ class Options:
 
 
 class Kind(NamedTuple):
-    """What values an option takes: their type, whether it takes many, many by name, or None; its field's metadata."""
+    """The values that an option accepts: their type; several values, values by name, None; metadata of the field."""
 
     type: type
     many: bool
@@ -124,7 +134,7 @@ class Kind(NamedTuple):
     metadata: Mapping[str, Any]
 
     def refuses(self, value: Any) -> str | None:
-        """What is accepted in place of `value`, in words; None if it is accepted."""
+        """The accepted values in words if `value` is not accepted, else None."""
         if self.choices is not None:
             return None if value in self.choices else f"one of {', '.join(self.choices)}{near(value, self.choices)}"
         if self.type is bool:
@@ -159,7 +169,7 @@ _KINDS: dict[type, dict[str, Kind]] = {}
 
 
 def kinds(options: type) -> dict[str, Kind]:
-    """The options of a dataclass by name."""
+    """The options of a dataclass, by name."""
     if options not in _KINDS:
         hints = typing.get_type_hints(options)
         _KINDS[options] = {

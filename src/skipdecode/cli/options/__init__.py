@@ -1,4 +1,4 @@
-"""Options that several verbs share: each group is a dataclass that a verb's config inherits from."""
+"""Options of several verbs: each group is a dataclass, and the config of a verb inherits from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skipdecode.common.kinds import read_json
 from skipdecode.common.options import Options, Reads, option
@@ -34,27 +34,23 @@ __all__ = [
     "ThreadOptions",
     "adjusted_schedule",
     "choose_schedule",
-    "named_schedule",
     "read_cost",
     "stop_text",
     "with_breaks",
 ]
 
 
-MODEL = (
-    "a directory (of a model or an adapter), a hub id, smollm2-135m, or an adapter on it: e2e-smollm2-135m, "
-    "chat-smollm2-135m"
-)
+MODEL = "directory of a model or an adapter, hub id, smollm2-135m, or its adapters e2e-smollm2-135m, chat-smollm2-135m"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadOptions(Options):
     """CPU threads."""
 
-    threads: int | None = option("CPU threads (default: torch's choice)", default=None, least=1)
+    threads: int | None = option("CPU threads (default: chosen by torch)", default=None, least=1)
 
     def use_threads(self) -> None:
-        """Tell torch."""
+        """Set torch's number of threads."""
         if self.threads is not None:
             import torch
 
@@ -69,7 +65,7 @@ class NamedModel(Options):
 
     @cached_property
     def ref(self) -> ModelRef:
-        """What the name stands for, with the schedule files that the options name."""
+        """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
         files = [named] if isinstance(named, str) else named
         methods = [word for word in getattr(self, "methods", ()) if word.endswith(".json")]
@@ -78,25 +74,25 @@ class NamedModel(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(NamedModel, ThreadOptions):
-    """How a model is loaded, and what runs it."""
+    """How the model is loaded, and which engine runs it."""
 
     dtype: str = option(
-        "of the weights; auto is the checkpoint's own, but bfloat16 for smollm2-135m and what tune made in bf16, where "
-        "the device multiplies that",
+        "type of the weights; auto: the type in the checkpoint, but bfloat16 for smollm2-135m and for models that tune "
+        "trained in bf16, if the device multiplies bfloat16",
         default="auto",
         choices=DTYPES,
     )
     device: str | None = option("torch device (default: the first GPU if there is one, else cpu)", default=None)
 
     engine: str = option(
-        "what runs the model; fast: the package's own engine (CPUs; `info` lists its model types); "
-        "auto: fast where it covers the model, else transformers",
+        "fast: this package's engine (CPUs; `skipdecode info` lists the model types); auto: fast if it supports the "
+        "model, else transformers",
         default="auto",
         choices=ENGINES,
     )
     quantization: str = option(
-        "of the weights, after loading, by the fast engine (CPUs only): int8, int4: faster, less exact; w8a8: "
-        "activations in 8 bits too, for batches and long prompts (CPUs with AVX512_VNNI)",
+        "quantize the weights after loading (fast engine, CPUs): int8 or int4 is faster and less exact; w8a8 also has "
+        "8-bit activations, for batches and long prompts (CPUs with AVX512_VNNI)",
         default="none",
         alias="weights",
         choices=QUANTIZATIONS,
@@ -110,7 +106,7 @@ class EngineOptions(NamedModel, ThreadOptions):
             )
 
     def load(self) -> LoadedModel:
-        """The model with its weights, and the fit that goes with them, which is told."""
+        """The model with its weights and its fit, which is printed."""
         from skipdecode.models.fit import fit_of
 
         self.use_threads()
@@ -120,7 +116,7 @@ class EngineOptions(NamedModel, ThreadOptions):
         return loaded
 
     def engines(self, loaded: LoadedModel, tell: Callable[[str], None] = note) -> Backend:
-        """What runs a model, as the options say; `tell` gets one line where the choice needs a word."""
+        """The backend of the model; `tell` gets a line if the choice needs an explanation."""
         from skipdecode.engine.opening import open_engines
 
         return open_engines(loaded.model, self.engine, tell, self.quantization)
@@ -130,9 +126,14 @@ class EngineOptions(NamedModel, ThreadOptions):
 class DecodingOptions(SamplingOptions):
     """How the next token is chosen."""
 
-    seed: int = option("of sampling; a row's draws depend on this and its row number, not on its batch", default=0)
+    seed: int = option(
+        "seed of sampling; the random numbers of a record depend on the seed and the number of the record, not on its "
+        "batch",
+        default=0,
+    )
     exact: bool = option(
-        "the tokens of full depth: the schedule drafts them, and full depth checks the drafts, where that is faster",
+        "generate the tokens of full depth: the schedule drafts them, and full depth checks the drafts, if that is "
+        "faster",
         default=False,
     )
 
@@ -147,31 +148,35 @@ class DecodingOptions(SamplingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """Which schedule: a file, a nominal speed-up, or the model's own; and what prompts run."""
+    """The schedule: a file, a nominal speed-up, or that of the checkpoint; and the layers that prompt tokens run."""
+
+    NEEDS: ClassVar = {"seq_len": ("nominal_speedup",)}
+    EXCLUDES: ClassVar = {"schedule": ("nominal_speedup",)}
 
     schedule: str | None = option(
-        "schedule file (JSON; skipdecode plan and calibrate write one; a skipdecode.fit beside it is used too), or the "
-        "name of a bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, smollm2-135m-1.2x-p22; without it and "
-        "--nominal-speedup: the one that the model's checkpoint carries, else full depth",
+        "schedule file (JSON, written by plan and calibrate; a skipdecode.fit beside it is used too), or the name of a "
+        "bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, smollm2-135m-1.2x-p22 (default: the schedule of "
+        "the checkpoint if it has one, else full depth)",
         default=None,
         parse=schedule_file,
         path=Reads(),
     )
     nominal_speedup: float | None = option(
-        "the paper's schedule for this ratio of all layers to the mean layers run; the gain in time is lower (see "
-        "skipdecode plan); 1 is full depth",
+        "use the paper's schedule with this nominal speed-up (all layers / mean layers of a token; the measured "
+        "speed-up is lower); 1 is full depth",
         default=None,
         least=1,
     )
     seq_len: int | None = option(
-        "positions over which --nominal-speedup lowers the depth; best near the real length of the output (default: as "
-        "many as are generated at most)",
+        "positions over which --nominal-speedup decreases the depth; best near the real output length (default: the "
+        "95th percentile of the response lengths for tune and eval, the mean output length for simulate, else "
+        "--max-new-tokens)",
         default=None,
         least=1,
     )
     prompt_layers: str | None = option(
-        f"layers that prompt tokens run, whatever the schedule says: {layer_order.PROMPT_SETS}; in layers that "
-        "generated tokens run beyond these, prompts leave keys and values and compute nothing else",
+        f"layers that prompt tokens run, in place of those of the schedule: {layer_order.PROMPT_SETS}; in other layers "
+        "that generated tokens run, prompt tokens only compute keys and values",
         default=None,
     )
     flat: bool = option(
@@ -182,33 +187,31 @@ class ScheduleOptions(Options):
 
 
 class ScheduleChoice(NamedTuple):
-    """The schedule to use, and where it is from in words."""
+    """A schedule, and its origin in words."""
 
     schedule: Schedule
     origin: str
 
 
-def named_schedule(options: ScheduleOptions) -> ScheduleChoice | None:
-    """What --schedule names, read; refuses, before a model is loaded, options that contradict each other."""
-    if options.schedule is not None and options.nominal_speedup is not None:
-        raise UsageError("--schedule and --nominal-speedup both name a schedule: give one of them")
-    if options.seq_len is not None and options.nominal_speedup is None:
-        raise UsageError("--seq-len belongs to --nominal-speedup: give both, or neither")
-    if options.schedule is None:
-        return None
-    return ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
-
-
 def choose_schedule(
     options: ScheduleOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int, own: str = ""
 ) -> ScheduleChoice:
-    """The schedule that the options name for a model of `num_layers` layers, whose checkpoint (or `own`) has `carried`.
+    """The schedule of the options for a model of `num_layers` layers, else `carried`, else full depth.
 
-    `default_seq_len` are the positions for --nominal-speedup without --seq-len. Raises UsageError if the options
-    contradict each other, ScheduleError if the schedule does not fit the model.
+    Parameters
+    ----------
+    carried : Schedule or None
+        The schedule of the checkpoint; `own` is its origin if it has another.
+    default_seq_len : int
+        Positions for --nominal-speedup without --seq-len.
+
+    Raises
+    ------
+    ScheduleError
+        The schedule does not fit the model.
     """
-    if (named := named_schedule(options)) is not None:
-        chosen = named
+    if options.schedule is not None:
+        chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
@@ -216,7 +219,7 @@ def choose_schedule(
     elif carried is not None:
         chosen = ScheduleChoice(carried, own or "the checkpoint's own")
     else:
-        origin = "the checkpoint carries no schedule; name one with --schedule or --nominal-speedup"
+        origin = "the checkpoint has no schedule; --schedule or --nominal-speedup selects one"
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return adjusted_schedule(options, *chosen)
@@ -230,11 +233,11 @@ def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str)
     if text is None:
         return ScheduleChoice(schedule, origin)
     prompt = layer_order.prompt_set(text, schedule.num_layers)
-    return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; prompts as --prompt-layers {text} says")
+    return ScheduleChoice(schedule.with_prompt(prompt), f"{origin}; --prompt-layers {text}")
 
 
 def read_cost(path: str) -> CostModel:
-    """The cost model of a JSON file, one of its own or the output of skipdecode plan; raises DataError naming it."""
+    """The cost model in a JSON file, or in the output of skipdecode plan; raises DataError with the path."""
     values = read_json(Path(path))
     plan = values.get("cost") if isinstance(values, dict) else None
     try:
@@ -244,12 +247,12 @@ def read_cost(path: str) -> CostModel:
 
 
 def stop_text(text: str) -> str:
-    """`with_breaks` of a text that is not empty."""
+    """A stop string, as `with_breaks` reads it; raises ValueError if it is empty."""
     if not text:
         raise ValueError("a text that is not empty")
     return with_breaks(text)
 
 
 def with_breaks(text: str) -> str:
-    r"""`text` with \n and \t read as line end and tab, which are hard to type in a shell."""
+    r"""`text` with \n and \t read as line end and tab."""
     return text.replace("\\n", "\n").replace("\\t", "\t")

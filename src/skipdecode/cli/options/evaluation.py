@@ -1,11 +1,12 @@
-"""Options of `skipdecode eval`, and the schedules that they name."""
+"""Options of `skipdecode eval`, and the schedules that they select."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
-from skipdecode.cli.arguments import flag
+from skipdecode.cli.arguments import check_together, flag
 from skipdecode.cli.options import (
     MODEL,
     EngineOptions,
@@ -13,7 +14,6 @@ from skipdecode.cli.options import (
     ScheduleOptions,
     adjusted_schedule,
     choose_schedule,
-    named_schedule,
 )
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.journal import JOURNAL_KEY
@@ -29,7 +29,6 @@ from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 __all__ = ["EVAL_DIRECTORY", "Config", "choose_method", "each_method"]
 
 _TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
-_ONE_ONLY = ("schedule", "nominal_speedup", "method")
 EVAL_DIRECTORY = RunDirectory(
     "run of skipdecode eval",
     {"run.json": "kind", "*/run.json": "kind", "unfinished.jsonl": JOURNAL_KEY, ABOUT_FILE: "settings"},
@@ -49,23 +48,18 @@ def _schedule_file(method: str) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions(ScheduleOptions):
-    """How to decode."""
+    """The decoding method."""
 
-    seq_len: int | None = option(
-        "positions over which --nominal-speedup lowers the depth (default: 95th percentile of the task's responses)",
-        default=None,
-        least=1,
-    )
     method: str | None = option(
-        "how to decode; schedules by name need --nominal-speedup (default: what --schedule, --nominal-speedup or the "
-        "checkpoint say)",
+        "decoding method; a schedule by name needs --nominal-speedup (default: the schedule of --schedule, "
+        "--nominal-speedup or the checkpoint)",
         default=None,
         choices=PUBLISHED,
     )
-    warmup_layers: int = option("first layers that always run under --nominal-speedup", default=1, least=0)
+    warmup_layers: int = option("first layers that always run with --nominal-speedup", default=1, least=0)
     drop_order: str | None = option(
-        f"schedule file whose order of layers --nominal-speedup takes, for {', '.join(_TAKE_ORDER)}; static_pruning "
-        "needs one",
+        f"schedule file with the order of layers for --nominal-speedup, for {', '.join(_TAKE_ORDER)}; required for "
+        "static_pruning",
         default=None,
         path=Reads(),
     )
@@ -77,73 +71,78 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
     task: str = option(
-        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml); default: by the prompt that the "
-        "checkpoint was tuned on",
+        "e2e, cnn_dm, tldr, jsonl (your own records), or a task file (*.yaml) (default: by the template that the "
+        "checkpoint was tuned on)",
         default="",
         path=Reads(task_file),
     )
     data: str | None = option(
-        "JSONL or CSV file of records; without it, the task's dataset is loaded from the hub",
+        "JSONL or CSV file of records (default: the dataset of the task, from the hub)",
         default=None,
         path=Reads(),
     )
     methods: tuple[str, ...] = option(
-        "several in one run: full, schedules with their nominal speed-up (skipdecode:2) and prompt layers "
+        "several schedules in one run: full, names with nominal speed-up (skipdecode:2) and prompt layers "
         "(skipdecode:3:15), schedule files (*.json)",
         default=(),
         path=Reads(_schedule_file),
     )
     out: str | None = option("directory for run.json, outputs.jsonl and report.html", default=None, path=EVAL_DIRECTORY)
-    overwrite: bool = option("replace a run that is in --out already, and a file of --report", default=False)
-    name: str | None = option("goes before the method's name in tables, such as the checkpoint's name", default=None)
+    overwrite: bool = option("replace an existing run in --out, and the file of --report", default=False)
+    name: str | None = option("text before the method's name in tables, such as the checkpoint's name", default=None)
     metrics: tuple[str, ...] = option(
-        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: the task's, but for those whose "
-        "model is not here and cannot be fetched); with --compare also full_depth_agreement, token_agreement, "
-        "top1_agreement, kl, loss",
+        "bleu, chrf, rouge1, rouge2, rougeL, bertscore_f1, meteor, cider (default: those of the task, without those "
+        "whose model is neither cached nor can be downloaded); with --compare also full_depth_agreement, "
+        "token_agreement, top1_agreement, kl, loss",
         default=(),
     )
     bad_records: str = option(
-        "what to do about records that cannot be read or whose prompt is too long for the model: refuse the file, or "
-        "skip them and say which",
+        "records that cannot be read or whose prompt is too long for the model: refuse the file, or skip the records "
+        "and print their lines",
         default="refuse",
         choices=("refuse", "skip"),
     )
-    limit: int | None = option("only the first N records", default=None, least=1)
-    chat: bool = option("put prompts into the model's chat template", default=False)
+    limit: int | None = option("use only the first N records", default=None, least=1)
+    chat: bool = option("apply the model's chat template", default=False)
     compare: tuple[str, ...] = option(
-        "runs (run.json or its directory) to compare with the first of them", default=(), path=Reads(_files_of_run)
+        "runs (run.json or its directory), which are compared with the first of them",
+        default=(),
+        path=Reads(_files_of_run),
     )
     report: str | None = option(
-        "file for an HTML report (default: report.html in --out; with --compare, none)", default=None, path=Writes()
+        "file for the HTML report (default: report.html in --out; none with --compare)", default=None, path=Writes()
     )
-    json: bool = option("print one JSON document instead of tables", default=False)
+    json: bool = option("print one JSON document", default=False)
     base: str | None = option(
-        "with --self: the base model (default: what it was tuned from)", default=None, path=Reads(model_files)
+        "with --self: the base model (default: the model that MODEL was tuned from)",
+        default=None,
+        path=Reads(model_files),
     )
-    self_records: int | None = option("with --self: prompts drawn or taken from --prompts", default=128, least=1)
+    self_records: int | None = option("with --self: number of prompts, sampled or from --prompts", default=128, least=1)
+
+    NEEDS: ClassVar = dict.fromkeys(("seq_len", "drop_order"), ("nominal_speedup", "methods"))
+    EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
+        "compare": ("model", "task", "out", "methods"),
+        "methods": ("schedule", "nominal_speedup", "method"),
+        "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"),
+    }
 
 
 def each_method(options: Config) -> list[Config]:
-    """The options of each method of --methods, or the one that the options name.
+    """The options of each method of --methods, or of the single method.
 
-    --methods has the word ``full``, words such as ``even:3`` (a schedule by name and nominal speed-up),
-    ``even:3:15`` (its prompt layers too) and schedule files (*.json). Raises UsageError if one is not understood, if
-    other options name a method too, or a drop order that none of them takes, or if options contradict each other.
+    A method is ``full``, ``even:3`` (a schedule with its nominal speed-up), ``even:3:15`` (also with prompt layers) or
+    a schedule file (*.json). Raises UsageError if a method is unknown, if options exclude each other, or if no method
+    uses --drop-order.
     """
     wanted = options.methods
     if not wanted:
         _check_method(options)
         return [options]
-    for name in _ONE_ONLY:
-        if getattr(options, name) is not None:
-            raise UsageError(f"--methods and {flag(name)} both say how to decode: leave out {flag(name)}")
-    each = [_from_word(options, word) for word in wanted]
+    each = [_from_word(replace(options, methods=()), word) for word in wanted]
     if options.drop_order is not None and all(one.drop_order is None for one in each):
         accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
-        raise UsageError(
-            f"--drop-order: none of --methods {' '.join(wanted)} takes an order of layers: leave it out, or add one "
-            f"that does, such as {accepted}"
-        )
+        raise UsageError(f"--drop-order: no method in {' '.join(wanted)} uses it: leave it out, or add {accepted}")
     for one in each:
         _check_method(one)
     return each
@@ -164,33 +163,31 @@ def _from_word(options: Config, word: str) -> Config:
     try:
         return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order, prompt_layers=given)
     except OptionError as e:
-        raise UsageError(f"--methods {word}: a speed-up of {speedup} is not accepted: give {e.accepted}") from None
+        raise UsageError(f"--methods {word}: the speed-up {speedup} is not accepted: give {e.accepted}") from None
     except ValueError:
-        raise UsageError(f"--methods {word}: {speedup!r} is no speed-up: give a number, as in {name}:2") from None
+        raise UsageError(f"--methods {word}: {speedup!r} is not accepted: give a number, as in {name}:2") from None
 
 
 def _check_method(options: Config) -> None:
-    """Refuse, before a model is loaded, options that contradict each other."""
-    named_schedule(options)
+    """Refuse, before a model is loaded, options that exclude each other."""
+    check_together(options)
     if options.method == "full":
         for name in ("schedule", "nominal_speedup", "prompt_layers"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--method {options.method} has no schedule: leave out {flag(name)}")
     elif options.method is not None and options.nominal_speedup is None:
         raise UsageError(f"--method {options.method} needs --nominal-speedup")
-    if options.drop_order is not None and options.nominal_speedup is None:
-        raise UsageError("--drop-order belongs to --nominal-speedup: give both, or neither")
     if options.method == "static_pruning" and options.drop_order is None:
         raise UsageError(
-            "static_pruning drops layers by their influence, which is measured: give --drop-order FILE, such as the "
-            "schedule that skipdecode calibrate wrote"
+            "--method static_pruning needs --drop-order FILE: an order by measured influence of layers, such as the "
+            "schedule that skipdecode calibrate writes"
         )
 
 
 def choose_method(
     options: Config, num_layers: int, *, carried: Schedule | None, default_seq_len: int
 ) -> ScheduleChoice:
-    """The schedule of one of `each_method`, and where it is from in words; the rest is as in `choose_schedule`."""
+    """The schedule of an element of `each_method`, and its origin; other parameters as in `choose_schedule`."""
     if options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.published(

@@ -1,11 +1,11 @@
-"""Options that say what prompt and response of a JSONL record are, the same for every verb that reads responses."""
+"""Options for the prompt and the response of a record, for verbs that read responses."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.options import with_breaks
 from skipdecode.common.options import Options, Reads, option
@@ -23,51 +23,51 @@ __all__ = ["RecordOptions", "encode_file", "make_template", "read_files", "self_
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions(Options):
-    """What prompt and response of a record are."""
+    """The prompt and the response of a record."""
+
+    EXCLUDES: ClassVar = {"task": ("response_field", "chat")}
 
     task: str | None = option(
-        "prompt and response of a task: its name or its YAML file, as skipdecode eval takes it",
+        "use the prompt and the response of a task: its name or its YAML file, as for skipdecode eval",
         default=None,
         path=Reads(task_file),
     )
     prompt_template: str | None = option(
-        "prompt text with record fields in braces, such as '{mr}\\n'; \\n is a line break",
+        "prompt text with fields of the record in braces, such as '{mr}\\n'; \\n is a line break",
         default=None,
         parse=with_breaks,
     )
-    prompt_field: str | None = option("the field that is the prompt, in place of a template", default=None)
-    response_field: str | None = option("the field that is the response", default=None)
-    chat: bool = option("put the prompt through the model's chat template as a user message", default=False)
+    prompt_field: str | None = option("field with the prompt, in place of a template", default=None)
+    response_field: str | None = option("field with the response", default=None)
+    chat: bool = option("apply the model's chat template, with the prompt as user message", default=False)
     bad_records: str = option(
-        "what to do about records that cannot be used: refuse the file, or skip them and say which",
+        "records that cannot be used: refuse the file, or skip the records and print their lines",
         default="refuse",
         choices=("refuse", "skip"),
     )
     max_length: int | None = option(
-        "most tokens of prompt and response (default: the model's context)", default=None, least=1
+        "most tokens of prompt and response together (default: the model's context)", default=None, least=1
     )
 
 
 def make_template(options: RecordOptions) -> Template:
-    """The template that the options name; raises UsageError if they name none or contradict each other."""
+    """The template of the options; raises UsageError if there is none, or more than one."""
     from skipdecode.data.records import Template
     from skipdecode.data.tasks import load_task
 
     given = [n for n in ("task", "prompt_template", "prompt_field") if getattr(options, n) is not None]
     if len(given) != 1:
-        raise UsageError("give --task, --prompt-template or --prompt-field, one of the three")
+        raise UsageError("give one of --task, --prompt-template and --prompt-field")
     if options.task is not None:
-        if options.response_field is not None or options.chat:
-            raise UsageError("--task says what prompt and response are: it takes no --response-field and no --chat")
         return load_task(options.task).template()
     if options.response_field is None:
-        raise UsageError("--response-field is missing: name the field of the record that is the response")
+        raise UsageError("--response-field is missing: give the field of the record that is the response")
     prompt = options.prompt_template or f"{{{options.prompt_field}}}"
     return Template(prompt, options.response_field, chat=options.chat)
 
 
 def read_files(options: RecordOptions, template: Template, **limits: int | None) -> dict[str, RecordFile]:
-    """The files of flags, of which the first lines may be enough, each read once; no model is needed."""
+    """The files of flags, each read once; `limits` has for each flag the number of lines to read. Needs no model."""
     from skipdecode.common.rows import check_streams
     from skipdecode.data.prompts import read_file
 
@@ -82,9 +82,9 @@ def read_files(options: RecordOptions, template: Template, **limits: int | None)
 def encode_file(
     options: RecordOptions, template: Template, flag: str, file: RecordFile, model: Any, tokenizer: Any
 ) -> tuple[list[Example], int]:
-    """The records of a flag's file as token ids, within the model's context, and how many are left out, which is told.
+    """The records of a flag's file as token ids, within the model's context, and how many are skipped.
 
-    See `skipdecode.data.prompts.encode_examples`.
+    Prints the skipped ones. See `skipdecode.data.prompts.encode_examples`.
     """
     from skipdecode.data.prompts import context_length, encode_examples
     from skipdecode.data.records import reject_summary
