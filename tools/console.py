@@ -1,10 +1,10 @@
-"""Run the commands of a page and put what they print below them: the outputs on docs/first-model.md are real.
+"""Run the commands of a page and put what they print below them, as on docs/first-model.md.
 
     .venv/bin/python tools/console.py docs/first-model.md --folder /tmp/walk
 
-In each block marked ```console a line that begins with `$ ` is a command (a backslash continues it, `&` at its end
-leaves it running until the page is done); what followed it is replaced by what it prints now. Long outputs lose their
-middle.
+In each block marked ```console, a line that begins with `$ ` is a command. A backslash continues the command; a command
+that ends with `&` runs until the page is done. The output of a command replaces the lines below it; the middle of a
+long output is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 BLOCK = re.compile(r"(?<=```console\n)(.*?)(?=^```)", re.M | re.S)
 COMMAND = re.compile(r"^\$ (?:.*\\\n)*.*$", re.M)
-MOST_LINES, KEPT = 40, (24, 12)
+MOST_LINES, KEPT = 40, (14, 27)
 STARTS_IN = 60  # seconds that a command that goes on is given to begin
 
 
@@ -37,7 +37,7 @@ class Console:
         return "".join(f"{command}\n{self.output(command)}" for command in COMMAND.findall(text))
 
     def output(self, command: str) -> str:
-        """What a command prints, standard error included; as much as a page bears."""
+        """What a command prints, standard error included; the middle of a long output is left out."""
         print(command, file=sys.stderr)
         line = command.removeprefix("$ ")
         if line.endswith("&"):
@@ -64,7 +64,7 @@ class Console:
                 )
             )
         size, end = -1, time.monotonic() + STARTS_IN
-        # Until it has said something and then nothing more for a while.
+        # Until it has printed something, and nothing more for 5 seconds.
         while time.monotonic() < end and (not size or size != log.stat().st_size):
             size = log.stat().st_size
             time.sleep(5)
