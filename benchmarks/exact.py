@@ -2,13 +2,13 @@
 
     python benchmarks/exact.py --e2e test.jsonl --out results/exact-smollm2-135m.json --minutes 4
 
-First tokens are compared: every sequence drafts at every step, `DRAFTS` tokens, whether that pays or not, in batches of
-each size, and each text is compared with the one that plain full depth gives alone. Then times: requests of one batch,
-plain and exact in turn, where the planner says what is drafted (`request_speedup` is the median of the rounds' ratios
-of whole requests' seconds).
+Part `compared`: every sequence drafts `DRAFTS` tokens at every step, whether that pays or not, in batches of each size.
+Each text is compared with the text of the same prompt alone at full depth. Part `rows`: times of the requests of a
+batch, plain and exact in turn, where the planner chooses the number of drafts. `request_speedup` is the median over
+rounds of the ratio of the seconds of whole requests.
 
-Pieces that the file has are left alone, and it is written after each: after `--minutes` no new piece is begun, and the
-same command goes on. Nothing else should run while times are taken.
+The result file is written after each piece of work, and pieces that it has are not repeated. After `--minutes` no new
+piece starts, and the same command continues. Nothing else should run while times are taken.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from skipdecode.schedule import Schedule
 HERE = Path(__file__).parent
 BATCHES = (1, 2, 4, 8, 32)
 DRAFTS = 3
+GROUP = 32  # prompts of a piece of the comparison
 ROUNDS = 3
 
 
 class Task(NamedTuple):
-    """A checkpoint, the schedule of its that drafts, most new tokens, and prompts of a comparison."""
+    """A checkpoint, the one of its schedules that drafts, most new tokens, and number of prompts to compare."""
 
     checkpoint: str
     schedule: str
@@ -48,8 +49,8 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "e2e": Task("e2e-smollm2-135m", "e2e-5x", 60, 40),
-    "chat": Task("chat-smollm2-135m", "chat-1.6x", 96, 16),
+    "e2e": Task("e2e-smollm2-135m", "e2e-5x", 60, 160),
+    "chat": Task("chat-smollm2-135m", "chat-1.6x", 128, 48),
 }
 
 
@@ -69,47 +70,50 @@ class Side:
         if name == "e2e":
             records = [json.loads(line) for line in Path(e2e).read_text(encoding="utf-8").splitlines()]
             prompts: list[Any] = [{"mr": mr} for mr in dict.fromkeys(record["mr"] for record in records)]
-            prompts = prompts[:: max(1, len(prompts) // 128)]  # they are sorted by name and length
+            prompts = prompts[:: max(1, len(prompts) // self.task.compared)]  # they are sorted by name and length
         else:
             lines = (HERE / "tasks" / "chat_prompts.txt").read_text(encoding="utf-8").splitlines()
             prompts = [[{"role": "user", "content": line}] for line in lines]
         self.prompts = [tuple(prompt.token_ids) for prompt in self.llm.encode(prompts)]
 
-    def requests(self, count: int, *, exact: bool) -> list[Request]:
-        """The first prompts, over again where there are fewer."""
-        chosen = (self.prompts * (count // len(self.prompts) + 1))[:count]
-        return [Request(p, self.task.new_tokens, stop_ids=self.llm._ends, exact=exact) for p in chosen]
+    def requests(self, prompts: Sequence[tuple[int, ...]], *, exact: bool) -> list[Request]:
+        """A request for each prompt."""
+        return [Request(p, self.task.new_tokens, stop_ids=self.llm._ends, exact=exact) for p in prompts]
 
     def engine(self, batch: int) -> FastEngine:
         """Of all schedules that drop layers in the order of the one that drafts, full depth too."""
         return FastEngine(self.llm._source.fast, self.llm.schedule_of(None), max_rows=batch)
 
-    def decode(self, batch: int, count: int, *, exact: bool, always: bool = False) -> tuple[list[Any], EngineStats]:
+    def decode(
+        self, batch: int, prompts: Sequence[tuple[int, ...]], *, exact: bool, always: bool = False
+    ) -> tuple[list[Any], EngineStats]:
         """Outputs and figures."""
         engine = self.engine(batch)
         if always:
             engine.planner = engine.model.planner = Always()
         schedule = None if exact else Schedule.full(engine.num_layers)
-        return engine.decode(self.requests(count, exact=exact), schedule=schedule), engine.stats
+        return engine.decode(self.requests(prompts, exact=exact), schedule=schedule), engine.stats
 
 
 def compared(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """For each size of batch that is missing: tokens, and how many differ from plain full depth's alone."""
-    done = {row["batch"] for row in document["compared"] if about.items() <= row.items()}
-    count, plain = side.task.compared, None
-    for batch in sorted(set(BATCHES) - done):
-        plain = plain or side.decode(1, count, exact=False)[0]
-        outputs, stats = side.decode(batch, count, exact=True, always=True)
-        pairs = [(ours.tokens, theirs.tokens) for ours, theirs in zip(outputs, plain, strict=True)]
-        tokens = sum(len(theirs) for _, theirs in pairs)
-        same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False))
-        yield about | {
-            "batch": batch,
-            "tokens": tokens,
-            "different": tokens - same,
-            "drafted": stats.drafted_tokens,
-            "accepted": stats.accepted_tokens,
-        }
+    """For each group of prompts and size of batch that is missing: tokens, and how many differ from full depth alone."""
+    done = {(row["first"], row["batch"]) for row in document["compared"] if about.items() <= row.items()}
+    for first in range(0, side.task.compared, GROUP):
+        prompts, plain = side.prompts[first : min(first + GROUP, side.task.compared)], None
+        for batch in (size for size in BATCHES if (first, size) not in done):
+            plain = plain or side.decode(1, prompts, exact=False)[0]
+            outputs, stats = side.decode(batch, prompts, exact=True, always=True)
+            pairs = [(ours.tokens, theirs.tokens) for ours, theirs in zip(outputs, plain, strict=True)]
+            tokens = sum(len(theirs) for _, theirs in pairs)
+            same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=False))
+            yield about | {
+                "first": first,
+                "batch": batch,
+                "tokens": tokens,
+                "different": tokens - same,
+                "drafted": stats.drafted_tokens,
+                "accepted": stats.accepted_tokens,
+            }
 
 
 def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -117,10 +121,11 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
     done = {row["batch"] for row in document["rows"] if about.items() <= row.items()}
     for batch in sorted(set(BATCHES) - done):
         count = max(8, batch)
-        side.decode(batch, count, exact=True)  # the planner learns what forwards take
+        prompts = (side.prompts * 2)[:count]
+        side.decode(batch, prompts, exact=True)  # the planner learns what forwards take
         rounds = []
         for turn in range(ROUNDS):
-            stats = {exact: side.decode(batch, count, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
+            stats = {exact: side.decode(batch, prompts, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
             rounds.append(stats)
         exacts = [stats[True] for stats in rounds]
         drafted = sum(s.drafted_tokens for s in exacts)

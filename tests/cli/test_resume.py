@@ -45,11 +45,14 @@ def stop_in_the_middle(arguments: list[str], partial: Path, signal_number: int) 
     return process
 
 
-def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(tmp_path: Path, model_dir: str):
+@pytest.mark.parametrize("more", [(), ("--exact",)], ids=["schedule", "exact"])
+def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(
+    tmp_path: Path, model_dir: str, more: tuple[str, ...]
+):
     data = write_rows(tmp_path / "in.jsonl", MANY)
     whole, out, partial = tmp_path / "whole.jsonl", tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    assert main(long_run(model_dir, data, whole)) == 0
-    process = stop_in_the_middle(long_run(model_dir, data, out), partial, signal.SIGKILL)
+    assert main(long_run(model_dir, data, whole, *more)) == 0
+    process = stop_in_the_middle(long_run(model_dir, data, out, *more), partial, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     done = partial.read_bytes().count(b"\n") - 1
     assert 19 <= done < len(MANY)
@@ -57,7 +60,7 @@ def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(tmp_path: Path
     with partial.open("ab") as file:
         file.write(b'319 ok\t{"id": 319, "te')
     figures = tmp_path / "figures.json"
-    assert main(long_run(model_dir, data, out, "--summary", str(figures), "--batch-size", "16")) == 0
+    assert main(long_run(model_dir, data, out, *more, "--summary", str(figures), "--batch-size", "16")) == 0
     assert out.read_bytes() == whole.read_bytes()
     assert not partial.exists()
     summary = json.loads(figures.read_text())["summary"]

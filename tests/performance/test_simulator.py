@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from skipdecode.cli import main
 from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.performance.cost import CostModel, PromptCost, StepCost
-from skipdecode.performance.simulation import POLICIES, capacity, simulate, spread
+from skipdecode.performance.simulation import POLICIES, Simulation, capacity, simulate, spread
 from skipdecode.performance.traces import Arrival, bursts, make_trace, parse_lengths
 from skipdecode.schedule import Schedule
 
@@ -188,6 +188,27 @@ def test_capacity_is_what_an_overloaded_worker_finishes():
     assert simulate(trace(3000, bursts(3 * most, 1)), COST, FULL).requests_per_second == pytest.approx(most, rel=0.05)
     calm = simulate(trace(3000, bursts(0.5 * most, 1)), COST, FULL)
     assert calm.requests_per_second == pytest.approx(0.5 * most, rel=0.1)
+
+
+def test_exact_decoding_gains_with_its_acceptance_and_costs_nothing_without_one():
+    memory_bound = replace(COST, steps=tuple(StepCost(rows, 1e-3, 2e-3) for rows in (1, 2, 4, 8)), batch=8)
+    trace = requests(*((0.0, 16, 40) for _ in range(8)))
+    drafting = Schedule.even(LAYERS, 2)
+
+    def run(acceptance: float | None, schedule: Schedule = drafting) -> tuple[float, Simulation]:
+        found = simulate(trace, memory_bound, schedule, max_rows=1, acceptance=acceptance)
+        assert (found.finished, found.stats.new_tokens) == (8, 320)
+        return found.stats.after_prompts, found
+
+    full, plain = run(None, FULL)
+    always, found = run(1.0)
+    sometimes, _ = run(0.5)
+    never, missed = run(0.0)
+    assert not plain.stats.drafted_tokens
+    assert found.stats.accepted_tokens > 0.8 * found.stats.drafted_tokens > 100  # not the last token of each
+    assert always < sometimes < full
+    assert not missed.stats.accepted_tokens
+    assert never == pytest.approx(full, rel=0.05)  # the planner stops drafting
 
 
 def test_the_real_engine_runs_the_steps_that_are_simulated():

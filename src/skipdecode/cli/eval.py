@@ -163,10 +163,10 @@ def _runs(
     loaded = config.load()
     recipe = _recipe(loaded)
     _check_template(loaded.recipe, task)
-    _tell(chosen, loaded)
+    _tell(config, chosen, loaded)
     backend = config.engines(loaded)
     note(f"engine: {backend.name}")
-    methods = {place: Method(backend, schedule) for place, (schedule, _) in chosen.items()}
+    methods = {place: Method(backend, schedule, exact=config.exact) for place, (schedule, _) in chosen.items()}
     if config.full_depth and not any(method.full_depth for method in methods.values()):
         methods = {directory / "full": Method(backend), **methods}
     subject = Subject(
@@ -201,12 +201,12 @@ def _runs(
     )
 
 
-def _tell(chosen: dict[Path, ScheduleChoice], loaded: LoadedModel) -> None:
+def _tell(config: Config, chosen: dict[Path, ScheduleChoice], loaded: LoadedModel) -> None:
     """Print the origin of each schedule, and the schedules that the weights were not tuned under."""
     for schedule, origin in chosen.values():
-        note(f"{_name(schedule)}: {origin}")
+        note(f"{_name(config, schedule)}: {origin}")
     schedules = [schedule for schedule, _ in chosen.values() if not schedule.is_full]
-    if line := loaded.untuned_line(schedules):
+    if not config.exact and (line := loaded.untuned_line(schedules)):
         note(line)
 
 
@@ -216,7 +216,7 @@ def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path)
     methods: dict[Path, ScheduleChoice] = {}
     for one in each:
         choice = choose_method(one, config.ref.num_layers, carried=config.ref.schedule, default_seq_len=seq_len)
-        name = _name(choice.schedule)
+        name = _name(config, choice.schedule)
         # Names of schedules are free text.
         folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
         place = directory / folder if config.methods else directory
@@ -226,9 +226,9 @@ def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path)
     return methods
 
 
-def _name(schedule: Schedule) -> str:
-    """The name of a schedule in tables."""
-    return "full" if schedule.is_full else schedule.name
+def _name(config: Config, schedule: Schedule) -> str:
+    """The name of a method in tables."""
+    return "full" if schedule.is_full else f"{schedule.name}, exact" if config.exact else schedule.name
 
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:

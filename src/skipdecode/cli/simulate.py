@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skipdecode.cli.columns import table
 from skipdecode.cli.options import ScheduleOptions, choose_schedule, read_cost
@@ -41,6 +41,7 @@ class Config(ScheduleOptions):
         "bandwidth": ("flops",),
         "flops": ("bandwidth",),
         "burst": ("rate", "load"),
+        "acceptance": ("schedule", "nominal_speedup"),
     }
     EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {"cost": ("model", "bandwidth"), "rate": ("load",)}
 
@@ -72,6 +73,12 @@ class Config(ScheduleOptions):
         "slots of a worker: most sequences in a batch (default: the largest batch of --cost; 8 with --model)",
         default=None,
         least=1,
+    )
+    acceptance: float | None = option(
+        "simulate exact decoding: the schedule drafts tokens, and full depth accepts each with this chance",
+        default=None,
+        least=0,
+        most=1,
     )
     workers: int = option("modelled workers; a request goes to the one with the least load", default=1, least=1)
     requests: int = option("number of requests", default=10000, least=1)
@@ -155,16 +162,18 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
 
 def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacity: float | None) -> _Run:
     """The simulation of a schedule; `full_capacity` is that of full depth, None for full depth itself."""
-    policy, rows = config.policy, cost.batch
     share = _join_share(config, cost, schedule)
+    options: dict[str, Any] = {"max_rows": cost.batch, "policy": config.policy, "join_below": share}
+    if not schedule.is_full:
+        options["acceptance"] = config.acceptance
     most, rate = None, config.rate
     if config.load is not None or config.rate is not None:
         endless = _trace(config, None, 1_000_000_000)
-        most = config.workers * capacity(endless, cost, schedule, max_rows=rows, policy=policy, join_below=share)
+        most = config.workers * capacity(endless, cost, schedule, **options)
         if config.load is not None:
             rate = config.load * (full_capacity or most)
     trace = _trace(config, rate)
-    result = simulate(trace, cost, schedule, max_rows=rows, policy=policy, join_below=share, workers=config.workers)
+    result = simulate(trace, cost, schedule, workers=config.workers, **options)
     return _Run(schedule, rate, most, share, result)
 
 

@@ -199,7 +199,7 @@ def run_document(
         **heading("evaluation"),
         "name": f"{about['name']} {method.name}" if about.get("name") else method.name,
         "n": len(rows),
-        "nominal_speedup": method.schedule.nominal_speedup,
+        "nominal_speedup": method.text_schedule.nominal_speedup,
         **dict.fromkeys(("measured_speedup", "measured_speedup_with_prompt"), 1.0 if method.full_depth else None),
         **dict.fromkeys(("speed", "full_depth_speed")),
         "engine": method.engine,

@@ -275,7 +275,7 @@ class _Work:
             for measure, given in texts:
                 for indices in batches([len(p) for p in self.prompts], self.settings.batch_size):
                     rows, forced = [self.prompts[i] for i in indices], [given[i] for i in indices]
-                    for name, table in measure(self.subject.model, method.schedule, rows, forced).items():
+                    for name, table in measure(self.subject.model, method.text_schedule, rows, forced).items():
                         tables.setdefault(name, np.zeros((len(self.prompts), 2)))[indices] = table
                     bar.update(len(indices))
         return tables

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import count, pairwise
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
 from skipdecode.engine.sequence import Sequence as EngineSequence
 from skipdecode.errors import UsageError
-from skipdecode.performance.cost import CostModel, tokens_read
+from skipdecode.performance.cost import CostModel, StepCost, tokens_read
 from skipdecode.performance.traces import Arrival
 from skipdecode.schedule import Schedule
 
@@ -45,7 +46,16 @@ _SATURATING = 64  # requests a row with which `capacity` is found
 _SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)  # of the rows, tried by `best_join_below`; the last is continuous batching
 
 
-_TOKEN, _END = NextToken(0), NextToken(1)  # an output's last token is _END
+_END = NextToken(1)  # the last token of each output
+_FIRST_TOKEN = 2  # each token differs from all others, so that no text repeats itself
+
+
+class _NoSampler:
+    """Stands for the sampler of a sequence without logits."""
+
+    def fork(self) -> Self:
+        """A copy."""
+        return self
 
 
 @dataclass
@@ -121,6 +131,8 @@ class Simulation:
             "requests": self.finished,
             "prompt_tokens": self.stats.prompt_tokens,
             "new_tokens": self.stats.new_tokens,
+            "drafted_tokens": self.stats.drafted_tokens,
+            "accepted_tokens": self.stats.accepted_tokens,
             "steps": self.stats.steps,
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_second,
@@ -165,8 +177,12 @@ class _SimulatedEngine(DecodeLoop):
     kv_bytes = 0
     now = 0.0
 
-    def __init__(self, cost: CostModel, schedule: Schedule, result: Simulation, **options: Any) -> None:
+    def __init__(
+        self, cost: CostModel, schedule: Schedule, result: Simulation, acceptance: float | None, **options: Any
+    ) -> None:
         super().__init__(schedule, max_rows=result.max_rows, **options)
+        self._acceptance = acceptance
+        self._tokens, self._random = count(_FIRST_TOKEN), random.Random(0)
         self.stats = result.stats
         self.new: list[Arrival] = []
         self.unfinished = self._ended = 0
@@ -183,7 +199,8 @@ class _SimulatedEngine(DecodeLoop):
         self.unfinished -= self._ended
         self._ended = 0
         if self.new:
-            requests = [Request((0,) * a.prompt_tokens, a.limit, stop_ids=frozenset((_END.token,))) for a in self.new]
+            ends, exact = frozenset((_END.token,)), self._acceptance is not None
+            requests = [Request((0,) * a.prompt_tokens, a.limit, stop_ids=ends, exact=exact) for a in self.new]
             self._asked |= {n: (a, a.seconds) for n, a in zip(self.submit(requests), self.new, strict=True)}
             self.new.clear()
         if not self.has_work:
@@ -204,38 +221,57 @@ class _SimulatedEngine(DecodeLoop):
         return True
 
     def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[EngineSequence], Any]:
-        due = [chunk.sequence for chunk in chunks if chunk.end >= len(chunk.sequence.request.prompt)]
-        tokens = sum(len(chunk.tokens) for chunk in chunks if not chunk.sequence.output)
-        if tokens and chunks[0].sequence.prompt.own:
-            self.now += self._cost.prompt_seconds(self.schedule, tokens, min(len(due), len(self._steps)))
+        due = [chunk for chunk in chunks if chunk.end >= len(chunk.sequence.request.prompt)]
+        prompts = [chunk for chunk in chunks if not chunk.sequence.output]
+        if prompts and prompts[0].sequence.prompt.own:
+            tokens = sum(len(chunk.tokens) for chunk in prompts)
+            schedule = prompts[0].sequence.schedule
+            self.now += self._cost.prompt_seconds(schedule, tokens, min(len(due), len(self._steps)))
         else:
-            rows = [chunk.sequence for chunk in chunks if chunk.sequence.output]
-            self.now += self._seconds(rows, tokens, len(due))
-        return due, due
+            self.now += self._seconds([chunk for chunk in chunks if chunk.sequence.output], prompts, len(due))
+        # A row of a check has the draft that it judges.
+        judged = [
+            (chunk.sequence, place, draft)
+            for chunk in due
+            for place, draft in enumerate([*(chunk.tokens[1:] if chunk.sequence.output else ()), None])
+        ]
+        return [chunk.sequence for chunk in due], judged
 
     def _join(self, sequence: EngineSequence) -> None:
-        sequence.sampler = None  # type: ignore[assignment]  # no logits, nothing to sample from
+        sequence.sampler = _NoSampler()  # type: ignore[assignment]  # no logits, nothing to sample from
 
     def _choose(self, predicted: Any, row: int, sampler: Any) -> NextToken:
-        sequence = predicted[row]
-        return _END if len(sequence.output) + 1 == self._asked[sequence.number][0].new_tokens else _TOKEN
+        sequence, place, draft = predicted[row]
+        if len(sequence.output) + place + 1 == self._asked[sequence.number][0].new_tokens:
+            return _END
+        if draft is not None and self._random.random() < (self._acceptance or 0.0):
+            return NextToken(draft)
+        return NextToken(next(self._tokens))
 
-    def _seconds(self, rows: list[EngineSequence], tokens: int, due: int) -> float:
-        """Of a forward over a token of each sequence that decodes and over tokens of prompts; `due` get a new token."""
+    def _seconds(self, decoding: list[Chunk], prompts: list[Chunk], due: int) -> float:
+        """Of a forward over tokens of sequences that decode and over tokens of prompts; `due` sequences get logits."""
         cost = self._cost
-        rows.sort(key=lambda sequence: len(sequence.layers), reverse=True)
-        depths = [len(sequence.layers) for sequence in rows]
-        prompt_depth = len(self.schedule.prompt_layers()) if tokens else 0
-        seconds, read = self._steps[max(due, 1) - 1].fixed_seconds, 0.0
-        # The layers between two depths run on exactly the sequences that are at least that deep, and on the prompts.
-        for count, (depth, below) in enumerate(pairwise([max([prompt_depth, *depths[:1]]), *depths, 0])):
-            if count:
-                read += tokens_read(rows[count - 1].ran + 1, cost.window, cost.window_share)
+        prompt_tokens = sum(len(chunk.tokens) for chunk in prompts)
+        rows = sorted(
+            ((len(chunk.layers), chunk.start + 1 + i) for chunk in decoding for i in range(len(chunk.tokens))),
+            reverse=True,
+        )
+        depths = [depth for depth, _ in rows]
+        prompt_depth = max((len(chunk.sequence.prompt.run) for chunk in prompts), default=0)
+        seconds, read = self._step(max(due, 1)).fixed_seconds, 0.0
+        # The layers between two depths run on exactly the tokens that are at least that deep, and on the prompts.
+        for number, (depth, below) in enumerate(pairwise([max([prompt_depth, *depths[:1]]), *depths, 0])):
+            if number:
+                read += tokens_read(rows[number - 1][1], cost.window, cost.window_share)
             if layers := depth - below:
-                step = self._steps[max(count, 1) - 1]
-                layer = cost.prompt_layer_seconds(tokens + count)[0] if tokens else step.layer_seconds
+                step, many = self._step(max(number, 1)), prompt_tokens or number > len(self._steps)
+                layer = cost.prompt_layer_seconds(prompt_tokens + number)[0] if many else step.layer_seconds
                 seconds += layers * (layer + step.kv_seconds * read)
         return seconds
+
+    def _step(self, rows: int) -> StepCost:
+        """The cost of a step of so many rows, at most the largest that is known."""
+        return self._steps[min(rows, len(self._steps)) - 1]
 
 
 def simulate(
@@ -248,6 +284,7 @@ def simulate(
     join_below: float | None = None,
     workers: int = 1,
     prompt_chunk: int = PROMPT_TOKENS,
+    acceptance: float | None = None,
 ) -> Simulation:
     """Run a trace to its end on identical workers; each request goes to the one with the fewest unfinished requests.
 
@@ -265,6 +302,8 @@ def simulate(
         In place of the policy's own.
     prompt_chunk : int
         Most prompt tokens of one forward; the engine's is the default.
+    acceptance : float, optional
+        Simulates exact decoding: the schedule drafts tokens, and full depth accepts each with this chance.
 
     Raises
     ------
@@ -285,7 +324,9 @@ def simulate(
     result = Simulation(workers, max_rows)
     join_below = own if join_below is None else join_below
     options = {"join_below": join_below, "in_order": in_order, "prompt_tokens": prompt_chunk}
-    began, ended = _run(trace, [_SimulatedEngine(cost, schedule, result, **options) for _ in range(workers)])
+    began, ended = _run(
+        trace, [_SimulatedEngine(cost, schedule, result, acceptance, **options) for _ in range(workers)]
+    )
     result.seconds = ended - began
     return result
 
@@ -298,6 +339,7 @@ def capacity(
     max_rows: int = 8,
     policy: Admission = "continuous",
     join_below: float | None = None,
+    acceptance: float | None = None,
 ) -> float:
     """Requests a second that one worker finishes when it never waits for any.
 
@@ -305,8 +347,8 @@ def capacity(
     """
     needed = _SATURATING * max_rows
     trace = (arrival._replace(seconds=0.0) for arrival, _ in zip(arrivals, range(needed), strict=False))
-    run = simulate(trace, cost, schedule, max_rows=max_rows, policy=policy, join_below=join_below)
-    return run.requests_per_second
+    options: dict[str, Any] = {"max_rows": max_rows, "policy": policy, "join_below": join_below}
+    return simulate(trace, cost, schedule, acceptance=acceptance, **options).requests_per_second
 
 
 def best_join_below(

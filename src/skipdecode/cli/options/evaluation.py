@@ -102,6 +102,10 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
         default="refuse",
         choices=("refuse", "skip"),
     )
+    exact: bool = option(
+        "the schedules only draft, and full depth checks the drafts: same outputs as full depth, other speed",
+        default=False,
+    )
     limit: int | None = option("use only the first N records", default=None, least=1)
     chat: bool = option("apply the model's chat template", default=False)
     compare: tuple[str, ...] = option(
@@ -124,7 +128,7 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
         "compare": ("model", "task", "out", "methods"),
         "methods": ("schedule", "nominal_speedup", "method"),
-        "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report"),
+        "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report", "exact"),
     }
 
 
