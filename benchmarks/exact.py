@@ -96,7 +96,7 @@ class Side:
 
 
 def compared(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """For each group of prompts and size of batch that is missing: tokens, and how many differ from full depth alone."""
+    """For each missing group of prompts and size of batch: tokens, and how many differ from full depth alone."""
     done = {(row["first"], row["batch"]) for row in document["compared"] if about.items() <= row.items()}
     for first in range(0, side.task.compared, GROUP):
         prompts, plain = side.prompts[first : min(first + GROUP, side.task.compared)], None
