@@ -272,7 +272,7 @@ def fitted(document: dict[str, Any]) -> list[list[str]]:
     """KL to full depth and equal tokens of each schedule without a fit, with simpler maps and with a fit."""
     methods = ["today", "bias", "patch", "fitted", "fitted, one tap"]
     speeds = document.get("speed", {}).get("rows", {})
-    table = [["text", "prompt layers", "answer layers", "request", *methods]]
+    table = [["text", "prompt layers", "answer layers", "request", "no fit", *methods[1:]]]
     for setting in ("chat", "news", "e2e", "gemma3"):
         found: dict[str, dict[str, Any]] = {}
         for row in document.get(setting, {}).get("rows", ()):
