@@ -151,9 +151,9 @@ def test_continuous_with_one_row_equals_waves_of_one():
 
 
 def test_one_row_with_equal_requests_waits_as_queueing_theory_says():
-    service = simulate(requests((0, 10, 20)), COST, PAPER, max_rows=1).seconds
-    load = 0.7
-    trace = make_trace(40_000, bursts(load / service, 1, 3), parse_lengths("10"), parse_lengths("20"))
+    service = simulate(requests((0, 10, 3)), COST, PAPER, max_rows=1).seconds
+    load = 0.6
+    trace = make_trace(20_000, bursts(load / service, 1, 3), parse_lengths("10"), parse_lengths("3"))
     result = simulate(trace, COST, PAPER, max_rows=1)
     # M/D/1 (Pollaczek-Khinchine): mean wait = load · service / (2 (1 - load)).
     wait = sum(result.whole) / len(result.whole) - service

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from checkpoints import byte_tokenizer
@@ -49,6 +50,7 @@ def copied(model: Any, schedule: Schedule) -> float:
     return (texts[:, prompts.shape[1] :] == wanted).all(1).float().mean().item()
 
 
+@pytest.mark.slow
 def test_tuning_under_2x_repairs_what_2x_breaks(tmp_path: Path) -> None:
     model = tuning_model(num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=128, num_key_value_heads=4)
     model.apply(model._init_weights)  # the tests' large weights do not learn
