@@ -4,7 +4,7 @@
 
     SkipDecodeError            base: wrong usage (exit code 2)
     ├── WorkError              the work failed (exit code 1)
-    │   ├── DivergedError      a loss or gradient that is not finite
+    │   ├── DivergedError      a state, loss or gradient that is not finite
     │   ├── FetchError         a model that could not be downloaded or stored; also a ModelLoadError
     │   └── WriteError         results that could not be written; also an OutputError
     ├── UsageError             wrong options on the command line
@@ -163,7 +163,7 @@ class WriteError(WorkError, OutputError):
 
 
 class DivergedError(WorkError):
-    """A loss or gradient that is not finite; the message names the records."""
+    """A state, loss or gradient that is not finite; the message names the records."""
 
 
 class MissingExtraError(SkipDecodeError, ImportError):

@@ -28,6 +28,7 @@ from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
 from skipdecode.data.prompts import Example
+from skipdecode.errors import DivergedError
 from skipdecode.models.families import decoder_layers
 from skipdecode.models.fit import Fit
 from skipdecode.performance.cost import CostModel, PromptCost
@@ -426,14 +427,16 @@ def test_other_measurements_are_not_mixed_in(files: Files, tmp_path: Path, capsy
     assert main(arguments(files, out, *quick, "--resume")) == 0
 
 
-def test_a_loss_that_is_no_number_stops_the_run(files: Files, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("fit", ["--fit", "--no-fit"])
+def test_arithmetic_that_overflows_stops_the_run(fit: str, files: Files, tmp_path: Path, capsys: Any) -> None:
     model = tuning_model()
     with torch.no_grad():
         decoder_layers(model)[2].mlp.up_proj.weight.fill_(3e38)
     directory = save_model(tmp_path / "model")
     model.save_pretrained(directory)
-    command = arguments(files | {"model": str(directory)}, tmp_path / "out", "--nominal-speedup", "2")
-    assert "the loss is no number on records" in refused(capsys, command)
+    command = arguments(files | {"model": str(directory)}, tmp_path / "out", "--nominal-speedup", "2", fit)
+    assert main(command) == DivergedError.exit_code
+    assert "on records" in capsys.readouterr().err
 
 
 def test_a_fit_is_used_from_calibrate_to_generate_and_tune(files: Files, tmp_path: Path, capsys: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from skipdecode.calibration.meter import check_finite
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.errors import FitError
 from skipdecode.models.cache import SkipCache
@@ -70,6 +71,8 @@ class Fitter:
         ------
         FitError
             Fewer tokens than a map has inputs, or a family that makes keys and values together with queries.
+        DivergedError
+            A state is not finite.
         """
         projected: dict[tuple[int, ...], set[int]] = {}
         for schedule in schedules:
@@ -117,10 +120,6 @@ class _Inputs:
         """
         if self.tokens < least:
             raise FitError(f"{self.tokens} tokens are too few to fit a map: {least} are needed; give more records")
-        if not (self.gram.isfinite().all() and cross.isfinite().all()):
-            raise FitError(
-                "states of full depth are not finite, so the loss is no number on records: check the weights"
-            )
         moments, means = _about(self.gram.sum(0), cross.sum(0), self._center(self.gram.sum(0), cross.sum(0)))
         weight = torch.cholesky_solve(means, torch.linalg.cholesky(_ridged(moments, self._ridge(cross))))
         inputs, outputs = self._center(self.gram.sum(0), cross.sum(0))
@@ -307,7 +306,10 @@ class _Sweep:
         named = self._calls[number].arguments[index]
         with self._gated(index, LayerPlan(states.shape[1], start)) if start else contextlib.nullcontext():
             out = self._layers[index](states, **named)
-        return out[0] if self._tuples else out  # type: ignore[no-any-return]
+        after: Tensor = out[0] if self._tuples else out
+        batch = self._batches[number]
+        check_finite(after[batch.attention_mask.bool()], batch.ids)
+        return after
 
     @contextlib.contextmanager
     def _gated(self, index: int, plan: LayerPlan) -> Iterator[None]:

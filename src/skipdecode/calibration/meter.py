@@ -26,10 +26,18 @@ from skipdecode.models.fit import Fit
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import IGNORE, Batch, collate
 
-__all__ = ["LossMeter"]
+__all__ = ["LossMeter", "check_finite"]
 
 _KEPT_BYTES = 2**30
 """Keys and values of prompts of one set that are kept between calls; later batches' prompts run once a call."""
+_SHOWN = 3
+
+
+def check_finite(values: Tensor, records: Sequence[str]) -> None:
+    """Raise DivergedError if a state or a loss of these records is not finite."""
+    if not values.isfinite().all():
+        shown = ", ".join(records[:_SHOWN]) + (", …" if len(records) > _SHOWN else "")
+        raise DivergedError(f"the model's arithmetic overflows on records {shown}: check the model's weights")
 
 
 class LossMeter:
@@ -80,7 +88,7 @@ class LossMeter:
         Raises
         ------
         DivergedError
-            If a loss is no number.
+            A loss is not finite.
         """
         found: list[tuple[Example, list[float]]] = []
         for number, batch in enumerate(self._batches):
@@ -141,11 +149,7 @@ class _SharedPrompt:
         rows = zip(logits, targets, strict=True)
         each = [functional.cross_entropy(x.float(), y, ignore_index=IGNORE, reduction="none") for x, y in rows]
         losses = torch.stack(each).double()
-        if not torch.isfinite(losses).all():
-            names = ", ".join(self._batch.ids[:3])
-            raise DivergedError(
-                f"the loss is no number on records {names}, …: the model's arithmetic overflows on them"
-            )
+        check_finite(losses, self._batch.ids)
         return losses
 
     def _logits(self, schedule: Schedule) -> Tensor:

@@ -96,8 +96,8 @@ def calibrate(
 
     Raises
     ------
-    FitError
-        See `Fitter.fit`.
+    FitError, DivergedError
+        See `Fitter.fit` and `LossMeter.by_record`.
     """
     layers = goal.workload.cost.num_layers
     rounds: list[Round] = []
