@@ -41,7 +41,7 @@ class Always(Planner):
     def plan(self, rows, drafters):
         if self.layers:
             for drafter in drafters:
-                drafter.acceptance, drafter.room = drafter._from_layers, 3
+                drafter.found, drafter.room = (), 3
         return [min(self.count, drafter.room) for drafter in drafters]
 
 
@@ -231,10 +231,10 @@ def test_estimates_follow_what_is_seen():
     assert times(4) >= 4.0 + 2 * 0.25 * 2.0  # careful beyond what is known
     times.note(8, 10.0)
     assert times(5) == 7.0
-    common = Acceptance()
+    common = Acceptance(0.7)
     for _ in range(50):
-        Acceptance(common).note(0, 4)
-    assert Acceptance(common).chance < 0.1
+        common.of_sequence().note(0, 4)
+    assert common.of_sequence().chance < 0.1
 
 
 def test_engines_that_cannot_draft_refuse_by_name():

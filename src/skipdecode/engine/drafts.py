@@ -23,7 +23,8 @@ __all__ = ["MOST_DRAFTS", "Acceptance", "Drafter", "ForwardTimes", "Planner"]
 MOST_DRAFTS = 8
 """Maximum drafts of a sequence at a step."""
 _GRAM = 2  # last tokens that must have occurred before
-_PRIOR, _PRIOR_WEIGHT, _LEAST_RATE = 0.7, 2, 0.05
+_TEXT_PRIOR, _LAYERS_PRIOR = 0.4, 0.7  # acceptance of drafts before any is checked
+_PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
 _THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _GAIN = 1.1  # minimum expected speed-up of drafting
 _PROBE_EVERY = 64  # steps without a draft before a probe
@@ -35,13 +36,18 @@ class Acceptance:
 
     Parameters
     ----------
+    chance : float
+        Initial value.
     common : Acceptance, optional
-        Of all sequences: gives the initial value, and learns too.
+        Of all sequences; learns too.
     """
 
-    def __init__(self, common: Acceptance | None = None) -> None:
-        self.chance: float = _PRIOR if common is None else common.chance
-        self._common, self._seen = common, _PRIOR_WEIGHT
+    def __init__(self, chance: float, common: Acceptance | None = None) -> None:
+        self.chance, self._common, self._seen = chance, common, _PRIOR_WEIGHT
+
+    def of_sequence(self) -> Acceptance:
+        """The acceptance of a new sequence, if this is that of all sequences."""
+        return Acceptance(self.chance, self)
 
     def note(self, taken: int, drafted: int) -> None:
         """Learn that the first `taken` of `drafted` tokens were accepted; those after the next were not judged."""
@@ -62,14 +68,12 @@ class Drafter:
     text : sequence of int
         The prompt.
     from_text, from_layers : Acceptance
-        Of all sequences.
+        Of the drafts of this sequence from either source.
     tokens : set of int
         Tokens of all texts; those of this text are added.
 
     Attributes
     ----------
-    acceptance : Acceptance
-        Of the source of this step's drafts.
     found : tuple of int
         What the text suggests at this step.
     room : int
@@ -80,11 +84,11 @@ class Drafter:
         self, schedule: Schedule, text: Several[int], from_text: Acceptance, from_layers: Acceptance, tokens: set[int]
     ) -> None:
         self.schedule, self._seen = schedule, tokens
-        self._from_text, self._from_layers = Acceptance(from_text), Acceptance(from_layers)
+        self._from_text, self._from_layers = from_text, from_layers
         self._text: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        self.acceptance, self.room = self._from_layers, 0
         self.found: tuple[int, ...] = ()
+        self.room = 0
         self._extend(text)
 
     def look(self, room: int) -> None:
@@ -92,16 +96,19 @@ class Drafter:
         self.room = max(0, min(room, MOST_DRAFTS))
         place = self._after.get(tuple(self._text[-_GRAM:]))
         self.found = () if place is None else tuple(self._text[place : place + self.room])
-        flat = self.schedule.is_full
-        if flat or (self.found and self._from_text.chance >= self._from_layers.chance / 2):
-            self.acceptance, self.room = self._from_text, len(self.found)
-        else:
-            self.acceptance = self._from_layers
+        if not self.runs:
+            self.room = len(self.found)
 
     @property
     def runs(self) -> bool:
         """Whether this step's drafts need forwards."""
-        return self.acceptance is self._from_layers
+        likely = self.found and self._from_text.chance >= self._from_layers.chance / 2
+        return not (likely or self.schedule.is_full)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of the source of this step's drafts."""
+        return self._from_layers if self.runs else self._from_text
 
     def learn(self, drafted: Several[int], tokens: Several[int]) -> None:
         """Learn from a step's drafts and new tokens; what the text suggested is judged too."""
@@ -172,7 +179,8 @@ class Planner:
 
     def drafter(self, schedule: Schedule, prompt: Several[int]) -> Drafter:
         """The state of a new sequence."""
-        text, layers = (self._common.setdefault(key, Acceptance()) for key in (None, schedule))
+        text = self._common.setdefault(None, Acceptance(_TEXT_PRIOR)).of_sequence()
+        layers = self._common.setdefault(schedule, Acceptance(_LAYERS_PRIOR)).of_sequence()
         return Drafter(schedule, prompt, text, layers, self.tokens)
 
     def plan(self, rows: int, drafters: Several[Drafter]) -> list[int]:
