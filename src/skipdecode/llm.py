@@ -29,6 +29,7 @@ from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
 from skipdecode.schedule.order import bottom_up
@@ -144,9 +145,7 @@ class LLM:
     @property
     def schedules(self) -> dict[str, Schedule]:
         """The schedules by name: full depth, and those that the weights were tuned under."""
-        recipe, carried = self.loaded.recipe, self.loaded.schedule
-        own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
-        return {"full": Schedule.full(self.num_layers)} | {schedule.name: schedule for schedule in own}
+        return named_schedules(self.num_layers, self.loaded.schedule, self.loaded.recipe)
 
     def schedule_of(self, asked: Schedule | str | Path | None, max_new_tokens: int = 128) -> Schedule:
         """The schedule of a call with this argument.

@@ -69,7 +69,9 @@ class Config(EngineOptions, DecodingOptions, ScheduleOptions):
 def run(config: Config) -> int:
     """Chat until the input ends; returns 0."""
     ref = config.ref
-    choice = choose_schedule(config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens)
+    choice = choose_schedule(
+        config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
+    )
     session = _Session(config, _open(config, choice))
     for line in _lines():
         text = line.strip()

@@ -46,7 +46,9 @@ def run(config: Config) -> int:
     from skipdecode.models.loading.export import check_exportable, cut_model, save_checkpoint, save_gguf
 
     ref, out = config.ref, Path(config.out)
-    schedule, origin = choose_schedule(config, ref.num_layers, carried=ref.schedule, default_seq_len=_SOME_POSITIONS)
+    schedule, origin = choose_schedule(
+        config, ref.num_layers, carried=ref.schedule, default_seq_len=_SOME_POSITIONS, named=ref.schedules
+    )
     layers = check_exportable(schedule, ref)
     if config.format == "gguf":
         check_architecture(ref.config)

@@ -142,7 +142,7 @@ def run(config: Config) -> int:
     router, source, form = _router(config), _source(config), _form(config)
     ref, rows = config.ref, source.count(form, all_usable=config.on_error == "stop")
     chosen = router or choose_schedule(
-        config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens
+        config, ref.num_layers, carried=ref.schedule, default_seq_len=config.max_new_tokens, named=ref.schedules
     )
     loaded = config.load()
     _tell_schedules(config, chosen, loaded)

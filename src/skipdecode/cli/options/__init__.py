@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from skipdecode.common.kinds import read_json
@@ -13,7 +14,7 @@ from skipdecode.common.options import Options, Reads, option
 from skipdecode.common.progress import note
 from skipdecode.engine.base import ENGINES, QUANTIZATIONS
 from skipdecode.engine.requests import SamplingOptions
-from skipdecode.errors import DataError, UsageError
+from skipdecode.errors import DataError, ScheduleError, UsageError
 from skipdecode.models.carried import schedule_file
 from skipdecode.models.loading.hub import DTYPES, LoadedModel, load_model
 from skipdecode.models.loading.ref import ModelRef, model_files
@@ -67,7 +68,7 @@ class NamedModel(Options):
     def ref(self) -> ModelRef:
         """The model of the name, with the schedule files among the options."""
         named: Any = getattr(self, "schedule", None) or ()
-        files = [named] if isinstance(named, str) else named
+        files = [file for file in ([named] if isinstance(named, str) else named) if Path(file).is_file()]
         methods = [word for word in getattr(self, "methods", ()) if word.endswith(".json")]
         return ModelRef(self.model, (*files, *methods))
 
@@ -154,9 +155,10 @@ class ScheduleOptions(Options):
     EXCLUDES: ClassVar = {"schedule": ("nominal_speedup",)}
 
     schedule: str | None = option(
-        "schedule file (JSON, written by plan and calibrate; a skipdecode.fit beside it is used too), or the name of a "
-        "bundled one with a fit: smollm2-135m-1.2x, smollm2-135m-1.4x, smollm2-135m-1.2x-p22 (default: the schedule of "
-        "the checkpoint if it has one, else full depth)",
+        "schedule file (JSON, written by plan and calibrate; a skipdecode.fit beside it is used too), the name of a "
+        "schedule that the checkpoint was tuned under, or of a bundled one with a fit: smollm2-135m-1.2x, "
+        "smollm2-135m-1.4x, smollm2-135m-1.2x-p22 (default: the schedule of the checkpoint if it has one, else full "
+        "depth)",
         default=None,
         parse=schedule_file,
         path=Reads(),
@@ -194,7 +196,13 @@ class ScheduleChoice(NamedTuple):
 
 
 def choose_schedule(
-    options: ScheduleOptions, num_layers: int, *, carried: Schedule | None, default_seq_len: int, own: str = ""
+    options: ScheduleOptions,
+    num_layers: int,
+    *,
+    carried: Schedule | None,
+    default_seq_len: int,
+    own: str = "",
+    named: Mapping[str, Schedule] = MappingProxyType({}),
 ) -> ScheduleChoice:
     """The schedule of the options for a model of `num_layers` layers, else `carried`, else full depth.
 
@@ -204,13 +212,22 @@ def choose_schedule(
         The schedule of the checkpoint; `own` is its origin if it has another.
     default_seq_len : int
         Positions for --nominal-speedup without --seq-len.
+    named : mapping of str to Schedule
+        Schedules that --schedule can give by name.
 
     Raises
     ------
     ScheduleError
-        The schedule does not fit the model.
+        The schedule does not fit the model, or --schedule is neither a name nor a file.
     """
-    if options.schedule is not None:
+    if options.schedule is not None and options.schedule in named:
+        chosen = ScheduleChoice(named[options.schedule], "of the checkpoint")
+    elif options.schedule is not None:
+        if named and not Path(options.schedule).exists():
+            raise ScheduleError(
+                f"cannot read the schedule {options.schedule}: there is no such file; schedules of the checkpoint are "
+                f"{', '.join(named)}"
+            )
         chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len

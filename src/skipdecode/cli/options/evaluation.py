@@ -207,4 +207,5 @@ def choose_method(
         return adjusted_schedule(options, schedule, origin)
     if options.method == "full":
         return ScheduleChoice(Schedule.full(num_layers), "every layer")
-    return choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len)
+    named = options.ref.schedules if options.model else {}
+    return choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len, named=named)

@@ -25,6 +25,7 @@ __all__ = [
     "RECIPE_KIND",
     "Recipe",
     "checkpoint_recipe",
+    "named_schedules",
     "ran_in_bf16",
     "read_recipe",
     "sampled_schedules",
@@ -63,6 +64,12 @@ class Recipe:
     max_prompt_tokens: int | None = None
     tuned_under: tuple[Schedule, ...] = ()
     base: Mapping[str, Any] | None = None
+
+
+def named_schedules(num_layers: int, carried: Schedule | None, recipe: Recipe | None) -> dict[str, Schedule]:
+    """Schedules by name: full depth, that of a checkpoint, and those that its weights were tuned under."""
+    own = (*(() if carried is None else (carried,)), *(() if recipe is None else recipe.tuned_under))
+    return {"full": Schedule.full(num_layers)} | {schedule.name: schedule for schedule in own}
 
 
 def untuned_line(

@@ -18,7 +18,7 @@ from skipdecode.models.carried import FIT_FILE, of_adapter, of_config
 from skipdecode.models.families import layers_in
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub_probe import ask_hub
-from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, ran_in_bf16
+from skipdecode.models.loading.recipe import RECIPE_FILE, Recipe, checkpoint_recipe, named_schedules, ran_in_bf16
 from skipdecode.models.loading.store import find_model
 from skipdecode.schedule import Schedule
 
@@ -149,6 +149,11 @@ class ModelRef:
             _raise_exceptions_for_connection_errors=False,
         )
         return checkpoint_recipe(Path(found or Path(place.where) / RECIPE_FILE), self.schedule, self.num_layers)
+
+    @property
+    def schedules(self) -> dict[str, Schedule]:
+        """The schedules of the checkpoint by name; see `named_schedules`."""
+        return named_schedules(self.num_layers, self.schedule, self.recipe)
 
     @cached_property
     def fit(self) -> Path | None:
