@@ -18,19 +18,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from shared import e2e_prompts, merged, script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import Schedule, attach
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
-from skipdecode.data.prompts import encode_prompts
-from skipdecode.data.source import load_records
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.base import QUANTIZATIONS
@@ -39,10 +35,8 @@ from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.speed import batches
-from skipdecode.models.families import unwrap
 from skipdecode.models.loading.hub import load_model
 
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 Rows = Sequence[Sequence[int]]
 
 
@@ -104,15 +98,14 @@ def agreement(found: Rows, expected: Rows) -> dict[str, float]:
     }
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All schedules; returns the result document."""
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of all schedules."""
     loaded = load_model(options.model, dtype=options.dtype)
-    model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else unwrap(loaded.model)
+    model = merged(loaded.model)
     precise = copy.deepcopy(model).float()
     kind = None if options.quantization == "none" else options.quantization
     task, fast = load_task("e2e"), open_model(model, quantization=kind)
-    records = load_records(task, str(options.data), limit=options.records)
-    _, prompts = encode_prompts(task.template(), records, loaded.tokenizer)
+    prompts = e2e_prompts(options.data, loaded.tokenizer, options.records)
     ends = end_tokens(model, loaded.tokenizer)
 
     def decode(engine: FastEngine | GatedEngine, texts: Rows) -> list[list[int]]:
@@ -147,13 +140,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             }
         )
         print(json.dumps(rows[-1]), flush=True)
-    config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
-    return {**heading("benchmark", "agreement"), "environment": environment(), "config": config, "rows": rows}
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ADAPTER), help="a model that carries the schedule that it was tuned for")
+    parser = script_parser(__doc__)
+    parser.add_argument(
+        "--model", default="e2e-smollm2-135m", help="a model that carries the schedule that it was tuned for"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="as the engine reads them")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
@@ -161,11 +155,8 @@ def main() -> None:
     parser.add_argument("--floor-records", type=int, default=32, help="records that are also decoded one by one")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--nominal", type=float, nargs="+", default=[1.0, 2.0])
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
-    document = run(options)
-    document["config"]["command"] = " ".join(["python", Path(sys.argv[0]).name])
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "agreement", {"rows": run(options)}, options)
 
 
 if __name__ == "__main__":

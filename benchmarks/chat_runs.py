@@ -12,9 +12,7 @@ alone. On two cores about an hour, evaluation and times ten minutes of it.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -22,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared import RESULTS, TASKS, call, is_tuned, script_parser, write_json
+
 from skipdecode import Schedule
-from skipdecode.common.files import write_whole
 from skipdecode.common.kinds import read_result
 from skipdecode.common.progress import note
 from skipdecode.engine.opening import open_engines
@@ -32,7 +31,6 @@ from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths
 from skipdecode.models.loading.hub import load_model
 
-HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
 WORDS = ("--self", "--self-records", "700", "--self-tokens", "128")
 PACE = ("--batch-size", "8", "--learning-rate", "1e-3", "--lora-rank", "16", "--adapter-dtype", "float16")
@@ -44,36 +42,19 @@ DEPTHS = (1.2, 1.3, 1.45, 1.6)
 TIMED = 16
 
 
-def call(*command: str | Path) -> None:
-    """Show a command, and run it."""
-    words = list(map(str, command))
-    print("$", shlex.join(words), flush=True)
-    subprocess.run(words, check=True)
-
-
 def tuned(runs: Path) -> Path:
     """The checkpoint, made where it is not there."""
     words, order, out = runs / "chat-words", runs / "chat-calibration", runs / "chat-self"
-    if finished(out):
+    if is_tuned(out):
         return out
     tune = ["skipdecode", "tune", MODEL, *WORDS, *PACE, *RECORDS]
-    if not finished(words):
+    if not is_tuned(words):
         call(*tune, "--steps", "1", "--out", words, "--resume")
     target = runs / f"chat-{TARGET:g}x.json"
     if not target.exists():
         fields = ("--chat", "--prompt-field", "prompt", "--response-field", "response", "--batch-size", "8")
-        call(
-            "skipdecode",
-            "calibrate",
-            MODEL,
-            "--data",
-            words / "self.jsonl",
-            *fields,
-            *ORDER,
-            "--out",
-            order,
-            "--resume",
-        )
+        head = ("skipdecode", "calibrate", MODEL, "--data", words / "self.jsonl")
+        call(*head, *fields, *ORDER, "--out", order, "--resume")
         learned = Schedule.load(str(order / "schedule.json")).drop_order
         depth = round(LAYERS / TARGET)
         flat = Schedule.constant(LAYERS, depth, drop_order=learned, prompt="max_exit", name=target.stem)
@@ -83,12 +64,6 @@ def tuned(runs: Path) -> Path:
         shutil.copy(words / file, out)
     call(*tune, *SAMPLED, "--schedule", target, "--steps", "170", "--out", out, "--resume")
     return out
-
-
-def finished(run: Path) -> bool:
-    """Whether `skipdecode tune` came to its end there."""
-    recipe = run / "recipe.json"
-    return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None
 
 
 def depths(checkpoint: str, runs: Path) -> list[Path]:
@@ -129,12 +104,11 @@ def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; returns the exit code of the first command that fails, or 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, default=RESULTS / "chat-smollm2-135m.json")
     parser.add_argument("--runs", type=Path, required=True, help="directory for checkpoints and evaluations")
     parser.add_argument("--checkpoint", help="evaluate this one (default: made here)")
     parser.add_argument("--schedules", type=Path, nargs="+", help="of the checkpoint (default: its own at four depths)")
     parser.add_argument("--records", type=int, default=64, help="prompts to draw for the evaluation (default: 64)")
-    parser.add_argument("--out", type=Path, help="file for the result (default: results/chat-smollm2-135m.json)")
     options = parser.parse_args(argv)
     runs: Path = options.runs
     runs.mkdir(parents=True, exist_ok=True)
@@ -143,9 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         schedules = options.schedules or depths(checkpoint, runs)
         place = runs / f"eval-{Path(checkpoint).name}"
         drawn = evaluated(checkpoint, schedules, place, "--self-records", str(options.records))
-        theirs = evaluated(
-            checkpoint, schedules, Path(f"{place}-prompts"), "--prompts", HERE / "tasks/chat_prompts.txt"
-        )
+        theirs = evaluated(checkpoint, schedules, Path(f"{place}-prompts"), "--prompts", TASKS / "chat_prompts.txt")
     except subprocess.CalledProcessError as e:
         return int(e.returncode)
     speeds = alone(checkpoint, schedules, place / "outputs.jsonl")
@@ -160,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "batch_1": {"records": TIMED, "rounds": ROUNDS},
         "other_prompts": {"file": "benchmarks/tasks/chat_prompts.txt", "n": theirs["n"], "rows": theirs["rows"]},
     }
-    out = options.out or HERE.parent / "results/chat-smollm2-135m.json"
-    write_whole(out, json.dumps(drawn | more, indent=1, ensure_ascii=False) + "\n")
+    write_json(options.out, drawn | more)
     return 0
 
 

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from shared import script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import Schedule, attach
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
 from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.engine.opening import Backend
 from skipdecode.performance.bench.workload import GEOMETRIES, build
@@ -41,7 +37,7 @@ def decode_seconds(model: Any, cache: Any, token: torch.Tensor, new_tokens: int)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds; returns the result document."""
+    """All rounds; returns what was found."""
     model = build(options.geometry, getattr(torch, options.dtype))
     layers = model.config.num_hidden_layers
     cost = measure_cost(Backend(model), batch=options.batch, prompt_len=options.prompt, progress=True)
@@ -86,13 +82,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 "kv_bytes_full": held[speedup][1],
             }
         )
-    config = {k: v for k, v in vars(options).items() if k != "out"}
-    about = {**heading("benchmark", "decode-speed"), "environment": environment(), "config": config}
-    return {**about, "cost_model": cost.to_dict(), "rows": rows}
+    return {"cost_model": cost.to_dict(), "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--geometry", choices=GEOMETRIES, default="opt-1.3b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=int, default=8, help="rows")
@@ -100,13 +94,11 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="generated tokens of a row")
     parser.add_argument("--nominal", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="nominal speed-ups")
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds; medians count")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
-    document = run(options)
-    document["config"]["command"] = " ".join(["python", *sys.argv])
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    found = run(options)
+    write_result(options.out, "decode-speed", found, options)
     print(f"{'nominal':>8} {'layers':>7} {'tokens/s':>9} {'measured':>9} {'predicted':>10} {'ratio':>6}")
-    for row in document["rows"]:
+    for row in found["rows"]:
         print(
             f"{row['nominal_speedup']:8.1f} {row['mean_layers']:7.1f} {row['decode_tokens_per_s']:9.1f} "
             f"{row['decode_speedup']:8.2f}x {row['predicted_speedup']:9.2f}x {row['measured_over_predicted']:6.2f}"

@@ -13,7 +13,6 @@ piece starts, and the same command continues. Nothing else should run while time
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -22,17 +21,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shared import TASKS as TASK_FILES
+from shared import script_parser, write_result
+
 from skipdecode import LLM
-from skipdecode.common.environment import environment
-from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading, read_result
+from skipdecode.common.kinds import read_result
 from skipdecode.engine.base import EngineStats
 from skipdecode.engine.drafts import Drafter, Planner
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.requests import Request
 from skipdecode.schedule import Schedule
 
-HERE = Path(__file__).parent
 BATCHES = (1, 2, 4, 8, 32)
 DRAFTS = 3
 GROUP = 32  # prompts of a piece of the comparison
@@ -72,7 +71,7 @@ class Side:
             prompts: list[Any] = [{"mr": mr} for mr in dict.fromkeys(record["mr"] for record in records)]
             prompts = prompts[:: max(1, len(prompts) // self.task.compared)]  # they are sorted by name and length
         else:
-            lines = (HERE / "tasks" / "chat_prompts.txt").read_text(encoding="utf-8").splitlines()
+            lines = (TASK_FILES / "chat_prompts.txt").read_text(encoding="utf-8").splitlines()
             prompts = [[{"role": "user", "content": line}] for line in lines]
         self.prompts = [tuple(prompt.token_ids) for prompt in self.llm.encode(prompts)]
 
@@ -152,9 +151,8 @@ PARTS = {"compared": compared, "rows": timed}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing and write; returns 0, or 1 where pieces are left."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--e2e", required=True, help="JSONL file of E2E records")
-    parser.add_argument("--out", type=Path, required=True, help="file for the result as JSON")
     parser.add_argument("--minutes", type=float, default=60, help="after which no new piece is begun (default: 60)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
@@ -182,8 +180,7 @@ def write(path: Path, document: dict[str, Any]) -> None:
     totals = {name: sum(row[name] for row in document["compared"]) for name in ("tokens", "different")}
     parts = {part: document[part] for part in PARTS}
     about = {"drafts_compared": DRAFTS, "tasks": {name: task._asdict() for name, task in TASKS.items()}}
-    whole = {**heading("benchmark", "exact"), "environment": environment(), **totals, **about, **parts}
-    write_whole(path, json.dumps(whole, indent=1) + "\n")
+    write_result(path, "exact", totals | about | parts)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quality_answers import invented_names
+from shared import RESULTS, script_parser, write_json, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 from unseen_names import WORDS, questions
 
@@ -38,11 +38,9 @@ from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.bootstrap import Table, interval, ratio_of_sums
-from skipdecode.common.environment import environment
-from skipdecode.common.files import write_whole
 from skipdecode.common.journal import KeptValues
-from skipdecode.common.kinds import heading
 from skipdecode.common.progress import note
+from skipdecode.data.names import made_up
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
@@ -224,7 +222,7 @@ def repeat_probe(tokenizer: Any, chat: bool, count: int = 40) -> Probe:
     """Sentences with two made-up names and a number, to be said once more."""
     draw, prompts, wanted = random.Random(5), [], []
     for n in range(count):
-        names = list(invented_names(["a", "b"], draw, WORDS).values())
+        names = list(made_up(["a", "b"], draw, WORDS).values())
         found = [*names, str(draw.randint(1000, 99999))]
         sentence = SENTENCES[n % len(SENTENCES)].format(*found)
         if chat:
@@ -515,18 +513,7 @@ def measure_speed(options: argparse.Namespace) -> None:
     for method in methods[1:]:
         laps = zip(full, turns.laps(method), strict=True)
         rows[method.name]["request_speedup_of_rounds"] = [round(seconds(a) / seconds(b), 3) for a, b in laps]
-    pairs = {}
-    for name in schedules:
-        for method in ("fitted", "fitted, one tap"):
-            found = [next((m for m in methods if m.name == f"{kind}/{name}"), None) for kind in (method, "today")]
-            if None not in found:
-                pairs[f"{method}/{name}"] = {
-                    "prompt_over_today": turns.ratio(*found, lambda g: g.prompt_seconds),
-                    "decode_over_today": turns.ratio(*found, lambda g: g.decode_seconds),
-                }
-    write_whole(
-        runs / "fitted-speed.json", json.dumps({**about, "rows": rows, "against_today": pairs}, indent=1) + "\n"
-    )
+    write_json(runs / "fitted-speed.json", {**about, "rows": rows})
 
 
 def seconds(lap: Generation) -> float:
@@ -545,13 +532,13 @@ def measure_cost(options: argparse.Namespace) -> None:
     batches = batches_of([(row[:75], row[75:]) for row in tokens], pad=1)
     schedule = scheduled(24, tuple(range(6, 14)), 12, 20)
     _, took = timed_fit(model, [schedule], batches, FitOptions())
-    write_whole(options.runs / "fitted-cost.json", json.dumps({"opt-1.3b": took}, indent=1) + "\n")
+    write_json(options.runs / "fitted-cost.json", {"opt-1.3b": took})
 
 
 # ---------------------------------------------------------------------- the result
 
 
-def document(runs: Path) -> dict[str, Any]:
+def all_parts(runs: Path) -> dict[str, Any]:
     """All that is there, and the four figures that stand for it."""
     parts: dict[str, Any] = {}
     for name in SETTINGS:
@@ -565,7 +552,7 @@ def document(runs: Path) -> dict[str, Any]:
         file = runs / f"fitted-{name}.json"
         if file.exists():
             parts[name] = json.loads(file.read_text(encoding="utf-8"))
-    return {**heading("benchmark", "fitted"), "environment": environment(), **parts, "training_free": headline(parts)}
+    return {**parts, "training_free": headline(parts)}
 
 
 def headline(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -588,19 +575,18 @@ def headline(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is asked for, and write the result; returns 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, default=RESULTS / "fitted-smollm2-135m.json")
     parser.add_argument("--runs", type=Path, required=True, help="directory for fits and finished parts")
     parser.add_argument("--data", type=Path, required=True, help="directory of e2e/ and cnn_dm/")
     parser.add_argument("--only", nargs="*", choices=[*SETTINGS, "speed", "cost"], default=[*SETTINGS, "speed", "cost"])
     parser.add_argument("--sides", nargs="+", default=SIDES, help="METHOD/SCHEDULE to time")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results/fitted-smollm2-135m.json")
     options = parser.parse_args(argv)
     for part in options.only:
         if part in SETTINGS:
             measure_setting(part, options)
         else:
             {"speed": measure_speed, "cost": measure_cost}[part](options)
-    write_whole(options.out, json.dumps(document(options.runs), indent=1, ensure_ascii=False) + "\n")
+    write_result(options.out, "fitted", all_parts(options.runs))
     return 0
 
 

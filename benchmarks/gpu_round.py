@@ -12,8 +12,8 @@
 
 Each step has a share of the time. One that takes twice as long is stopped, one for which none is left is skipped, and
 what a step did not use goes to those after it; after every step `round.json` says what became of each. A result is put
-into `--out` when it is whole; weights stay in `--work`. A second call with the same `--out` does what is not done yet.
-`--rehearse` goes through all steps on a CPU with tiny sizes, in two minutes or so.
+into `--out` when its step is done; weights stay in `--work`. A second call with the same `--out` does what is not done
+yet. `--rehearse` goes through all steps on a CPU with tiny sizes, in two minutes or so.
 """
 
 from __future__ import annotations
@@ -22,25 +22,31 @@ import argparse
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shared import TASKS, script_parser, write_json
+
+from skipdecode import Schedule
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
+from skipdecode.models.families import layers_in
+from skipdecode.models.loading.ref import ModelRef
 
 HERE = Path(__file__).parent
 SKIPDECODE = [sys.executable, "-m", "skipdecode.cli"]
-SPEEDUPS = ("2", "3", "5")
-TASKS = {"e2e": "e2e", "cnn_dm": str(HERE / "tasks" / "cnn_dm.yaml"), "tldr": str(HERE / "tasks" / "tldr.yaml")}
-_PROBE_STEPS = 5
+SPEEDUPS = (2, 3, 5)
+DEFINITIONS = {"e2e": "e2e", "cnn_dm": TASKS / "cnn_dm.yaml", "tldr": TASKS / "tldr.yaml"}
+_POSITIONS = 64
 _LEAST_SECONDS = 20
+
+Command = Sequence[str | Path]
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,15 @@ class Step:
     share : float
         Of the time of all.
     command : callable
-        From its seconds, and the path that takes its result, to the command.
+        From the seconds of the step to its command.
+    result : callable
+        The text of the result, after the command.
     """
 
     name: str
     share: float
-    command: Callable[[float, Path], Sequence[str]]
+    command: Callable[[float], Command]
+    result: Callable[[], str]
     suffix: str = "json"
 
 
@@ -74,43 +83,36 @@ class Round:
 
     def run(self, steps: Sequence[Step]) -> None:
         """All steps, as far as the time goes."""
+        settings = {k: str(v) for k, v in vars(self.options).items() if v is not None}
         shares = sum(step.share for step in steps)
         for step in steps:
             left = self.end - time.monotonic()
-            self._one(step, left, left * step.share / shares)
+            self.steps[step.name] = self._one(step, left, left * step.share / shares)
             shares -= step.share
-            write_whole(self.out / "round.json", json.dumps(self.document(), indent=1) + "\n")
+            document = {"environment": environment(), "options": settings, "steps": self.steps}
+            write_json(self.out / "round.json", document)
 
-    def document(self) -> dict[str, object]:
-        """What was done where."""
-        settings = {k: str(v) for k, v in vars(self.options).items() if v is not None}
-        return {"environment": environment(), "options": settings, "steps": self.steps}
-
-    def _one(self, step: Step, left: float, seconds: float) -> None:
-        result, log = self.out / f"{step.name}.{step.suffix}", self.out / f"{step.name}.log"
+    def _one(self, step: Step, left: float, seconds: float) -> dict[str, object]:
+        """Run a step; returns what became of it."""
+        result, began = self.out / f"{step.name}.{step.suffix}", time.monotonic()
         if result.exists():
-            self.steps[step.name] = {"state": "done before"}
-            return
+            return {"state": "done before"}
         if left < _LEAST_SECONDS:
-            self.steps[step.name] = {"state": "skipped: no time was left"}
-            return
-        # It may take from those after it: they are worth less.
-        limit = min(left, 2 * seconds)
-        made, began = self.work / result.name, time.monotonic()
-        made.unlink(missing_ok=True)
+            return {"state": "skipped: no time was left"}
         print(f"{step.name}: {seconds:.0f} s, {left:.0f} s are left in all", flush=True)
-        state = _run(step.command(seconds, made), log, limit)
-        if made.exists():
-            shutil.copy(made, result.with_suffix(".copying"))
-            result.with_suffix(".copying").replace(result)
-        self.steps[step.name] = {"state": state, "seconds": round(time.monotonic() - began, 1)}
+        # It may take from those after it: they are worth less.
+        state = _run(step.command(seconds), self.out / f"{step.name}.log", min(left, 2 * seconds))
+        if state == "done":
+            write_whole(result, step.result())
         print(f"{step.name}: {state}", flush=True)
+        return {"state": state, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _run(command: Sequence[str], log: Path, limit: float) -> str:
+def _run(command: Command, log: Path, limit: float) -> str:
     """Run a command with its output in a file; what became of it."""
     with log.open("w", encoding="utf-8") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        words = list(map(str, command))
+        child = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = child.wait(limit)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
@@ -130,149 +132,77 @@ def _run(command: Sequence[str], log: Path, limit: float) -> str:
 
 def steps(options: argparse.Namespace, work: Path) -> Iterator[Step]:
     """All of them, the most worth first."""
-    yield Step("gpu-tests", 2, lambda _, made: _tests(made), "xml")
+    yield _tests(work / "gpu-tests.xml")
     geometries = ["opt-125m"] if options.rehearse else ["opt-1.3b", "opt-6.7b"]
     batches = ["1", "2"] if options.rehearse else ["1", "32", "8", "128"]
     for geometry in geometries:
         for batch in batches:
-            yield Step(
-                f"bench-{geometry}-b{batch}", 1, lambda _, made, g=geometry, b=batch: _bench(options, g, b, made)
-            )
-    for task, definition in TASKS.items():
-        data = options.data / task
-        if (data / "train.jsonl").is_file():
-            tuned = work / f"tuned-{task}"
-            yield Step(
-                f"tune-{task}", 4, lambda s, made, d=data, t=definition, o=tuned: _tune(options, s, t, d, o, made)
-            )
-            yield Step(f"eval-{task}", 2, lambda _, made, d=data, t=definition, o=tuned: _eval(options, t, d, o, made))
+            yield _bench(options, geometry, batch, work / f"bench-{geometry}-b{batch}.json")
+    schedules = saved_schedules(options.model, work)
+    for task in DEFINITIONS:
+        if (options.data / task / "train.jsonl").is_file():
+            yield _tune(options, task, schedules[0], work / f"tuned-{task}")
+            yield _eval(options, task, schedules, work / f"tuned-{task}", work / f"eval-{task}")
 
 
-def _tests(made: Path) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        str(HERE.parent / "tests" / "engine" / "test_gpu.py"),
-        f"--junitxml={made}",
-    ]
+def saved_schedules(model: str, work: Path) -> list[Path]:
+    """Files of the even order with the paper's depths, one for each speed-up."""
+    layers, files = layers_in(ModelRef(model).config), []
+    order = Schedule.published("even", layers, SPEEDUPS[-1], _POSITIONS).drop_order
+    for speedup in SPEEDUPS:
+        files.append(work / f"even-{speedup}x.json")
+        linear = Schedule.from_speedup(layers, speedup, _POSITIONS)
+        write_whole(files[-1], replace(linear, drop_order=order, name=files[-1].stem).to_json() + "\n")
+    return files
 
 
-def _bench(options: argparse.Namespace, geometry: str, batch: str, made: Path) -> list[str]:
+def _tests(made: Path) -> Step:
+    tests = HERE.parent / "tests" / "engine" / "test_gpu.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", tests, f"--junitxml={made}"]
+    return Step("gpu-tests", 2, lambda _: command, made.read_text, "xml")
+
+
+def _bench(options: argparse.Namespace, geometry: str, batch: str, made: Path) -> Step:
     engines = ["gated", "transformers", *(["vllm"] if importlib.util.find_spec("vllm") else [])]
     size = ["--prompt", "4", "--new", "4", "--rounds", "1"] if options.rehearse else ["--prompt", "64", "--new", "128"]
-    head = [sys.executable, str(HERE / "rivals.py"), "--geometry", geometry, "--batches", batch, *size]
-    return [*head, "--nominal", "1", *SPEEDUPS, "--engines", *engines, "--out", str(made)]
+    head = [sys.executable, HERE / "rivals.py", "--geometry", geometry, "--batches", batch, *size]
+    command = [*head, "--nominal", "1", *map(str, SPEEDUPS), "--engines", *engines, "--out", made]
+    return Step(made.stem, 1, lambda _: command, made.read_text)
 
 
-def _tune(options: argparse.Namespace, seconds: float, task: str, data: Path, out: Path, made: Path) -> list[str]:
-    """This script again: how many steps fit is measured first."""
-    here = [
-        sys.executable,
-        __file__,
-        "--tune",
-        task,
-        "--seconds",
-        str(seconds),
-        "--data",
-        str(data),
-        "--work",
-        str(out),
-    ]
-    return [*here, "--model", options.model, "--out", str(made), *(["--rehearse"] if options.rehearse else [])]
-
-
-def _eval(options: argparse.Namespace, task: str, data: Path, tuned: Path, made: Path) -> list[str]:
-    here = [sys.executable, __file__, "--eval", task, "--data", str(data), "--work", str(tuned), "--out", str(made)]
-    return [*here, *(["--rehearse"] if options.rehearse else [])]
-
-
-# ---------------------------------------------------------------------- what children of this script do
-
-
-def tune(options: argparse.Namespace) -> None:
-    """Tune in all weights, for as many steps as the seconds allow; the recipe with its log is the result."""
-    probe = options.work.with_name(f"{options.work.name}-probe")
-    shutil.rmtree(probe, ignore_errors=True)
-    _tuning(options, probe, 1 if options.rehearse else _PROBE_STEPS)
-    took = json.loads((probe / "recipe.json").read_text(encoding="utf-8"))["result"]
-    shutil.rmtree(probe)
-    # The first steps are slow; loading and the dev records take a part.
-    count = 2 if options.rehearse else max(20, round(0.7 * options.seconds * took["steps"] / took["seconds"]))
-    _tuning(options, options.work, count)
-    log = [json.loads(line) for line in (options.work / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    recipe = json.loads((options.work / "recipe.json").read_text(encoding="utf-8"))
-    write_whole(options.out, json.dumps({"recipe": recipe, "log": log}) + "\n")
-
-
-def _tuning(options: argparse.Namespace, out: Path, count: int) -> None:
-    data = ["--train", options.data / "train.jsonl", "--dev", options.data / "dev.jsonl", "--dev-records", "128"]
+def _tune(options: argparse.Namespace, task: str, schedule: Path, out: Path) -> Step:
+    """All weights, for the minutes of the step; the recipe with its log is the result."""
+    data = options.data / task
+    files = ["--train", data / "train.jsonl", "--dev", data / "dev.jsonl", "--dev-records", "128", "--out", out]
     batch = ["--batch-size", "2", "--max-length", "64"] if options.rehearse else ["--batch-size", "64"]
-    schedule = ["--schedule", options.work.with_name("even-2x.json")]
-    save_even(Path(schedule[1]), options.model)
     speeds = ["--curriculum", "sampled", "--sampled-speedups", "1", "3", "5", "--distill-weight", "0.5"]
-    pace = [
-        "--steps",
-        count,
-        "--eval-every",
-        max(1, count // 8),
-        "--checkpoint-every",
-        max(1, count),
-        "--compare-batches",
-        0,
-    ]
-    skip = ["--bad-records", "skip", "--learning-rate", "3e-4", "--full"]
-    command = [
-        *SKIPDECODE,
-        "tune",
-        options.model,
-        "--task",
-        options.tune,
-        *data,
-        *batch,
-        *schedule,
-        *speeds,
-        *pace,
-        *skip,
-    ]
-    subprocess.run(list(map(str, [*command, "--out", out])), check=True)
+    rest = ["--bad-records", "skip", "--learning-rate", "3e-4", "--compare-batches", "0", "--full"]
+    head = [*SKIPDECODE, "tune", options.model, "--task", DEFINITIONS[task], *files, *batch, "--schedule", schedule]
+
+    def command(seconds: float) -> Command:
+        # Loading and the dev records take a part.
+        pace = ["--steps", "2"] if options.rehearse else ["--minutes", f"{0.7 * seconds / 60:.2f}"]
+        return [*head, *speeds, *rest, *pace]
+
+    def result() -> str:
+        log = [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+        return json.dumps({"recipe": json.loads((out / "recipe.json").read_text(encoding="utf-8")), "log": log}) + "\n"
+
+    return Step(f"tune-{task}", 4, command, result)
 
 
-def save_even(path: Path, model: str) -> None:
-    """The even order with the paper's depths at 2x, in the order that serves 5x too."""
-    from dataclasses import replace
-
-    from skipdecode import Schedule
-    from skipdecode.models.families import layers_in
-    from skipdecode.models.loading.ref import ModelRef
-
-    layers, positions = layers_in(ModelRef(model).config), 64
-    order = Schedule.published("even", layers, 5, positions).drop_order
-    schedule = replace(Schedule.from_speedup(layers, 2, positions), drop_order=order, name="even-2x")
-    write_whole(path, schedule.to_json() + "\n")
-
-
-def evaluate(options: argparse.Namespace) -> None:
+def _eval(options: argparse.Namespace, task: str, schedules: Sequence[Path], tuned: Path, out: Path) -> Step:
     """The tuned checkpoint at every depth; the runs' documents, without their texts, are the result."""
-    from skipdecode import Schedule
-
-    target = Schedule.load(options.work.with_name("even-2x.json"))
-    names = []
-    for speedup in SPEEDUPS:
-        place = options.work.with_name(f"even-{speedup}x.json")
-        write_whole(place, target.with_speedup(float(speedup)).to_json() + "\n")
-        names.append(str(place))
-    out = options.work.with_name(f"{options.work.name}-eval")
     size = ["--limit", "2", "--max-new-tokens", "4"] if options.rehearse else ["--limit", "1000", "--batch-size", "128"]
     metrics = ["--metrics", "bleu", "rougeL", "--bad-records", "skip", "--overwrite"]
-    data = ["--task", options.eval, "--data", options.data / "test.jsonl"]
-    command = [*SKIPDECODE, "eval", options.work, *data, "--methods", *names, *size, *metrics, "--out", out]
-    subprocess.run(list(map(str, command)), check=True)
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*/run.json"))]
-    write_whole(options.out, json.dumps({"runs": [run | {"samples": run["samples"][:2]} for run in runs]}) + "\n")
+    data = ["--task", DEFINITIONS[task], "--data", options.data / task / "test.jsonl"]
+    command = [*SKIPDECODE, "eval", tuned, *data, "--methods", *schedules, *size, *metrics, "--out", out]
+
+    def result() -> str:
+        runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*/run.json"))]
+        return json.dumps({"runs": [run | {"samples": run["samples"][:2]} for run in runs]}) + "\n"
+
+    return Step(f"eval-{task}", 2, lambda _: command, result)
 
 
 def rehearsal_data(place: Path) -> Path:
@@ -284,20 +214,13 @@ def rehearsal_data(place: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, result="directory for the results")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--data", type=Path, default=Path("data"), help="folders e2e, cnn_dm, tldr")
     parser.add_argument("--model", default="smollm2-135m", help="what is tuned: a directory, or a name")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the results")
     parser.add_argument("--work", type=Path, help="directory for weights (default: a new one among temporary files)")
     parser.add_argument("--rehearse", action="store_true", help="all steps with tiny sizes, on a CPU too")
-    for child in ("--tune", "--eval", "--seconds"):
-        parser.add_argument(child, type=float if child == "--seconds" else str, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    child = next((run for name, run in _CHILDREN.items() if getattr(options, name)), None)
-    if child is not None:
-        child(options)
-        return
     options.out.mkdir(parents=True, exist_ok=True)
     running = Round(options)
     if options.rehearse:
@@ -305,8 +228,6 @@ def main() -> None:
     running.run(list(steps(options, running.work)))
     print(f"results: {options.out}; weights: {running.work}")
 
-
-_CHILDREN = {"tune": tune, "eval": evaluate}
 
 if __name__ == "__main__":
     main()

@@ -15,27 +15,21 @@ import itertools
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shared import e2e_prompts, script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import Schedule
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
 from skipdecode.common.stopwatch import Stopwatch
-from skipdecode.data.prompts import encode_prompts
-from skipdecode.data.source import load_records
-from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
 from skipdecode.engine.opening import end_tokens, open_fast
 from skipdecode.models.loading.hub import load_model
 
-ADAPTERS = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters"
 FORMS = (
     "Tell me about {}.",
     "What should a beginner know about {}?",
@@ -71,23 +65,13 @@ class Compared:
         return found
 
 
-def e2e(options: argparse.Namespace, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Prompts of E2E."""
-    task = load_task("e2e")
-    return [tuple(p) for p in encode_prompts(task.template(), load_records(task, str(options.data)), tokenizer)[1]]
+def chat_prompts(tokenizer: Any) -> list[list[int]]:
+    """Token ids of prompts of a chat."""
+    turns = [[{"role": "user", "content": form.format(topic)}] for topic in TOPICS.split() for form in FORMS]
+    return [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]
 
 
-def chat(options: argparse.Namespace, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Prompts of a chat."""
-    texts = [form.format(topic) for topic in TOPICS.split() for form in FORMS]
-    apply = tokenizer.apply_chat_template
-    turns = [[{"role": "user", "content": text}] for text in texts]
-    return [tuple(apply(turn, add_generation_prompt=True, return_dict=False)) for turn in turns]
-
-
-def jobs(
-    prompts: list[tuple[int, ...]], chosen: list[Schedule], batch: int
-) -> Iterator[tuple[Schedule, list[tuple[int, ...]]]]:
+def jobs(prompts: list[list[int]], chosen: list[Schedule], batch: int) -> Iterator[tuple[Schedule, list[list[int]]]]:
     """Batches of prompts under one schedule after the other, each prompt once under each."""
     starts = range(0, len(prompts), batch)
     for turn in range(len(chosen)):
@@ -97,16 +81,16 @@ def jobs(
 
 def same(options: argparse.Namespace, name: str, quantization: str, steps: int) -> dict[str, Any]:
     """`steps` generated tokens, each the full head's."""
-    loaded = load_model(str(ADAPTERS / f"{name}-smollm2-135m"), dtype="bfloat16")
+    loaded = load_model(f"{name}-smollm2-135m", dtype="bfloat16")
     fast: Any = open_fast(loaded.model, "fast", print, quantization)
-    prompts = (e2e if name == "e2e" else chat)(options, loaded.tokenizer)
+    prompts = e2e_prompts(options.data, loaded.tokenizer) if name == "e2e" else chat_prompts(loaded.tokenizer)
     chosen = list(loaded.recipe.tuned_under)
     ends = end_tokens(loaded.model, loaded.tokenizer)
     fast._head = compared = Compared(fast)
     done, bar = 0, tqdm(total=steps, desc=f"{name}, {quantization}", unit="step")
     for schedule, texts in itertools.cycle(jobs(prompts, chosen, options.batch)):
         engine = FastEngine(fast, schedule, max_rows=options.batch)
-        engine.decode([Request(text, options.new, stop_ids=ends) for text in texts])
+        engine.decode([Request(tuple(text), options.new, stop_ids=ends) for text in texts])
         done += engine.stats.new_tokens
         bar.update(engine.stats.new_tokens)
         if done >= steps:
@@ -129,12 +113,12 @@ def same(options: argparse.Namespace, name: str, quantization: str, steps: int) 
 
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Decoding with and without the copy."""
-    loaded = load_model(str(ADAPTERS / "e2e-smollm2-135m"), dtype="bfloat16")
+    loaded = load_model("e2e-smollm2-135m", dtype="bfloat16")
     fast: Any = open_fast(loaded.model, "fast", print)
-    prompts, rows = e2e(options, loaded.tokenizer), []
+    prompts, rows = e2e_prompts(options.data, loaded.tokenizer), []
     for batch, nominal in itertools.product((1, 32), (1.0, 5.0)):
         schedule = loaded.schedule.with_speedup(nominal)
-        requests = [Request(text, 41) for text in prompts[: options.speed_rows * (1 if batch == 1 else 8)]]
+        requests = [Request(tuple(text), 41) for text in prompts[: options.speed_rows * (1 if batch == 1 else 8)]]
         watch, tokens = Stopwatch[bool, float]((False, True)), dict[bool, list[list[int]]]()
 
         def lap(
@@ -164,7 +148,7 @@ def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
     parser.add_argument("--steps", type=int, default=100_000, help="generated tokens that are compared")
     parser.add_argument("--new", type=int, default=128, help="most tokens of a text")
@@ -173,7 +157,6 @@ def main() -> None:
     parser.add_argument(
         "--speed-rows", type=int, default=16, help="records that are timed (8 times as many in a batch)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     timed = speed(options)
     runs = [(name, kind) for name in ("e2e", "chat") for kind in ("none", "int8")]
@@ -182,16 +165,7 @@ def main() -> None:
         # Without a copy there is little to compare.
         found.append(same(options, name, kind, options.steps // 2 if kind == "none" else options.steps // 20))
         print(json.dumps(found[-1]), flush=True)
-    config = {k: v for k, v in vars(options).items() if k not in ("out", "data")}
-    config["command"] = " ".join(["python", Path(sys.argv[0]).name])
-    document = {
-        **heading("benchmark", "head"),
-        "environment": environment(),
-        "config": config,
-        "same": found,
-        "speed": timed,
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "head", {"same": found, "speed": timed}, options)
 
 
 if __name__ == "__main__":

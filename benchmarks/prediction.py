@@ -12,17 +12,13 @@ them: it knows nothing of the runs. Nothing else should run meanwhile.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from shared import script_parser, write_result
+
 from skipdecode import Schedule
-from skipdecode.common.environment import environment
-from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading
 from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
@@ -98,13 +94,12 @@ def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; returns 0, or 1 with one line that says what was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="e2e-smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--speedups", type=float, nargs="+", default=[2, 3, 5])
-    parser.add_argument("--out", type=Path, required=True, help="file for the result as JSON")
     options = parser.parse_args(argv)
     runs: list[dict[str, Any]] = []
     try:
@@ -120,19 +115,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkipDecodeError as e:
         print(f"prediction: {e}", file=sys.stderr)
         return 1
-    document = {
-        **heading("benchmark", "prediction"),
-        "environment": environment(),
+    found = {
         "what": WHAT,
         "rounds": ROUNDS,
-        "model": options.model,
-        "dtype": options.dtype,
         "engine": source.name,
         "worst_request_error": max(abs(run["request_error"]) for run in runs),
         "worst_decode_error": max(abs(run["decode_error"]) for run in runs),
         "runs": runs,
     }
-    write_whole(options.out, json.dumps(document, indent=1) + "\n")
+    write_result(options.out, "prediction", found, options)
     return 0
 
 

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from shared import script_parser, write_result
 from torch.nn import functional
 
 from skipdecode import Schedule
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
-from skipdecode.common.stopwatch import timed
+from skipdecode.common.stopwatch import Stopwatch, timed
 from skipdecode.engine.batch import TokenRows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import Backend
@@ -34,6 +31,8 @@ from skipdecode.performance.machine import measure_products
 from skipdecode.performance.timing import Shape, step_seconds
 
 ROWS = 512
+Side = tuple[str, str, int]
+"""What is timed, the weights, and tokens or rows."""
 
 
 def prompt_call(fast: FastModel, tokens: int) -> Callable[[], object]:
@@ -68,79 +67,66 @@ def linear_rate(fast: FastModel) -> float:
     return 2 * ROWS * sum(weight.numel() for weight in weights) / min(timed(all_of_them) for _ in range(5))
 
 
-@torch.inference_mode()
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds; returns the result document."""
+def sides_of(options: argparse.Namespace) -> tuple[ModelGeometry, dict[Side, Callable[[], float]]]:
+    """What takes turns: an operation of each product, a prompt and a decode step, all in seconds."""
     model = unwrap(load_model(options.model, dtype="bfloat16", require_tokenizer=False).model)
     geometry = ModelGeometry.from_config(model.config, model.dtype.itemsize)
     models = {"bfloat16": open_model(model), "w8a8": open_model(model, "w8a8")}
-    backends = {name: Backend(model, fast) for name, fast in models.items()}
     full = Schedule.full(geometry.num_layers)
-    calls = {(name, n): prompt_call(fast, n) for n in options.tokens for name, fast in models.items()}
-    rates: dict[str, list[float]] = {"bfloat16": [], "w8a8": []}
-    prompts: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    steps: dict[tuple[str, int], list[float]] = {(name, b): [] for b in options.batches for name in models}
-    for number in range(options.rounds + 1):
-        kept = number > 0  # the first round warms up
-        best = max(linear_rate(models["bfloat16"]), measure_products("bfloat16"))
-        rates["bfloat16"] += [best] * kept
-        rates["w8a8"] += [measure_products("w8a8")] * kept
-        for key, call in calls.items():
-            prompts[key] += [min(timed(call) for _ in range(3))] * kept
-        for name, batch in steps:
-            shape = Shape(batch, options.prompt, 9)
-            took = statistics.median(step_seconds(backends[name], full, shape))
-            steps[name, batch] += [took] * kept
-    table = [_row(geometry, prompts, rates, *key) for key in prompts]
-    table += [_step_row(steps, *key) for key in steps]
-    for row in table:
-        print(json.dumps(row), flush=True)
-    config = {k: v for k, v in vars(options).items() if k != "out"}
-    found = {"products_gflop_s": {k: statistics.median(v) / 1e9 for k, v in rates.items()}, "rows": table}
-    return {**heading("benchmark", "product-speed"), "environment": environment(), "config": config} | found
-
-
-def _row(geometry: ModelGeometry, times: Any, rates: Any, name: str, tokens: int) -> dict[str, Any]:
-    flops, took = prompt_flops(geometry, tokens), times[name, tokens]
-    shares = [flops / s / rate for s, rate in zip(took, rates["bfloat16"], strict=True)]
-    gains = [a / b for a, b in zip(times["bfloat16", tokens], took, strict=True)]
-    return {
-        "what": "prompt",
-        "weights": name,
-        "tokens": tokens,
-        "seconds": statistics.median(took),
-        "gflop_s": flops / statistics.median(took) / 1e9,
-        "of_bf16_product": statistics.median(shares),
-        "over_bf16": statistics.median(gains),
+    sides: dict[Side, Callable[[], float]] = {
+        ("product", "bfloat16", ROWS): lambda: 1 / max(linear_rate(models["bfloat16"]), measure_products("bfloat16")),
+        ("product", "w8a8", ROWS): lambda: 1 / measure_products("w8a8"),
     }
+    for name, fast in models.items():
+        for tokens in options.tokens:
+            call = prompt_call(fast, tokens)
+            sides["prompt", name, tokens] = lambda call=call: min(timed(call) for _ in range(3))
+        for batch in options.batches:
+            step = Backend(model, fast), full, Shape(batch, options.prompt, 9)
+            sides["decode step", name, batch] = lambda step=step: statistics.median(step_seconds(*step))
+    return geometry, sides
 
 
-def _step_row(times: Any, name: str, batch: int) -> dict[str, Any]:
-    gains = [a / b for a, b in zip(times["bfloat16", batch], times[name, batch], strict=True)]
-    took = statistics.median(times[name, batch])
-    return {
-        "what": "decode step",
-        "weights": name,
-        "batch": batch,
-        "seconds": took,
-        "over_bf16": statistics.median(gains),
-    }
+@torch.inference_mode()
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; returns what was found."""
+    geometry, sides = sides_of(options)
+    for work in sides.values():  # to warm up
+        work()
+    watch = Stopwatch[Side, float](sides)
+    for _ in range(options.rounds):
+        watch.lap(lambda side: sides[side]())
+    rows = []
+    for kind, sizes in (("prompt", options.tokens), ("decode step", options.batches)):
+        for side in ((kind, name, size) for size in sizes for name in ("bfloat16", "w8a8")):
+            rows.append(row(watch, side, prompt_flops(geometry, side[2]) if kind == "prompt" else None))
+            print(json.dumps(rows[-1]), flush=True)
+    rates = {name: 1e-9 / watch.seconds(("product", name, ROWS), float) for name in ("bfloat16", "w8a8")}
+    return {"products_gflop_s": rates, "rows": rows}
+
+
+def row(watch: Stopwatch[Side, float], side: Side, flops: float | None) -> dict[str, Any]:
+    """The row of a prompt, with its operations, or of a decode step."""
+    what, weights, size = side
+    seconds = watch.seconds(side, float)
+    found = {"what": what, "weights": weights, "batch" if flops is None else "tokens": size, "seconds": seconds}
+    if flops is not None:
+        share = watch.ratio(("product", "bfloat16", ROWS), side, float) or 0.0
+        found |= {"gflop_s": flops / seconds / 1e9, "of_bf16_product": flops * share}
+    return found | {"over_bf16": watch.ratio((what, "bfloat16", size), side, float)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512], help="of a prompt")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32], help="rows of decode steps")
     parser.add_argument("--prompt", type=int, default=64, help="tokens behind a decode step")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    document = run(options)
-    document["config"]["command"] = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "product-speed", run(options), options)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ batch. On two cores with bf16 products `e2e` takes about four hours, each of the
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,6 +24,7 @@ import torch
 from peft import PeftConfig
 from quality_plans import CALIBRATED, PLANS, Checkpoint, Plan
 from safetensors.torch import load_file, save_file
+from shared import RESULTS, call, is_tuned
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipdecode import Schedule
@@ -33,12 +32,6 @@ from skipdecode.models.carried import SCHEDULE_FILE
 from skipdecode.models.loading.ref import ModelRef
 
 HERE = Path(__file__).parent
-
-
-def finished(run: Path) -> bool:
-    """Whether `skipdecode tune` came to its end there."""
-    recipe = run / "recipe.json"
-    return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None
 
 
 def carry(adapter: Path, name: str) -> None:
@@ -60,10 +53,7 @@ class Steps:
 
     def call(self, *command: str | Path) -> None:
         """Show a command, and run it."""
-        words = list(map(str, command))
-        print("$", shlex.join(words), flush=True)
-        if not self.dry_run:
-            subprocess.run(words, check=True)
+        call(*command, dry_run=self.dry_run)
 
     def checkpoint(self, name: str) -> Path:
         """The directory of a checkpoint."""
@@ -88,7 +78,7 @@ class Steps:
     def tune(self, name: str, made: Checkpoint) -> None:
         """A checkpoint, all weights."""
         out = self.checkpoint(name)
-        if finished(out):
+        if is_tuned(out):
             if made.carries and not self.dry_run:
                 carry(out, made.carries)
             return
@@ -207,13 +197,12 @@ class Steps:
         # Of all tables with the same records and lengths.
         speeds = self.time(evaluations)
         full = self.evaluation(plan.yardstick) / "full"
-        out = HERE.parent / "results" / plan.results
         script = [sys.executable, HERE / "quality_table.py", *evaluations, "--full", full]
-        self.call(*script, *speeds, *self.beside(), "--out", out)
+        self.call(*script, *speeds, *self.beside(), "--out", RESULTS / plan.results)
 
     def beside(self) -> list[str | Path]:
         """The option that names an earlier table."""
-        return ["--beside", HERE.parent / "results" / self.plan.beside] if self.plan.beside else []
+        return ["--beside", RESULTS / self.plan.beside] if self.plan.beside else []
 
     def time(self, evaluations: Sequence[Path]) -> list[str | Path]:
         """All schedules in turn; returns the table's options that name the files."""

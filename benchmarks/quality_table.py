@@ -137,25 +137,15 @@ def work_of(schedule: Mapping[str, Any]) -> dict[str, Any]:
 
 def own_speed(run: Run) -> dict[str, Any]:
     """Speed-up within the evaluation."""
-    config, speed = run.data["config"], run.data["speed"]
-    found = {name: value for name, value in run.data.items() if name.startswith("measured_speedup")}
-    found |= {n: value and [value["low"], value["high"]] for n, value in found.items() if n.endswith("_interval")}
-    return {
-        **dict.fromkeys(("measured_speedup", "measured_speedup_interval", "measured_speedup_with_prompt")),
-        **found,
-        "speed_from": {
-            "what": speed["what"] if speed else "free-running outputs of a version that did not make lengths equal",
-            "run": "the evaluation itself",
-            "engine": run.data.get("engine", "transformers"),
-            "batch_size": config["settings"]["batch_size"],
-            "dtype": config["dtype"],
-            "quantization": config.get("quantization", "none"),
-            "device": config["device"],
-            "records": speed["records"] if speed else run.data["n"],
-            "date": run.data["environment"]["date"],
-            "threads": run.data["environment"]["threads"],
-        },
-    }
+    config, speed, here = run.data["config"], run.data["speed"], run.data["environment"]
+    names = ("measured_speedup", "measured_speedup_interval", "measured_speedup_with_prompt")
+    found = dict.fromkeys(names) | {n: value for n, value in run.data.items() if n.startswith("measured_speedup")}
+    bounds = {n: value and [value["low"], value["high"]] for n, value in found.items() if n.endswith("_interval")}
+    settings = {name: config[name] for name in ("dtype", "quantization", "device")}
+    about = {"what": speed["what"], "records": speed["records"]} if speed else {}
+    about |= {"engine": run.data["engine"], "batch_size": config["settings"]["batch_size"], **settings}
+    about |= {"run": "the evaluation itself", "date": here["date"], "threads": here["threads"]}
+    return {**found, **bounds, "speed_from": about}
 
 
 def scores(run: Run) -> dict[str, Any]:
@@ -249,7 +239,6 @@ def build(
     full: Run,
     speeds: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None],
     resamples: int,
-    model: str | None = None,
     beside: Path | None = None,
 ) -> dict[str, Any]:
     """The document."""
@@ -263,7 +252,7 @@ def build(
     return {
         **heading("quality-table"),
         "environment": full.data["environment"] if speeds[0] is None else speeds[0]["environment"],
-        "model": model or named[full.path]["checkpoint"],
+        "model": named[full.path]["checkpoint"],
         "task": {
             "name": config["task"]["name"],
             "data": config["data"],
@@ -285,7 +274,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="directories of runs")
     parser.add_argument("--full", help="the run at full depth that all are compared with (default: the only one)")
-    parser.add_argument("--model", help="what all checkpoints were tuned from (default: the yardstick's checkpoint)")
     parser.add_argument("--speed", type=Path, help="what schedule_speed.py wrote (default: the runs' own speed)")
     parser.add_argument("--speed-alone", type=Path, help="the same of one row at a time, for columns of its own")
     parser.add_argument("--beside", type=Path, help="an earlier table whose schedules are timed in --speed: their rows")
@@ -297,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         full = yardstick(runs, options.full)
         files = (options.speed, options.speed_alone)
         speeds = tuple(None if file is None else read_result(file, "benchmark") for file in files)
-        document = build(runs, full, speeds, options.resamples, options.model, options.beside)
+        document = build(runs, full, speeds, options.resamples, options.beside)
         write_whole(options.out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     except (SkipDecodeError, OSError) as e:
         print(f"quality_table: {e}", file=sys.stderr)

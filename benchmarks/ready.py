@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shared import script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode.cli import main as skipdecode
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
 from skipdecode.models.loading.ref import ModelRef
 
 SELF = ["--self", "--self-temperature", "0", "--bertscore-model", "minilm"]
@@ -81,14 +80,13 @@ def rows(task: str, method: str, found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="directory with e2e/train.jsonl, e2e/test.jsonl")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     if options.cpu_clock:
         torch.set_num_threads(1)
@@ -97,14 +95,11 @@ def main() -> None:
     wanted = [(t, m, n) for t in options.tasks for m in options.methods for n in sorted(options.minutes)]
     for task, method, minutes in tqdm(wanted, unit="run"):
         found += rows(task, method, prepared(task, method, minutes, options))
-        document = {
-            **heading("benchmark", "ready"),
-            "environment": environment(),
+        about = {
             "clock": "CPU time of one thread" if options.cpu_clock else "wall clock",
             "checkpoints": {name: _checkpoint(TASKS[name][0]) for name in options.tasks},
-            "rows": found,
         }
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_result(options.out, "ready", {**about, "rows": found})
 
 
 def _checkpoint(name: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ that has all depths already is left alone.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -20,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from quality_table import load_runs, work_of
+from shared import script_parser, write_result
 
 from skipdecode import Schedule
-from skipdecode.common.environment import environment
-from skipdecode.common.files import write_whole
-from skipdecode.common.kinds import heading, read_result
+from skipdecode.common.kinds import read_result
 from skipdecode.common.progress import progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.errors import SkipDecodeError
@@ -44,7 +42,7 @@ def records_of(place: Path, limit: int) -> tuple[list[list[int]], list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; returns 0, or 1 with one line that says what was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("runs", nargs="+", help="directories of runs: their schedules, the first's records")
     parser.add_argument("--model", required=True, help="directory of any checkpoint of the model")
     parser.add_argument("--dtype", default="bfloat16")
@@ -52,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=192, help="records (default: 192)")
     parser.add_argument("--transformers", action="store_true", help="also full depth through transformers")
     parser.add_argument("--beside", type=Path, help="a table of earlier evaluations whose schedules are timed too")
-    parser.add_argument("--out", type=Path, required=True, help="file for the speeds as JSON")
     options = parser.parse_args(argv)
     try:
         runs = load_runs(options.runs)
@@ -77,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress_bar(ROUNDS * len(prompts), "record") as bar:
         turns = time_equal_lengths(methods, prompts, lengths, batch_size=size, progress=bar.update)
     about = {"records": len(prompts), "batch_size": size, "dtype": options.dtype, "engine": source.name}
-    write_whole(options.out, json.dumps(document(turns, works, about), indent=1) + "\n")
+    write_result(options.out, "schedule-speed", what_was_found(turns, works, about))
     return 0
 
 
@@ -98,8 +95,8 @@ def measured(out: Path) -> list[dict[str, Any]]:
     return [row["work"] for row in read_result(out, "benchmark")["rows"]]
 
 
-def document(turns: Turns, works: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
-    """What is written; full depth's times come first."""
+def what_was_found(turns: Turns, works: Sequence[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the result; full depth's times come first."""
     full, *others = turns.sides
     rows = []
     theirs = others[len(works)] if len(others) > len(works) else None
@@ -109,8 +106,6 @@ def document(turns: Turns, works: Sequence[dict[str, Any]], about: dict[str, Any
         rows.append({"work": work, **found, **bounds})
         del rows[-1]["full_depth_speed"]
     return {
-        **heading("benchmark", "schedule-speed"),
-        "environment": environment(),
         "what": WHAT,
         "rounds": ROUNDS,
         **about,

@@ -20,19 +20,18 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from shared import config_of, e2e_prompts, script_parser, write_result
 
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading, read_result
-from skipdecode.data.prompts import encode_prompts
-from skipdecode.data.source import Records, load_records
+from skipdecode.common.kinds import read_result
+from skipdecode.common.progress import note
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.fast_model import FastModel
@@ -43,8 +42,6 @@ from skipdecode.performance.cost import CostModel
 from skipdecode.performance.measure import CostMeter
 from skipdecode.performance.simulation import POLICIES, Simulation, simulate, spread
 from skipdecode.performance.traces import Arrival, bursts
-
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 
 _ROWS = (1, 2, 4, 8, 12, 16, 24)  # of the steps that are timed
 _PROMPTS = (16, 64, 128, 256, 512)  # tokens of the prompts' forwards that are timed
@@ -62,38 +59,14 @@ class Job(NamedTuple):
 
 
 def load(options: argparse.Namespace) -> Job:
-    """The model on its fast path, and prompts of E2E or made up in their likeness."""
+    """The model on its fast path, and prompts of E2E."""
     loaded = load_model(options.model, dtype=options.dtype)
-    task = load_task("e2e")
-    if options.data:
-        records = itertools.chain.from_iterable(load_records(task, str(path)).items for path in options.data)
-        chosen = Records(tuple(itertools.islice(records, options.requests)))
-        _, prompts = encode_prompts(task.template(), chosen, loaded.tokenizer)
-    else:
-        texts = [task.prompt.replace("{mr}", mr) for mr in itertools.islice(_made_up(), options.requests)]
-        prompts = [loaded.tokenizer(text)["input_ids"] for text in texts]
-    fast = open_fast(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
+    prompts = [prompt for file in options.data for prompt in e2e_prompts(file, loaded.tokenizer)][: options.requests]
+    fast = open_fast(loaded.model, "fast", note)
     if fast is None:
         raise SystemExit("the fast engine does not cover this model")
     ends = frozenset(end_tokens(loaded.model, loaded.tokenizer))
-    return Job(unwrap(loaded.model), loaded.schedule, fast, prompts, ends, task.max_new_tokens)
-
-
-def _made_up() -> Any:
-    """Meaning representations of three to seven fields."""
-    fields = {
-        "eatType": ("pub", "restaurant", "coffee shop"),
-        "food": ("Italian", "French", "Indian", "Fast food"),
-        "priceRange": ("cheap", "moderate", "high"),
-        "customer rating": ("low", "average", "5 out of 5"),
-        "area": ("riverside", "city centre"),
-        "familyFriendly": ("yes", "no"),
-    }
-    names = ("Blue Spice", "The Mill", "Green Man", "Strada", "Aromi", "The Vaults")
-    for number in itertools.count():
-        kept = list(fields.items())[: 2 + number % 5]
-        values = [f"{name}[{choices[number // 3 % len(choices)]}]" for name, choices in kept]
-        yield ", ".join([f"name[{names[number % len(names)]}]", *values])
+    return Job(unwrap(loaded.model), loaded.schedule, fast, prompts, ends, load_task("e2e").max_new_tokens)
 
 
 # ---------------------------------------------------------------------- real runs
@@ -263,27 +236,18 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tell(name: str, result: dict[str, Any]) -> None:
-    real, ratio = result["real"], result["simulated_over_real"]
-    gaps = real["inter_token_s"]
-    rates = f"{real['tokens_per_s']:.0f} tokens/s, {real['requests_per_s']:.2f} requests/s"
-    lines = [
-        f"{name}: {real['seconds']:.1f} s, {rates}, {real['rows_per_step']:.1f} rows/step",
-        f"prompts {real['prompt_seconds']:.1f} s, decode {real['decode_seconds']:.1f} s",
-        f"inter-token p50 {gaps['p50'] * 1e3:.1f} p99 {gaps['p99'] * 1e3:.1f} ms",
-    ]
-    if "ideal" in result:
-        share, decode = result["share_of_ideal"], result["decode_share_of_ideal"]
-        lines.append(f"share of the ideal {share:.2f}, of decoding alone {decode:.2f}")
-    lines.append("simulated/real " + ", ".join(f"{key} {value:.2f}" for key, value in ratio.items()))
-    print("\n    ".join(lines), flush=True)
+    ratios = {key: round(value, 2) for key, value in result["simulated_over_real"].items()}
+    print(f"{name}: {json.dumps(result['real'])}\n    simulated/real: {json.dumps(ratios)}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("part", choices=("waves", "stream"))
-    parser.add_argument("--model", default=str(ADAPTER), help="a model that carries the schedule that it was tuned for")
+    parser.add_argument(
+        "--model", default="e2e-smollm2-135m", help="a model that carries the schedule that it was tuned for"
+    )
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--data", type=Path, nargs="*", default=[], help="E2E records (JSONL); made-up ones without it")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help="E2E records (JSONL)")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--stream-requests", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32, help="most rows of a batch")
@@ -296,17 +260,14 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it are kept")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     job = load(options)
-    document = read_result(options.out, "benchmark") if options.out.exists() else heading("benchmark", "scheduling")
-    config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
     found = {"waves": waves, "stream": stream}[options.part](job, options)
-    here = environment()
-    part = {"environment": here, "config": config, "runs": found}
-    document |= {"environment": here, options.part: part}
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    before = read_result(options.out, "benchmark") if options.out.exists() else {}
+    others = {part: before[part] for part in ("waves", "stream") if part in before}
+    part = {"environment": environment(), "config": config_of(options), "runs": found}
+    write_result(options.out, "scheduling", others | {options.part: part})
 
 
 if __name__ == "__main__":

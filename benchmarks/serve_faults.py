@@ -19,15 +19,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 from serve_load import gauge, server
+from shared import script_parser, write_result
 
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
 from skipdecode.serving.middleware import ENVIRONMENT_VARIABLE
 
 KEY = "the-key-of-this-run"
@@ -182,23 +180,15 @@ async def run(url: str, process: psutil.Process, options: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--clients", type=int, default=1000, help="that hang up")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     os.environ[ENVIRONMENT_VARIABLE] = KEY
     more = ["--max-rows", "64", "--max-waiting", "256", "--stall-seconds", str(STALL_SECONDS), "--log-level", "warning"]
     with server(options, *more) as (url, process):
         found = asyncio.run(run(url, process, options))
-    config = {"model": options.model, "clients": options.clients, "command": " ".join(["python", *sys.argv])}
-    document = {
-        **heading("benchmark", "serve-faults"),
-        "environment": environment(),
-        "config": config,
-        **found,
-    }
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "serve-faults", found, options)
     print(json.dumps(found, indent=1))
 
 

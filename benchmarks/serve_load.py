@@ -24,16 +24,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import uvloop
+from shared import script_parser, write_result
 
 from skipdecode import Schedule
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.opening import end_tokens
 from skipdecode.models.families import decoder_layers
@@ -231,11 +229,8 @@ def offline_texts(options: argparse.Namespace) -> Callable[[str, Stream], str]:
     for schedule in (Schedule.full(layers), flat):
         engine = FastEngine(fast or loaded.model, schedule, max_rows=7)
         fast = engine.model
-        tokens: list[list[int]] = [[] for _ in requests]
-        for out in engine.run(requests):
-            tokens[out.request].append(out.token)
-        for prompt, row in zip(PROMPTS, tokens, strict=True):
-            found[schedule.name, prompt] = row
+        for prompt, row in zip(PROMPTS, engine.decode(requests), strict=True):
+            found[schedule.name, prompt] = row.tokens
 
     def text(schedule: str, stream: Stream) -> str:
         return str(tokenizer.decode(found[schedule, stream.prompt][: stream.new], skip_special_tokens=True))
@@ -286,20 +281,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     streams = [(phase.schedule, stream) for phase in phases for stream in phase.streams]
     errors = [stream.error for _, stream in streams if stream.error]
     wrong = [s.prompt for name, s in streams if not s.error and s.text != text(name, s)]
-    document = summary(phases, memory, options)
-    rates = [found["tokens_per_s"] for found in document["schedules"].values()]
-    config = {k: v for k, v in vars(options).items() if k != "out"} | {"command": " ".join(["python", *sys.argv])}
+    found = summary(phases, memory, options)
+    rates = [each["tokens_per_s"] for each in found["schedules"].values()]
     return {
-        **heading("benchmark", "serve-load"),
-        "environment": environment(),
-        "config": config,
         "speedup": rates[1] / rates[0],
         "streams": len(streams),
         "errors": errors[:20],
         "streams_unlike_offline": len(wrong),
         "rows_left": gauge(metrics, "running_rows"),
         "kv_bytes_left": gauge(metrics, "kv_bytes_held"),
-        **document,
+        **found,
     }
 
 
@@ -309,7 +300,7 @@ def gauge(metrics: str, name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--streams", type=int, default=64, help="clients at a time")
     parser.add_argument("--seconds", type=float, default=120.0, help="of load; the last phases are completed")
@@ -322,18 +313,16 @@ def main() -> None:
     )
     parser.add_argument("--nominal", type=float, default=2.0, help="nominal speed-up of the flat schedule")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of the server")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    document = run(options)
-    document["config"]["out"] = str(options.out)
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    for name, found in document["schedules"].items():
-        print(f"{name:>24}: {found['tokens_per_s']:7.1f} tokens/s, {found['streams']} streams")
+    found = run(options)
+    write_result(options.out, "serve-load", found, options)
+    for name, each in found["schedules"].items():
+        print(f"{name:>24}: {each['tokens_per_s']:7.1f} tokens/s, {each['streams']} streams")
     print(
-        f"speed-up {document['speedup']:.2f}, {len(document['errors'])} errors, "
-        f"{document['streams_unlike_offline']} of {document['streams']} streams unlike offline, memory "
-        f"{document['memory_first_half_max_mib']:.0f} -> {document['memory_second_half_max_mib']:.0f} MiB"
+        f"speed-up {found['speedup']:.2f}, {len(found['errors'])} errors, {found['streams_unlike_offline']} of "
+        f"{found['streams']} streams unlike offline, memory {found['memory_first_half_max_mib']:.0f} -> "
+        f"{found['memory_second_half_max_mib']:.0f} MiB"
     )
 
 

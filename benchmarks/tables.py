@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,303 +22,135 @@ METRICS = {"bleu": "BLEU", "rougeL": "ROUGE-L", "bertscore_f1": "BERT-F"}
 BLOCK = re.compile(r"(<!-- table (\S+) (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
-def decode(document: dict[str, Any]) -> list[list[str]]:
-    """Decode-phase speed: nominal, layers, tokens/s, measured and predicted speed-up, KV cache."""
-    head = ["nominal speed-up", "mean layers", "tokens/s", "measured speed-up", "cost model says", "KV cache held"]
-    return [
-        head,
-        *(
-            [
-                f"{row['nominal_speedup']:g}x",
-                f"{row['mean_layers']:.1f}",
-                f"{row['decode_tokens_per_s']:.1f}",
-                f"{row['decode_speedup']:.2f}x",
-                f"{row['predicted_speedup']:.2f}x",
-                f"{row['kv_bytes'] / row['kv_bytes_full']:.0%}",
-            ]
-            for row in document["rows"]
-        ),
-    ]
+Row = Mapping[str, Any]
+Column = tuple[str, str | Callable[[Row], str]]
+"""The head of a column, and its cell: a format of the fields of a row, or a function of the row."""
+Table = list[list[str]]
 
 
-def bench(document: dict[str, Any]) -> list[list[str]]:
-    """`skipdecode bench`: an engine and a batch size in each row, with figures for each nominal speed-up."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "tokens/s": lambda row: f"{row['decode_tokens_per_s']:.1f}",
-        "speed-up (byte bound)": lambda row: f"{row['decode_speedup']:.2f}x ({row['amdahl_bound']:.2f}x)",
-        "x transformers": lambda row: times(row["speedup_over_transformers"]),
-        "of limit": lambda row: f"{row['roofline_share']:.0%}",
-    }
-    speedups = sorted({row["nominal_speedup"] for row in document["rows"]})
-    cells = [(name, s) for name in columns for s in speedups if s > 1 or not name.startswith("speed-up")]
-    found: dict[tuple[str, int], dict[float, dict[str, Any]]] = {}
-    for row in document["rows"]:
-        found.setdefault((row["engine"], row["batch"]), {})[row["nominal_speedup"]] = row
-    return [
-        ["engine", "batch", *(f"{name}, {speedup:g}x" for name, speedup in cells)],
-        *(
-            [engine, str(batch), *(columns[name](rows[s]) if s in rows else "-" for name, s in cells)]
-            for (engine, batch), rows in found.items()
-        ),
-    ]
+def table(rows: Iterable[Row], columns: Sequence[Column]) -> Table:
+    """A table: its head, and a line for each row."""
+    return [[name for name, _ in columns], *([cell(row, form) for _, form in columns] for row in rows)]
 
 
-def exact_head(document: dict[str, Any]) -> list[list[str]]:
-    """What the 8-bit copy of the head gains in decoding."""
-    head = ["batch", "nominal", "full head, ms a step", "with the copy", "gain"]
-    return [
-        head,
-        *(
-            [
-                str(row["batch"]),
-                f"{row['nominal_speedup']:g}x",
-                f"{row['full_head_ms']:.2f}",
-                f"{row['ms']:.2f}",
-                f"{row['gain']:.2f}x",
-            ]
-            for row in document["speed"]
-        ),
-    ]
+def cell(row: Row, form: str | Callable[[Row], str]) -> str:
+    """The text of a row in a column."""
+    return form.format_map(row) if isinstance(form, str) else form(row)
 
 
-def same_tokens(document: dict[str, Any]) -> list[list[str]]:
-    """How often the 8-bit copy of the head decided, and how many words it left."""
-    head = [
-        "prompts",
-        "weights",
-        "steps",
-        "decided by the copy",
-        "other tokens than the full head's",
-        "fell back",
-        "candidates, mean",
-    ]
-    return [
-        [*head, "most"],
-        *(
-            [
-                row["data"],
-                {"none": "bfloat16"}.get(row["quantization"], row["quantization"]),
-                f"{row['steps']:,}",
-                f"{row['rows_decided']:,}",
-                str(row["different"]),
-                *(
-                    (f"{row['fallback_share']:.2%}", f"{row['mean_candidates']:.1f}", str(row["max_candidates"]))
-                    if row["rows_decided"]
-                    else ("-",) * 3
-                ),
-            ]
-            for row in document["same"]
-        ),
-    ]
-
-
-def quality(document: dict[str, Any]) -> list[list[str]]:
-    """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
-    several = len({row["checkpoint"] for row in document["runs"]}) > 1
-    head = ["method", *(["checkpoint"] if several else []), "nominal", "measured", "with prompts", "mean layers"]
-    return [
-        [*head, *(cell for name in METRICS.values() for cell in (name, "kept"))],
-        *(
-            [
-                row["method"],
-                *([row["checkpoint"]] if several else []),
-                nominal(row),
-                times(row["measured_speedup"]),
-                times(row.get("measured_speedup_with_prompt")),
-                f"{row['mean_layers']:.1f}",
-                *(cell for name in METRICS for cell in (scored(row, name), kept(row["retained"][name]))),
-            ]
-            for row in document["runs"]
-        ),
-    ]
-
-
-def requests(document: dict[str, Any]) -> list[list[str]]:
-    """Whole-request speed-ups beside what is kept: by rising speed-up."""
-    head = ["method", "prompt layers", "nominal", "request", "request, batch 1", "decode", "layers a token"]
-    return [
-        [*head, *(cell for name in METRICS.values() for cell in (name, "kept"))],
-        *(
-            [
-                row["checkpoint"] if row["nominal_speedup"] > 1 else f"{row['method']}, {row['checkpoint']}",
-                str(row["prompt_layers"]),
-                nominal(row),
-                times(row["request_speedup"]),
-                times(row.get("request_speedup_batch_1")),
-                times(row["decode_speedup"]),
-                f"{row['mean_layers']:.1f}",
-                *(cell for name in METRICS for cell in (scored(row, name), kept(row["retained"][name]))),
-            ]
-            for row in sorted(document["runs"], key=lambda row: row["request_speedup"])
-        ),
-    ]
-
-
-def headline(document: dict[str, Any]) -> list[list[str]]:
-    """Of `requests` the rows that no other beats in both time and quality, against transformers too."""
-    ratios = ["request, x transformers", "request, x full depth", "decoding, x full depth", "quality kept"]
-    best = list[dict[str, Any]]()
-    for row in sorted(document["runs"], key=lambda row: (-row["request_speedup"], -least_kept(row))):
-        if not best or least_kept(row) > least_kept(best[-1]):
-            best.append(row)
-    layers = max(row["prompt_layers"] for row in document["runs"])
-    return [
-        ["layers of prompt tokens", "layers of new tokens", *ratios],
-        *(
-            [
-                f"{row['prompt_layers']} of {layers}",
-                f"{row['mean_layers']:.1f} of {layers} (nominal {nominal(row)})",
-                f"{row['request_speedup_over_transformers']:.1f}x",
-                times(row["request_speedup"]),
-                times(row["decode_speedup"]),
-                f"{least_kept(row):.1%}",
-            ]
-            for row in reversed(best)
-        ),
-    ]
-
-
-def least_kept(row: dict[str, Any]) -> float:
-    """The least of the shares of the scores that a row keeps."""
-    return min(float(row["retained"][name]["share"]) for name in METRICS)
-
-
-def nominal(row: dict[str, Any]) -> str:
+def nominal(row: Row) -> str:
     """The nominal speed-up."""
     return f"{row['nominal_speedup']:.1f}x".replace(".0x", "x") if row["nominal_speedup"] else "-"
 
 
-def times(speedup: float | None) -> str:
-    """A speed-up, where it was measured."""
-    return f"{speedup:.2f}x" if speedup else "-"
+def times(field: str) -> Callable[[Row], str]:
+    """The cell of a speed-up, which may not have been measured."""
+    return lambda row: f"{row[field]:.2f}x" if row.get(field) else "-"
 
 
-def leads(document: dict[str, Any]) -> list[list[str]]:
-    """By how much the best method of a nominal speed-up is ahead of each other one."""
-    return [
-        ["nominal", "best", "ahead of", *(f"{name}, points" for name in METRICS.values())],
-        *(
-            [
-                f"{row['nominal_speedup']:g}x",
-                row["best"],
-                row["other"],
-                *("{points:+.1f} [{low:.1f}, {high:.1f}]".format(**row["ahead"][name]) for name in METRICS),
-            ]
-            for row in document["leads"]
-        ),
+def given(field: str, form: str) -> Callable[[Row], str]:
+    """The cell of a figure that not every row has."""
+    return lambda row: "-" if row.get(field) is None else f"{row[field]:{form}}"
+
+
+def estimate(field: str, form: str) -> Callable[[Row], str]:
+    """The cell of an estimate with an interval, which not every row has."""
+    return lambda row: form.format_map(row[field]) if row.get(field) else "-"
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def decode(document: Row) -> Table:
+    """Decode-phase speed: nominal, layers, tokens/s, measured and predicted speed-up, KV cache."""
+    columns: list[Column] = [
+        ("nominal speed-up", "{nominal_speedup:g}x"),
+        ("mean layers", "{mean_layers:.1f}"),
+        ("tokens/s", "{decode_tokens_per_s:.1f}"),
+        ("measured speed-up", "{decode_speedup:.2f}x"),
+        ("cost model says", "{predicted_speedup:.2f}x"),
+        ("KV cache held", lambda row: f"{row['kv_bytes'] / row['kv_bytes_full']:.0%}"),
     ]
+    return table(document["rows"], columns)
 
 
-def scored(row: dict[str, Any], metric: str) -> str:
-    """A score with half the width of its interval."""
-    low, high = row["intervals"][metric]
-    return f"{row[metric]:.1f} ± {(high - low) / 2:.1f}"
-
-
-def kept(share: dict[str, float] | None) -> str:
-    """A share with its interval, in percent."""
-    return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
-
-
-def chat(document: dict[str, Any]) -> list[list[str]]:
-    """What each depth leaves of a base chat model, on prompts drawn from it and on others."""
-    layers = {schedule["name"]: schedule["budgets"][0] for schedule in document["schedules"]}
-    head = ["layers", "request", "request, batch 1", "decode", "KL", "same token", "perplexity of base model"]
-    rows = [[*head, "instructions followed", "other prompts: KL", "perplexity of base model"]]
-    for row, other in zip(document["rows"], document["other_prompts"]["rows"], strict=True):
-        rows.append(
-            [
-                str(layers.get(row["name"], row["name"])),
-                times(row.get("measured_speedup_with_prompt")),
-                times(row.get("batch_1", {}).get("measured_speedup_with_prompt")),
-                times(row.get("measured_speedup")),
-                f"{row['kl']['estimate']:.3f}" if "kl" in row else "-",
-                f"{row['top1_agreement']['estimate']:.1f}%" if "kl" in row else "-",
-                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**row["of_base"]),
-                f"{row['instructions']['followed']:.1%}",
-                f"{other['kl']['estimate']:.3f}" if "kl" in other else "-",
-                "{estimate:.3f} [{low:.3f}, {high:.3f}]".format(**other["of_base"]),
-            ]
-        )
-    return rows
-
-
-def names(document: dict[str, Any]) -> list[list[str]]:
-    """Names from outside the training records that come through, by checkpoint and prompts' layers."""
-    speedups = sorted({round(row["nominal_speedup"]) for row in document["rows"]})
-    found: dict[tuple[str, int], dict[int, float]] = {}
+def bench(document: Row) -> Table:
+    """`skipdecode bench`: an engine and a batch size in each row, with figures for each nominal speed-up."""
+    figures: list[Column] = [
+        ("tokens/s", "{decode_tokens_per_s:.1f}"),
+        ("speed-up (byte bound)", "{decode_speedup:.2f}x ({amdahl_bound:.2f}x)"),
+        ("x transformers", times("speedup_over_transformers")),
+        ("of limit", "{roofline_share:.0%}"),
+    ]
+    speedups = sorted({row["nominal_speedup"] for row in document["rows"]})
+    found: dict[tuple[str, int], dict[float, Row]] = {}
     for row in document["rows"]:
-        found.setdefault((row["checkpoint"], row["prompt_layers"]), {})[round(row["nominal_speedup"])] = row["share"]
-    return [
-        ["checkpoint", "prompt layers", *(f"{speedup}x" for speedup in speedups)],
-        *(
-            [name, str(layers), *(f"{shares[s]:.0%}" if s in shares else "-" for s in speedups)]
-            for (name, layers), shares in found.items()
-        ),
-    ]
+        found.setdefault((row["engine"], row["batch"]), {})[row["nominal_speedup"]] = row
+    columns = [(name, form, s) for name, form in figures for s in speedups if s > 1 or not name.startswith("speed-up")]
+    lines = [["engine", "batch", *(f"{name}, {speedup:g}x" for name, _, speedup in columns)]]
+    for (engine, batch), rows in found.items():
+        lines.append([engine, str(batch), *(cell(rows[s], form) if s in rows else "-" for _, form, s in columns)])
+    return lines
 
 
-def fitted(document: dict[str, Any]) -> list[list[str]]:
-    """KL to full depth and equal tokens of each schedule without a fit, with simpler maps and with a fit."""
-    methods = ["today", "bias", "patch", "fitted", "fitted, one tap"]
-    speeds = document.get("speed", {}).get("rows", {})
-    table = [["text", "prompt layers", "answer layers", "request", "no fit", *methods[1:]]]
-    for setting in ("chat", "news", "e2e", "gemma3"):
-        found: dict[str, dict[str, Any]] = {}
-        for row in document.get(setting, {}).get("rows", ()):
-            found.setdefault(row["schedule"]["name"], {})[row["method"]] = row
-        for name, row in found.items():
-            if name == "full":
-                continue
-            schedule = next(iter(row.values()))["schedule"]
-            layers = len(schedule["prompt"]) if isinstance(schedule["prompt"], list) else schedule["num_layers"]
-            timed = [speeds[f"{m}/{name}"] for m in methods if setting == "chat" and f"{m}/{name}" in speeds]
-            request = times(timed[-1]["measured_speedup_with_prompt"] if timed else None)
-            scores = (fidelity(row.get(method)) for method in methods)
-            table.append([setting, str(layers), str(schedule["budgets"][-1]), request, *scores])
-    return table
-
-
-def fidelity(row: dict[str, Any] | None) -> str:
-    """KL in nats and the share of equal tokens."""
-    return f"{row['kl']['estimate']:.3f}, {row['equal_tokens']['estimate']:.0%}" if row else "-"
-
-
-def products(document: dict[str, Any]) -> list[list[str]]:
+def products(document: Row) -> Table:
     """Forwards of one prompt, and steps of a batch, against the machine's bf16 product and against bf16."""
-    head = ["what", "weights", "ms", "GFLOP/s", "of the bf16 product", "x bf16"]
-    return [
-        head,
-        *(
-            [
-                f"prompt of {row['tokens']}" if "tokens" in row else f"decode step of {row['batch']} sequences",
-                row["weights"],
-                f"{1000 * row['seconds']:.1f}",
-                f"{row['gflop_s']:.0f}" if "gflop_s" in row else "-",
-                f"{row['of_bf16_product']:.2f}" if "of_bf16_product" in row else "-",
-                f"{row['over_bf16']:.2f}x",
-            ]
-            for row in document["rows"]
+    columns: list[Column] = [
+        (
+            "what",
+            lambda row: f"prompt of {row['tokens']}" if "tokens" in row else f"decode step of {row['batch']} sequences",
         ),
+        ("weights", "{weights}"),
+        ("ms", lambda row: f"{1000 * row['seconds']:.1f}"),
+        ("GFLOP/s", given("gflop_s", ".0f")),
+        ("of the bf16 product", given("of_bf16_product", ".2f")),
+        ("x bf16", "{over_bf16:.2f}x"),
     ]
+    return table(document["rows"], columns)
 
 
-def predictions(document: dict[str, Any]) -> list[list[str]]:
+def exact_head(document: Row) -> Table:
+    """What the 8-bit copy of the head gains in decoding."""
+    columns: list[Column] = [
+        ("batch", "{batch}"),
+        ("nominal", "{nominal_speedup:g}x"),
+        ("full head, ms a step", "{full_head_ms:.2f}"),
+        ("with the copy", "{ms:.2f}"),
+        ("gain", "{gain:.2f}x"),
+    ]
+    return table(document["speed"], columns)
+
+
+def same_tokens(document: Row) -> Table:
+    """How often the 8-bit copy of the head decided, and how many words it left."""
+    columns: list[Column] = [
+        ("prompts", "{data}"),
+        ("weights", lambda row: {"none": "bfloat16"}.get(row["quantization"], row["quantization"])),
+        ("steps", "{steps:,}"),
+        ("decided by the copy", "{rows_decided:,}"),
+        ("other tokens than the full head's", "{different}"),
+        ("fell back", given("fallback_share", ".2%")),
+        ("candidates, mean", given("mean_candidates", ".1f")),
+        ("most", given("max_candidates", "d")),
+    ]
+    return table(document["same"], columns)
+
+
+def predictions(document: Row) -> Table:
     """Measured and predicted request speed-ups, by lengths and batch: the middle and the largest distance."""
-    groups: dict[tuple[str, int, int, int], list[dict[str, Any]]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in document["runs"]:
-        groups.setdefault((row["lengths"], row["prompt_len"], row["new_tokens"], row["batch"]), []).append(row)
+        groups.setdefault("{lengths}, {prompt_len} + {new_tokens}|{batch}".format_map(row), []).append(row)
     rows = [["lengths", "batch", "request speed-ups measured", "prediction off by, median", "most"]]
-    for (name, prompt, new, batch), group in groups.items():
+    for key, group in groups.items():
         errors = sorted(abs(row["request_error"]) for row in group)
         gains = [row["request_speedup"] for row in group]
         span = f"{min(gains):.2f}x to {max(gains):.2f}x"
-        middle = errors[len(errors) // 2]
-        rows.append([f"{name}, {prompt} + {new}", str(batch), span, f"{middle:.1%}", f"{errors[-1]:.1%}"])
+        rows.append([*key.split("|"), span, f"{errors[len(errors) // 2]:.1%}", f"{errors[-1]:.1%}"])
     return rows
 
 
-def vllm(document: dict[str, Any]) -> list[list[str]]:
+def vllm(document: Row) -> Table:
     """The vLLM plugin against stock vLLM in the same run: what was measured of it."""
     ratios = document["ratios"]
     what = {
@@ -338,19 +170,149 @@ def vllm(document: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def vllm_versions(document: dict[str, Any]) -> list[list[str]]:
-    """What the plugin's tests found on each vLLM."""
-    rows = [["vLLM", "tests", "passed", "failed", "skipped", "seconds"]]
+# ---------------------------------------------------------------------- quality
+
+
+def scores() -> list[Column]:
+    """For each metric the score with half the width of its interval, and the share that is kept with its interval."""
+
+    def scored(metric: str) -> Callable[[Row], str]:
+        return lambda row: "{:.1f} ± {:.1f}".format(
+            row[metric], (row["intervals"][metric][1] - row["intervals"][metric][0]) / 2
+        )
+
+    def kept(metric: str) -> Callable[[Row], str]:
+        def share_of(row: Row) -> str:
+            share = row["retained"][metric]
+            return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
+
+        return share_of
+
+    return [column for metric, name in METRICS.items() for column in ((name, scored(metric)), ("kept", kept(metric)))]
+
+
+def quality(document: Row) -> Table:
+    """Scores of methods by nominal speed-up, with the share of tuned full depth's that each keeps."""
+    several = len({row["checkpoint"] for row in document["runs"]}) > 1
+    columns: list[Column] = [
+        ("method", "{method}"),
+        *([("checkpoint", "{checkpoint}")] if several else []),
+        ("nominal", nominal),
+        ("measured", times("measured_speedup")),
+        ("with prompts", times("measured_speedup_with_prompt")),
+        ("mean layers", "{mean_layers:.1f}"),
+    ]
+    return table(document["runs"], columns + scores())
+
+
+def requests(document: Row) -> Table:
+    """Whole-request speed-ups beside what is kept: by rising speed-up."""
+    columns: list[Column] = [
+        (
+            "method",
+            lambda row: ("{checkpoint}" if row["nominal_speedup"] > 1 else "{method}, {checkpoint}").format_map(row),
+        ),
+        ("prompt layers", "{prompt_layers}"),
+        ("nominal", nominal),
+        ("request", times("request_speedup")),
+        ("request, batch 1", times("request_speedup_batch_1")),
+        ("decode", times("decode_speedup")),
+        ("layers a token", "{mean_layers:.1f}"),
+    ]
+    return table(sorted(document["runs"], key=lambda row: row["request_speedup"]), columns + scores())
+
+
+def headline(document: Row) -> Table:
+    """Of `requests` the rows that no other beats in both time and quality, against transformers too."""
+    best = list[Row]()
+    for row in sorted(document["runs"], key=lambda row: (-row["request_speedup"], -least_kept(row))):
+        if not best or least_kept(row) > least_kept(best[-1]):
+            best.append(row)
+    layers = max(row["prompt_layers"] for row in document["runs"])
+    columns: list[Column] = [
+        ("layers of prompt tokens", lambda row: f"{row['prompt_layers']} of {layers}"),
+        ("layers of new tokens", lambda row: f"{row['mean_layers']:.1f} of {layers} (nominal {nominal(row)})"),
+        ("request, x transformers", "{request_speedup_over_transformers:.1f}x"),
+        ("request, x full depth", times("request_speedup")),
+        ("decoding, x full depth", times("decode_speedup")),
+        ("quality kept", lambda row: f"{least_kept(row):.1%}"),
+    ]
+    return table(reversed(best), columns)
+
+
+def least_kept(row: Row) -> float:
+    """The least of the shares of the scores that a row keeps."""
+    return min(float(row["retained"][name]["share"]) for name in METRICS)
+
+
+def leads(document: Row) -> Table:
+    """By how much the best method of a nominal speed-up is ahead of each other one."""
+    ahead = [
+        (f"{name}, points", f"{{ahead[{key}][points]:+.1f}} [{{ahead[{key}][low]:.1f}}, {{ahead[{key}][high]:.1f}}]")
+        for key, name in METRICS.items()
+    ]
+    columns: list[Column] = [("nominal", "{nominal_speedup:g}x"), ("best", "{best}"), ("ahead of", "{other}"), *ahead]
+    return table(document["leads"], columns)
+
+
+def chat(document: Row) -> Table:
+    """What each depth leaves of a base chat model, on prompts drawn from it and on others."""
+    layers = {schedule["name"]: schedule["budgets"][0] for schedule in document["schedules"]}
+    perplexity: Column = ("perplexity of base model", estimate("of_base", "{estimate:.3f} [{low:.3f}, {high:.3f}]"))
+    kl = estimate("kl", "{estimate:.3f}")
+    columns: list[Column] = [
+        ("layers", lambda row: str(layers.get(row["name"], row["name"]))),
+        ("request", times("measured_speedup_with_prompt")),
+        ("request, batch 1", lambda row: times("measured_speedup_with_prompt")(row.get("batch_1", {}))),
+        ("decode", times("measured_speedup")),
+        ("KL", kl),
+        ("same token", estimate("top1_agreement", "{estimate:.1f}%")),
+        perplexity,
+        ("instructions followed", "{instructions[followed]:.1%}"),
+    ]
+    others = table(document["other_prompts"]["rows"], [("other prompts: KL", kl), perplexity])
+    return [one + two for one, two in zip(table(document["rows"], columns), others, strict=True)]
+
+
+def names(document: Row) -> Table:
+    """Names from outside the training records that come through, by checkpoint and prompts' layers."""
+    speedups = sorted({round(row["nominal_speedup"]) for row in document["rows"]})
+    found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in document["rows"]:
-        found = [str(row[name]) for name in ("passed", "failed", "skipped", "seconds")]
-        if row["not_run"]:
-            found = [f"not run: {row['not_run']}", *"---"]
-        rows.append([row["vllm"], f"`{row['tests']}`", *found])
-    return rows
+        group = found.setdefault((row["checkpoint"], row["prompt_layers"]), dict(row))
+        group[f"{round(row['nominal_speedup'])}x"] = row["share"]
+    columns: list[Column] = [("checkpoint", "{checkpoint}"), ("prompt layers", "{prompt_layers}")]
+    return table(found.values(), columns + [(f"{speedup}x", given(f"{speedup}x", ".0%")) for speedup in speedups])
+
+
+def fitted(document: Row) -> Table:
+    """KL to full depth and equal tokens of each schedule without a fit, with simpler maps and with a fit."""
+    methods = ["today", "bias", "patch", "fitted", "fitted, one tap"]
+    speeds = document.get("speed", {}).get("rows", {})
+    lines = [["text", "prompt layers", "answer layers", "request", "no fit", *methods[1:]]]
+    for setting in ("chat", "news", "e2e", "gemma3"):
+        found: dict[str, dict[str, Any]] = {}
+        for row in document.get(setting, {}).get("rows", ()):
+            found.setdefault(row["schedule"]["name"], {})[row["method"]] = row
+        for name, row in found.items():
+            if name == "full":
+                continue
+            schedule = next(iter(row.values()))["schedule"]
+            layers = len(schedule["prompt"]) if isinstance(schedule["prompt"], list) else schedule["num_layers"]
+            timed = [speeds[f"{m}/{name}"] for m in methods if setting == "chat" and f"{m}/{name}" in speeds]
+            request = times("measured_speedup_with_prompt")(timed[-1] if timed else {})
+            cells = (fidelity(row.get(method)) for method in methods)
+            lines.append([setting, str(layers), str(schedule["budgets"][-1]), request, *cells])
+    return lines
+
+
+def fidelity(row: Row | None) -> str:
+    """KL in nats and the share of equal tokens."""
+    return f"{row['kl']['estimate']:.3f}, {row['equal_tokens']['estimate']:.0%}" if row else "-"
 
 
 # By name, with the kind of result, or the benchmark, that each is made from.
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
+TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
     "decode": ("decode-speed", decode),
@@ -365,11 +327,10 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], list[list[str]]]]] = {
     "exact-head": ("head", exact_head),
     "same-tokens": ("head", same_tokens),
     "vllm": ("vllm-speed", vllm),
-    "vllm-versions": ("vllm-versions", vllm_versions),
 }
 
 
-def markdown(rows: list[list[str]]) -> str:
+def markdown(rows: Table) -> str:
     """A Markdown table; the first row is its head."""
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
@@ -378,14 +339,14 @@ def markdown(rows: list[list[str]]) -> str:
 def filled(page: str) -> str:
     """A page's text with every table written anew."""
 
-    def table(match: re.Match[str]) -> str:
+    def written(match: re.Match[str]) -> str:
         kind, rows = TABLES[match[2]]
         document = read_result(ROOT / match[3])
         if document.get("benchmark", document["kind"]) != kind:
             raise SystemExit(f"{match[3]} is no result of {kind}")
         return match[1] + markdown(rows(document)) + match[4]
 
-    return BLOCK.sub(table, page)
+    return BLOCK.sub(written, page)
 
 
 def main() -> int:

@@ -10,18 +10,16 @@ where it stands in the answer letter for letter. None of the words are those of
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 from quality_answers import NAME
+from shared import script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
 from skipdecode.data.names import made_up, renamed
 from skipdecode.data.tasks import load_task
 from skipdecode.models.loading.ref import ModelRef
@@ -51,11 +49,10 @@ def share(model: LLM, asked: Sequence[tuple[str, list[str]]], schedule: Schedule
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("checkpoints", nargs="+", help="directories, or names of models")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
     parser.add_argument("--records", type=int, default=96)
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
     asked, rows = questions(options.data, options.records), []
     schedules = sorted(ModelRef(ADAPTER).recipe.tuned_under, key=lambda s: (-len(s.prompt_layers()), s.nominal_speedup))
@@ -72,8 +69,7 @@ def main() -> None:
             )
             print(json.dumps(rows[-1]), flush=True)
     counts = {"prompts": len(asked), "names": sum(len(names) for _, names in asked)}
-    document = {**heading("benchmark", "unseen-names"), "environment": environment(), **counts, "rows": rows}
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "unseen-names", {**counts, "rows": rows})
 
 
 if __name__ == "__main__":

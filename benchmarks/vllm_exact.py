@@ -12,7 +12,6 @@ closer than about 1e-4. `metadata_build_s` is the median time of one cut and bui
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -31,18 +30,13 @@ os.environ |= {
 }
 
 import torch
+from shared import e2e_prompts, merged, script_parser, write_result
 
 from skipdecode import Schedule, attach
-from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading
-from skipdecode.data.prompts import encode_prompts
-from skipdecode.data.source import load_records
-from skipdecode.data.tasks import load_task
 from skipdecode.engine import GatedEngine, Request
 from skipdecode.engine.opening import end_tokens
 from skipdecode.models.loading.hub import load_model
 
-ADAPTER = Path(__file__).parents[1] / "src" / "skipdecode" / "models" / "adapters" / "e2e-smollm2-135m"
 MODES = ("nested", "where")
 Tokens = list[list[int]]
 
@@ -97,13 +91,12 @@ def differences(model: Any, schedule: Schedule, texts: Tokens, expected: Tokens,
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The result document."""
+    """What was found."""
     loaded = load_model(options.model, dtype="float32")
-    model = loaded.model.merge_and_unload() if hasattr(loaded.model, "merge_and_unload") else loaded.model
+    model = merged(loaded.model)
     schedule = loaded.schedule.with_speedup(options.nominal)
-    task, ends = load_task("e2e"), sorted(end_tokens(model, loaded.tokenizer))
-    records = load_records(task, str(options.data), limit=options.records)
-    _, texts = encode_prompts(task.template(), records, loaded.tokenizer)
+    ends = sorted(end_tokens(model, loaded.tokenizer))
+    texts = e2e_prompts(options.data, loaded.tokenizer, options.records)
     # First, because vLLM changes transformers' own classes where it runs a model through them.
     expected = reference(model, schedule, texts, ends, options)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,27 +110,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         }
         for mode, tokens in found.items()
     }
-    config = {k: v for k, v in vars(options).items() if k not in ("out", "data", "model")}
-    figures = {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
-    return {**heading("benchmark", "vllm-exact"), "environment": environment(), "config": config} | figures
+    return {"prompts": len(texts), "tokens": sum(map(len, expected)), "modes": modes, "metadata_build_s": build}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ADAPTER), help="a model or adapter that carries a schedule")
+    parser = script_parser(__doc__)
+    parser.add_argument("--model", default="e2e-smollm2-135m", help="a model or adapter that carries a schedule")
     parser.add_argument("--data", type=Path, required=True, help="E2E records (JSONL)")
     parser.add_argument("--records", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--nominal", type=float, default=2.0)
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     options = parser.parse_args()
-    document = run(options)
-    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    same = {mode: row["equal_prompts"] for mode, row in document["modes"].items()}
-    print(f"of {document['prompts']} prompts, {document['tokens']} tokens, equal: {same}")
+    found = run(options)
+    write_result(options.out, "vllm-exact", found, options)
+    same = {mode: row["equal_prompts"] for mode, row in found["modes"].items()}
+    print(f"of {found['prompts']} prompts, {found['tokens']} tokens, equal: {same}")
     # Rounding may decide a tie; anything else is an error.
-    wrong = [d for row in document["modes"].values() for d in row["differences"] if d["gap"] > 1e-4]
+    wrong = [d for row in found["modes"].values() for d in row["differences"] if d["gap"] > 1e-4]
     sys.exit(1 if wrong else 0)
 
 

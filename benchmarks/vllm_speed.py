@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ |= {
@@ -39,9 +37,11 @@ os.environ |= {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+from shared import config_of, script_parser, write_result
+
 from skipdecode import Schedule
 from skipdecode.common.environment import environment
-from skipdecode.common.kinds import heading, read_result
+from skipdecode.common.kinds import read_result
 
 PARTS = ("full_depth_overhead", "lockstep_8_nominal_2x", "mixed_32_linear_2x", "poisson_flat_2x")
 DEFAULT_PARTS = (
@@ -121,17 +121,17 @@ class Load:
 
 
 def alternate(
-    options: argparse.Namespace, stock: Load, ours: Load, requests: Any, names: list[str], prompt: int = PROMPT
+    options: argparse.Namespace, stock: Load, ours: Load, requests: Any, name: str, prompt: int
 ) -> dict[str, Any]:
-    """Seconds a generated token (decode phase for rows that start together), stock and each schedule in turns."""
+    """Seconds a generated token (decode phase for rows that start together), stock and a schedule in turns."""
     together = all(arrival == 0 for arrival, _ in requests) and len(requests) <= 8
-    found: dict[str, list[dict[str, Any]]] = {"stock": [], **{name: [] for name in names}}
+    found: dict[str, list[dict[str, Any]]] = {"stock": [], name: []}
     for number in range(options.rounds + 1):
-        for name, runs in found.items():
-            done = stock.run(requests, prompt=prompt) if name == "stock" else ours.run(requests, name, prompt)
+        for side, runs in found.items():
+            done = stock.run(requests, prompt=prompt) if side == "stock" else ours.run(requests, name, prompt)
             if number:  # The first round warms up.
                 runs.append(done)
-    return {name: summary(runs, together) for name, runs in found.items()}
+    return {side: summary(runs, together) for side, runs in found.items()}
 
 
 def summary(runs: list[dict[str, Any]], decode_only: bool = False) -> dict[str, Any]:
@@ -159,11 +159,6 @@ def percentile(share: float, values: list[float]) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def p99(gaps: list[float]) -> float:
-    """99th percentile."""
-    return percentile(0.99, gaps)
-
-
 def sustainable(options: argparse.Namespace, stock: Load, ours: Load, flat: str) -> tuple[float, dict[str, Any]]:
     """How much more load the flat schedule carries at stock's p99 inter-token latency."""
     burst = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
@@ -171,13 +166,13 @@ def sustainable(options: argparse.Namespace, stock: Load, ours: Load, flat: str)
     capacity = len(burst) / stock.run(burst)["seconds"]
     rate = 0.8 * capacity
     stocks = [stock.run(poisson(options.requests, rate, s)) for s in range(options.rounds)]
-    limit = statistics.median(p99(run["gaps"]) for run in stocks)
+    limit = statistics.median(percentile(0.99, run["gaps"]) for run in stocks)
     tried, best = [], 0.0
     low, high = 0.5, 2.5
     for _ in range(options.bisections):
         factor = (low + high) / 2
         runs = [ours.run(poisson(options.requests, rate * factor, s), flat) for s in range(options.rounds)]
-        reached = statistics.median(p99(r["gaps"]) for r in runs)
+        reached = statistics.median(percentile(0.99, r["gaps"]) for r in runs)
         # A rate that is not carried shows in the queue, not between tokens: the end comes long after the last arrival.
         ends = [poisson(options.requests, rate * factor, s)[-1][0] for s in range(options.rounds)]
         kept_up = all(r["seconds"] <= 1.1 * end + 96 * limit for r, end in zip(runs, ends, strict=True))
@@ -192,76 +187,54 @@ def sustainable(options: argparse.Namespace, stock: Load, ours: Load, flat: str)
 
 
 def measure(options: argparse.Namespace) -> Iterator[tuple[str, float, dict[str, Any]]]:
-    """Each part's name, its ratio and what it comes from."""
+    """The name of each part, its ratio and what the ratio comes from."""
     from transformers import AutoConfig
 
     layers = AutoConfig.from_pretrained(options.model).num_hidden_layers
     half = round(layers / 2)
     linear = Schedule.from_speedup(layers, 2.0, NEW, name="linear")
     flat = Schedule.constant(layers, half, name="flat")
-    stock = Load(options)
-    if options.part.startswith("default"):
-        ours = Load(options, flat, linear, Schedule.split(layers, half, half, name="split"))
-        for part in DEFAULT_PARTS if options.part == "default" else (options.part,):
-            yield part, *against_default(options, part, stock, ours)
-    else:
-        yield options.part, *against_eager(options, stock, linear, flat)
+    split = Schedule.split(layers, half, half, name="split")
+    stock, ours = (
+        Load(options),
+        Load(options, *((flat, linear, split) if options.part.startswith("default") else (flat, linear))),
+    )
+    for part in DEFAULT_PARTS if options.part == "default" else (options.part,):
+        yield part, *compared(options, part.removeprefix("default_"), stock, ours)
 
 
-def against_default(options: argparse.Namespace, part: str, stock: Load, ours: Load) -> tuple[float, dict[str, Any]]:
-    """Both as vLLM runs by default, compiled."""
-    if part == "default_poisson_flat_2x":
+def compared(options: argparse.Namespace, part: str, stock: Load, ours: Load) -> tuple[float, dict[str, Any]]:
+    """The ratio of a part, and its runs."""
+    if part == "poisson_flat_2x":
         return sustainable(options, stock, ours, "flat")
     mixed = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
     name, requests, prompt = {
-        "default_full_depth_overhead": ("full", [(0.0, NEW)] * 8, PROMPT),
-        "default_lockstep_8_flat_2x": ("flat", [(0.0, NEW)] * 8, PROMPT),
-        "default_mixed_32_linear_2x": ("linear", mixed, PROMPT),
-        "default_split_requests": ("split", [(0.0, LONG_NEW)] * 32, LONG_PROMPT),
+        "full_depth_overhead": ("full", [(0.0, NEW)] * 8, PROMPT),
+        "lockstep_8_flat_2x": ("flat", [(0.0, NEW)] * 8, PROMPT),
+        "lockstep_8_nominal_2x": ("linear", [(0.0, NEW)] * 8, PROMPT),
+        "mixed_32_linear_2x": ("linear", mixed, PROMPT),
+        "split_requests": ("split", [(0.0, LONG_NEW)] * 32, LONG_PROMPT),
     }[part]
-    runs = alternate(options, stock, ours, requests, [name], prompt)
+    runs = alternate(options, stock, ours, requests, name, prompt)
     ratio = runs["stock"]["median"] / runs[name]["median"]
     return 1 / ratio - 1 if name == "full" else ratio, runs
 
 
-def against_eager(
-    options: argparse.Namespace, stock: Load, linear: Schedule, flat: Schedule
-) -> tuple[float, dict[str, Any]]:
-    """Both under `enforce_eager`."""
-    if options.part == "poisson_flat_2x":
-        return sustainable(options, stock, Load(options, flat), flat.name)
-    ours = Load(options, linear)
-    if options.part == "mixed_32_linear_2x":
-        requests = [(0.0, new) for _, new in poisson(options.requests, 1.0, 0)]
-        runs = alternate(options, stock, ours, requests, ["linear"])
-        return runs["stock"]["median"] / runs["linear"]["median"], runs
-    names = ["full"] if options.part == "full_depth_overhead" else ["linear"]
-    runs = alternate(options, stock, ours, [(0.0, NEW)] * 8, names)
-    if options.part == "full_depth_overhead":
-        return runs["full"]["median"] / runs["stock"]["median"] - 1, runs
-    return runs["stock"]["median"] / runs["linear"]["median"], runs
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--part", choices=(*PARTS, "default", *DEFAULT_PARTS), required=True)
     parser.add_argument("--model", required=True, help="checkpoint directory")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds; medians count")
     parser.add_argument("--requests", type=int, default=96, help="of the mixed and the Poisson load")
     parser.add_argument("--bisections", type=int, default=4, help="rates tried for the Poisson load")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON); other parts in it stay")
     options = parser.parse_args()
     for part, ratio, run in measure(options):
-        document = {**heading("benchmark", "vllm-speed"), "ratios": {}, "runs": []}
-        if options.out.is_file():
-            document = read_result(options.out, "benchmark")
-        config = {k: v for k, v in vars(options).items() if k not in ("out", "model")} | {"part": part}
-        document["environment"] = environment()
-        document["ratios"][part] = ratio
-        runs = [r for r in document["runs"] if r["part"] != part]
-        document["runs"] = [*runs, {"part": part, "config": config, "environment": environment(), "result": run}]
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        before = read_result(options.out, "benchmark") if options.out.is_file() else {"ratios": {}, "runs": []}
+        config = config_of(options) | {"part": part}
+        runs = [r for r in before["runs"] if r["part"] != part]
+        runs.append({"part": part, "config": config, "environment": environment(), "result": run})
+        write_result(options.out, "vllm-speed", {"ratios": before["ratios"] | {part: ratio}, "runs": runs})
         print(f"{part}: {ratio:.3f}", flush=True)
 
 

@@ -1,0 +1,75 @@
+"""What the scripts have in common: arguments, result files, prompts of E2E, and commands that they run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.environment import environment
+from skipdecode.common.files import write_whole
+from skipdecode.common.kinds import heading
+from skipdecode.data.prompts import encode_prompts
+from skipdecode.data.source import load_records
+from skipdecode.data.tasks import load_task
+from skipdecode.models.families import unwrap
+
+TASKS = Path(__file__).parent / "tasks"
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def script_parser(
+    description: str | None, default: Path | None = None, result: str = "result file (JSON)"
+) -> argparse.ArgumentParser:
+    """A parser with the docstring of a script, and `--out`, which is required if it has no default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=default, required=default is None, help=result)
+    return parser
+
+
+def config_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of a run, JSON-ready, without paths of this machine."""
+    config = {name: value for name, value in vars(options).items() if name not in ("out", "data")}
+    return config | ({"model": Path(config["model"]).name} if "model" in config else {})
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON document in one step."""
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_result(
+    path: Path, benchmark: str, found: Mapping[str, Any], options: argparse.Namespace | None = None
+) -> None:
+    """Write the result of a script: where and with which options it was measured, and what was found."""
+    about = {} if options is None else {"config": config_of(options)}
+    write_json(path, {**heading("benchmark", benchmark), "environment": environment(), **about, **found})
+
+
+def e2e_prompts(file: Path, tokenizer: Any, limit: int | None = None) -> list[list[int]]:
+    """Token ids of the prompts of E2E records."""
+    task = load_task("e2e")
+    return encode_prompts(task.template(), load_records(task, str(file), limit=limit), tokenizer)[1]
+
+
+def merged(model: Any) -> Any:
+    """A transformers model with its adapter merged in."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else unwrap(model)
+
+
+def call(*command: str | Path, dry_run: bool = False) -> None:
+    """Show a command, and run it; a dry run only shows it."""
+    words = list(map(str, command))
+    print("$", shlex.join(words), flush=True)
+    if not dry_run:
+        subprocess.run(words, check=True)
+
+
+def is_tuned(run: Path) -> bool:
+    """Whether `skipdecode tune` came to its end in a directory."""
+    recipe = run / "recipe.json"
+    return recipe.exists() and json.loads(recipe.read_text(encoding="utf-8"))["result"] is not None
