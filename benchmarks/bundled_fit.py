@@ -8,13 +8,13 @@ and its schedules go to --out. The weights are those that the package fetches.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from fitted import batches_of, chat_prompt, ids, read_rows
+from fitted import batches_of, chat_texts, read_rows
+from shared import script_parser
 
 from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
@@ -39,18 +39,14 @@ def schedules_of(preset: dict[str, Any], layers: int) -> list[Schedule]:
 
 def main() -> None:
     """Fit and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, result="directory for the fit and its schedules")
     parser.add_argument("--words", type=Path, required=True, help="directory of self.jsonl")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the fit and its schedules")
     given = parser.parse_args()
     preset = json.loads(PRESET.read_text(encoding="utf-8"))
     options = preset["options"]
     loaded = load_model(options["model"], dtype="float32")
     tokenizer: Any = loaded.tokenizer
-    texts = [
-        (chat_prompt(tokenizer, row["prompt"]), [*ids(tokenizer, row["response"]), tokenizer.eos_token_id])
-        for row in read_rows(given.words / "self.jsonl", options["records"])
-    ]
+    texts = chat_texts(tokenizer, read_rows(given.words / "self.jsonl", options["records"]))
     schedules = schedules_of(preset, loaded.num_layers)
     chosen = FitOptions(fit_rank=options["fit_rank"], fit_taps=options["fit_taps"])
     with progress_bar(loaded.num_layers, "layer", name="fitting") as bar, torch.inference_mode():

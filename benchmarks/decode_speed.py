@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 from typing import Any
 
@@ -97,12 +98,8 @@ def main() -> None:
     options = parser.parse_args()
     found = run(options)
     write_result(options.out, "decode-speed", found, options)
-    print(f"{'nominal':>8} {'layers':>7} {'tokens/s':>9} {'measured':>9} {'predicted':>10} {'ratio':>6}")
     for row in found["rows"]:
-        print(
-            f"{row['nominal_speedup']:8.1f} {row['mean_layers']:7.1f} {row['decode_tokens_per_s']:9.1f} "
-            f"{row['decode_speedup']:8.2f}x {row['predicted_speedup']:9.2f}x {row['measured_over_predicted']:6.2f}"
-        )
+        print(json.dumps(row))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
-from skipdecode.models.fit import Bridge, Fit, PromptMap, keep_fit, normed
+from skipdecode.models.fit import Bridge, Fit, keep_fit, normed
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.tuning.collate import Batch, collate, padding
 
@@ -130,10 +130,7 @@ def chat_setting(options: argparse.Namespace) -> Setting:
     loaded = load_model("smollm2-135m", dtype="float32")
     tokenizer: Any = loaded.tokenizer
     rows = [row for name in ("self", "self-dev") for row in read_rows(options.runs / f"chat-words/{name}.jsonl", 10**6)]
-    texts = [
-        (chat_prompt(tokenizer, row["prompt"]), [*ids(tokenizer, row["response"]), tokenizer.eos_token_id])
-        for row in rows
-    ]
+    texts = chat_texts(tokenizer, rows)
     cut = len(texts) // 6
     pairs = ((15, 30), (30, 23), (15, 28), (30, 25), (10, 30), (10, 28))
     schedules = several(30, ORDER, *pairs)
@@ -218,6 +215,14 @@ def chat_prompt(tokenizer: Any, words: str) -> list[int]:
     return found
 
 
+def chat_texts(tokenizer: Any, rows: Iterable[Mapping[str, str]]) -> list[Text]:
+    """Token ids of conversations, from rows of self-generated data."""
+    return [
+        (chat_prompt(tokenizer, row["prompt"]), [*ids(tokenizer, row["response"]), tokenizer.eos_token_id])
+        for row in rows
+    ]
+
+
 def repeat_probe(tokenizer: Any, chat: bool, count: int = 40) -> Probe:
     """Sentences with two made-up names and a number, to be said once more."""
     draw, prompts, wanted = random.Random(5), [], []
@@ -271,20 +276,6 @@ def made_fit(setting: Setting, file: Path, rank: int, taps: int, schedules: Sequ
         fit.save(file)
         note(f"{file.name}: {took}")
     return Fit.load(file)
-
-
-def without_taps(fit: Fit) -> Fit:
-    """A fit whose maps see one token: for times, which do not depend on the numbers."""
-    layers, width = range(fit.num_layers), fit.hidden_size
-    sets = {
-        prompt: {
-            n: PromptMap(made.weight[:, :width].contiguous(), made.bias.data, made.first.data)
-            for n in layers
-            if (made := fit.prompt_map(prompt, n)) is not None
-        }
-        for prompt in fit.prompt_sets
-    }
-    return Fit(fit.num_layers, width, {n: made for n in layers if (made := fit.bridge(n))}, sets)
 
 
 class TeacherMaps:
@@ -477,10 +468,9 @@ def measure_setting(name: str, options: argparse.Namespace) -> None:
         if schedule.dropped:
             rows.row("bias", schedule, lambda s=schedule: teacher().fit(s, False))
             rows.row("patch", schedule, lambda s=schedule: teacher().fit(s, True))
-    if any(schedule.projected for schedule in setting.schedules):
-        for schedule in setting.schedules:
-            if schedule.projected and not schedule.dropped:
-                rows.row("fitted", schedule, lambda: rows.fit(0, 0))
+    for schedule in setting.schedules:
+        if schedule.projected and not schedule.dropped:
+            rows.row("fitted", schedule, lambda: rows.fit(0, 0))
 
 
 # ---------------------------------------------------------------------- time and memory
@@ -490,8 +480,8 @@ def measure_speed(options: argparse.Namespace) -> None:
     """Requests of chat in batches of 16 on the engine: schedules with fits and without, and full depth, in turn."""
     setting = chat_setting(options)
     model, runs = setting.loaded.model, options.runs
-    ours = made_fit(setting, runs / "fitted-chat-128-1.fit", 128, 1)
-    fits = {"today": None, "fitted": without_taps(ours), "fitted, one tap": ours}
+    fitted, tapped = (made_fit(setting, runs / f"fitted-chat-128-{taps}.fit", 128, taps) for taps in (0, 1))
+    fits = {"today": None, "fitted": fitted, "fitted, one tap": tapped}
     sources: dict[str, Backend] = {}
     for name, fit in fits.items():
         keep_fit(model, fit)

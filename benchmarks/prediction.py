@@ -12,17 +12,15 @@ them: it knows nothing of the runs. Nothing else should run meanwhile.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from shared import script_parser, write_result
 
 from skipdecode import Schedule
-from skipdecode.common.progress import progress_bar
+from skipdecode.common.progress import note, progress_bar
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.scheduler import PROMPT_TOKENS
-from skipdecode.errors import SkipDecodeError
 from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, WHAT, speed_entries, time_equal_lengths
@@ -92,29 +90,25 @@ def row(cost: CostModel, schedule: Schedule, tokens: tuple[int, int], found: dic
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write; returns 0, or 1 with one line that says what was wrong."""
+def main() -> None:
+    """Measure and write."""
     parser = script_parser(__doc__)
     parser.add_argument("--model", default="e2e-smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--speedups", type=float, nargs="+", default=[2, 3, 5])
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     runs: list[dict[str, Any]] = []
-    try:
-        loaded = load_model(options.model, dtype=options.dtype)
-        source = open_engines(loaded.model, "fast", lambda line: print(line, file=sys.stderr))
-        for lengths in options.lengths:
-            for batch in options.batches:
-                layers = unwrap(loaded.model).config.num_hidden_layers
-                chosen = schedules(layers, LENGTHS[lengths][1], options.speedups, PROMPTS)
-                runs += cell(source, lengths, batch, chosen)
-                worst = max(abs(run["request_error"]) for run in runs[-len(chosen) :])
-                print(f"{lengths}, batch {batch}: request speed-ups within {worst:.1%}", file=sys.stderr)
-    except SkipDecodeError as e:
-        print(f"prediction: {e}", file=sys.stderr)
-        return 1
+    loaded = load_model(options.model, dtype=options.dtype)
+    source = open_engines(loaded.model, "fast", note)
+    layers = unwrap(loaded.model).config.num_hidden_layers
+    for lengths in options.lengths:
+        for batch in options.batches:
+            chosen = schedules(layers, LENGTHS[lengths][1], options.speedups, PROMPTS)
+            runs += cell(source, lengths, batch, chosen)
+            worst = max(abs(run["request_error"]) for run in runs[-len(chosen) :])
+            note(f"{lengths}, batch {batch}: request speed-ups within {worst:.1%}")
     found = {
         "what": WHAT,
         "rounds": ROUNDS,
@@ -124,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs": runs,
     }
     write_result(options.out, "prediction", found, options)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -141,7 +141,11 @@ def own_speed(run: Run) -> dict[str, Any]:
     names = ("measured_speedup", "measured_speedup_interval", "measured_speedup_with_prompt")
     found = dict.fromkeys(names) | {n: value for n, value in run.data.items() if n.startswith("measured_speedup")}
     bounds = {n: value and [value["low"], value["high"]] for n, value in found.items() if n.endswith("_interval")}
-    settings = {name: config[name] for name in ("dtype", "quantization", "device")}
+    settings = {
+        "dtype": config["dtype"],
+        "quantization": config.get("quantization", "none"),
+        "device": config["device"],
+    }
     about = {"what": speed["what"], "records": speed["records"]} if speed else {}
     about |= {"engine": run.data["engine"], "batch_size": config["settings"]["batch_size"], **settings}
     about |= {"run": "the evaluation itself", "date": here["date"], "threads": here["threads"]}

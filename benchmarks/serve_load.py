@@ -47,14 +47,13 @@ PROMPTS = [f"{subject} {ending}" for subject in SUBJECTS for ending in ENDINGS]
 class Stream:
     """One completion as a client saw it."""
 
-    prompt: str | list[int]
+    prompt: str
     new: int
     parts: list[tuple[float, bytes]] = field(default_factory=list)
     text: str = ""
     arrivals: list[float] = field(default_factory=list)
     asked: float = 0.0
     tokens: int = 0
-    layers: int = 0
     error: str = ""
 
 
@@ -121,11 +120,11 @@ class Receiver(asyncio.Protocol):
         self.done.set_result(None)
 
 
-async def one_stream(port: int, prompt: str | list[int], schedule: str, new: int, **bounds: float) -> Stream:
+async def one_stream(port: int, prompt: str, schedule: str, new: int) -> Stream:
     """Ask, and take what comes to the end; the bytes are read when the phase is over."""
     stream = Stream(prompt, new, asked=time.perf_counter())
     body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
-    body |= {"skipdecode": {"schedule": schedule, **bounds}}
+    body["skipdecode"] = {"schedule": schedule}
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
     request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
@@ -153,7 +152,6 @@ def read_parts(stream: Stream) -> None:
         stream.text += "".join(choice["text"] for choice in chunk["choices"])
         if "skipdecode" in chunk:
             stream.tokens = chunk["skipdecode"]["completion_tokens"]
-            stream.layers = chunk["skipdecode"]["layers_run"]
     if not done:
         stream.error = "the stream ended without [DONE]"
     for at, part in stream.parts:
