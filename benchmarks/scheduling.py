@@ -1,16 +1,16 @@
-"""Waves and a stream on the real engine, against the lockstep ideal and against what the simulator says.
+"""A batch job and a stream on the real engine, against the lockstep ideal and against what the simulator says.
 
 Figures go into one JSON, part by part. The cost of a step is calibrated right before and after every run, in the same
 process, from forwards on made-up tokens; the simulator gets that and the lengths that came out, nothing else. Parts:
 
-waves       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
+batch       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
             prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of
             the depth of the token's position. Share of the ideal = its seconds / the real ones.
 stream      Requests one by one. *Capacity*: requests/s when all wait at once, median of alternating rounds. Then
             Poisson arrivals at a share of full depth's capacity, and for the flat schedule also at that share of its
             own. Output lengths are those of full depth for both, so that both do the same work.
 
-    python benchmarks/scheduling.py waves --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
+    python benchmarks/scheduling.py batch --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
     python benchmarks/scheduling.py stream --data test.jsonl dev.jsonl --out results/scheduling-smollm2-135m-cpu.json
 """
 
@@ -148,7 +148,7 @@ def compared(real: dict[str, Any], told: Simulation) -> dict[str, Any]:
     return {"real": real, "simulated": said, "simulated_over_real": ratios}
 
 
-# ---------------------------------------------------------------------- waves
+# ---------------------------------------------------------------------- batch
 
 
 def ideal_seconds(
@@ -166,11 +166,11 @@ def ideal_seconds(
     return {"prompt_seconds": prompt, "decode_seconds": decode}
 
 
-def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+def batch(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """The batch job under both schedules."""
     found: dict[str, Any] = {}
     for schedule in (Schedule.full(job.model.num_layers), job.schedule.with_speedup(options.nominal)):
-        engine = FastEngine(job.model, schedule, max_rows=options.rows, join_below=options.join_below)
+        engine = FastEngine(job.model, schedule, max_rows=options.rows, refill_below=options.refill_below)
         requests = [Request(tuple(p), job.limit, stop_ids=job.ends) for p in job.prompts]
         arrivals = [0.0] * len(requests)
         times, cost = calibrated(job, engine, requests, arrivals, options.rows)
@@ -178,7 +178,9 @@ def waves(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         lengths = [len(row) for row in times.tokens]
         prompts = [len(p) for p in job.prompts]
         trace = [Arrival(0.0, p, n, job.limit) for p, n in zip(prompts, lengths, strict=True)]
-        told = simulate(trace, cost, schedule, max_rows=options.rows, policy="waves", join_below=options.join_below)
+        told = simulate(
+            trace, cost, schedule, max_rows=options.rows, policy="static", refill_below=options.refill_below
+        )
         ideal = ideal_seconds(cost, schedule, prompts, lengths, options.rows)
         found[schedule.name] = compared(real, told) | {
             "cost": cost.to_dict(),
@@ -208,12 +210,12 @@ def stream(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     def measure(name: str, schedule: Schedule, rate: float | None) -> float:
         stream = itertools.repeat(0.0) if rate is None else bursts(rate, 1, options.seed)
         arrivals = list(itertools.islice(stream, len(work)))
-        join_below, in_order = POLICIES["continuous"]
+        refill_below, in_order = POLICIES["continuous"]
         engine = FastEngine(
             job.model,
             schedule,
             max_rows=options.rows,
-            join_below=join_below,
+            refill_below=refill_below,
             in_order=in_order,
             prompt_tokens=options.prompt_tokens,
         )
@@ -242,7 +244,7 @@ def _tell(name: str, result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = script_parser(__doc__)
-    parser.add_argument("part", choices=("waves", "stream"))
+    parser.add_argument("part", choices=("batch", "stream"))
     parser.add_argument(
         "--model", default="e2e-smollm2-135m", help="a model that carries the schedule that it was tuned for"
     )
@@ -252,7 +254,7 @@ def main() -> None:
     parser.add_argument("--stream-requests", type=int, default=256)
     parser.add_argument("--rows", type=int, default=32, help="most rows of a batch")
     parser.add_argument(
-        "--join-below", type=float, default=0.0, help="waves: share of rows left when the next one joins"
+        "--refill-below", type=float, default=0.0, help="batch: share of slots in use below which requests join"
     )
     parser.add_argument("--prompt-tokens", type=int, default=512, help="stream: most prompt tokens of one forward")
     parser.add_argument("--rounds", type=int, default=3, help="stream: runs of each schedule that measure capacity")
@@ -263,9 +265,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     job = load(options)
-    found = {"waves": waves, "stream": stream}[options.part](job, options)
+    found = {"batch": batch, "stream": stream}[options.part](job, options)
     before = read_result(options.out, "benchmark") if options.out.exists() else {}
-    others = {part: before[part] for part in ("waves", "stream") if part in before}
+    others = {part: before[part] for part in ("batch", "stream") if part in before}
     part = {"environment": environment(), "config": config_of(options), "runs": found}
     write_result(options.out, "scheduling", others | {options.part: part})
 

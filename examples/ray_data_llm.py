@@ -5,7 +5,7 @@
 
 Lines of the input have `prompt`, and may have `expected`, the output's length as far as it is known (any unit); else
 the prompt's length stands for it. Requests of like length start together and end together, so under a schedule that
-falls with the position the rows of a step are of like depth: the engines run in waves (docs/vllm.md).
+falls with the position the rows of a step are of like depth: the engines take the policy `refill` (docs/vllm.md).
 
 Ray pins a release of vLLM of its own, which must be one that the plugin supports.
 """
@@ -29,16 +29,16 @@ def with_length(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine(args: argparse.Namespace) -> vLLMEngineProcessorConfig:
-    """The workers. A checkpoint with a schedule needs no more than its name; waves are for offline sets like this."""
+    """The workers. A checkpoint with a schedule needs only its name; the policy `refill` is for offline sets."""
     return vLLMEngineProcessorConfig(
         model_source=args.model,
-        engine_kwargs={"additional_config": {"skipdecode": {"policy": "waves"}}} | args.engine,
+        engine_kwargs={"additional_config": {"skipdecode": {"policy": "refill"}}} | args.engine,
         concurrency=(args.workers, args.workers),
         # One batch is one sorted run of requests; a second one at hand keeps the engine from waiting.
         batch_size=args.batch_size,
         max_concurrent_batches=2,
         log_engine_metrics=False,  # as Ray metrics, which take ray[serve]
-        max_pending_requests=2 * args.batch_size,  # all wait in vLLM's own queue: waves take their requests from there
+        max_pending_requests=2 * args.batch_size,  # all wait in vLLM's own queue, from which groups join
         placement_group_config={"bundles": [{"CPU": 1, "GPU": args.gpus_per_worker}]},
         chat_template_stage=False,
     )

@@ -35,7 +35,7 @@ WRONG = {
     "generate hollo x": "'hollow'",
     "generate e2e-smollm2-135 x": "'e2e-smollm2-135m'",
     "bench hollow --engines fats": "'fast'",
-    "simulate --model cfg.json --policy wavse": "'waves'",
+    "simulate --model cfg.json --policy statik": "'static'",
     f"{EVAL} --method evne": "'even'",
     f"{EVAL} --methods evn:2": "'even'",
     f"{EVAL} --metrics BLUE": "'bleu'",

@@ -82,7 +82,7 @@ def test_greedy_output_is_that_of_generate_under_attach(family):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 3, "join_below": 1, "in_order": True}]
+    "options", [{"max_rows": 1}, {"max_rows": 2}, {"max_rows": 3, "refill_below": 1, "in_order": True}]
 )
 def test_rows_do_not_depend_on_their_batch(options, dtype):
     model, schedule = tiny_model("llama").to(dtype), SCHEDULES["linear"]
@@ -101,7 +101,7 @@ def test_rows_do_not_depend_on_their_batch(options, dtype):
 def test_mixed_ages_run_each_row_at_its_own_depth():
     model, schedule = tiny_model("qwen3"), SCHEDULES["linear"]
     alone = [tokens(decode(model, schedule, [Request(p, NEW)]))[0] for p in PROMPTS]
-    run = engine(model, schedule, join_below=1)
+    run = engine(model, schedule, refill_below=1)
     got = {i: [] for i in range(len(PROMPTS))}
     for i, prompt in enumerate(PROMPTS):
         run.submit([Request(prompt, NEW)])
@@ -118,7 +118,7 @@ def test_prompts_that_share_forwards_with_rows_of_all_ages_change_nothing(schedu
     model, prompts = tiny_model("llama"), [*PROMPTS, tuple(range(90, 20, -1))]
     alone = [tokens(decode(model, schedule, [Request(p, NEW)]))[0] for p in prompts]
     # 9 tokens of prompts a forward: the second row's prompt begins and the third's runs while the first decodes, …
-    run = engine(model, schedule, join_below=1, in_order=True, prompt_tokens=9)
+    run = engine(model, schedule, refill_below=1, in_order=True, prompt_tokens=9)
     rows = [[] for _ in prompts]
     for out in run.run([Request(p, NEW) for p in prompts]):
         rows[out.request].append(out.token)
@@ -131,7 +131,7 @@ def test_prompts_that_share_forwards_with_rows_of_all_ages_change_nothing(schedu
 
 
 def test_the_first_token_leaves_with_the_forward_that_gave_it():
-    run = engine(tiny_model("llama"), SCHEDULES["linear"], join_below=1, prompt_tokens=16)
+    run = engine(tiny_model("llama"), SCHEDULES["linear"], refill_below=1, prompt_tokens=16)
     forward, sizes = run.model.forward, []
     run.model.forward = lambda rows, kv: (sizes.append(len(rows.tokens)), forward(rows, kv))[1]
     run.submit([Request(PROMPTS[0], NEW)])
@@ -210,7 +210,7 @@ def test_a_memory_limit_holds_and_all_requests_still_run():
     want = tokens(decode(model, schedule, requests))
     probe = engine(model, schedule)
     limit = LAYERS * probe.kv.layout.pages(57) * probe.kv.layout.page_bytes
-    run = engine(model, schedule, kv_bytes=limit, join_below=1)
+    run = engine(model, schedule, kv_bytes=limit, refill_below=1)
     got = [[] for _ in requests]
     for out in run.run(requests):
         got[out.request].append(out.token)

@@ -66,7 +66,7 @@ def test_tokens_are_those_of_full_depth_in_ragged_batches(drafting, dtype):
     model = open_model(tiny_model("llama").to(dtype))
     want = tokens(FastEngine(model, FULL), requests(False))
     for count in (1, 3, 8):
-        made = engine(model, DRAFTING[drafting], count, max_rows=3, join_below=1, in_order=True, prompt_tokens=9)
+        made = engine(model, DRAFTING[drafting], count, max_rows=3, refill_below=1, in_order=True, prompt_tokens=9)
         assert tokens(made, requests(True)) == want
         assert made.stats.drafted_tokens > 0
         assert made.kv_bytes == 0

@@ -21,10 +21,10 @@ AT_EXIT = Schedule.paper(LAYERS, min_exit_layer=2, max_exit_layer=6, seq_len=12,
 
 
 @pytest.mark.parametrize("schedule", [FALLING, AT_EXIT, Schedule.even(LAYERS, 4)], ids=["falling", "prompt", "flat"])
-@pytest.mark.parametrize("join_below", [0, 0.5, 1])
-def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedule, join_below: float):
+@pytest.mark.parametrize("refill_below", [0, 0.5, 1])
+def test_rows_of_any_age_hold_their_active_tokens_within_a_page(schedule: Schedule, refill_below: float):
     kernels_or_skip()
-    engine = FastEngine(tiny_model("llama"), schedule, max_rows=3, join_below=join_below)
+    engine = FastEngine(tiny_model("llama"), schedule, max_rows=3, refill_below=refill_below)
     prompts = [tuple(range(3, 3 + n)) for n in (5, 40, 17, 1, 33, 16, 9)]
     requests = [Request(p, 4 + 5 * i) for i, p in enumerate(prompts)]
     engine.submit(requests)

@@ -80,7 +80,7 @@ def all_pages_are_free(kv: PrefixKV) -> bool:
 
 @pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2, 5)], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("options", [{"max_rows": 7}, {"max_rows": 2, "join_below": 1, "in_order": True}])
+@pytest.mark.parametrize("options", [{"max_rows": 7}, {"max_rows": 2, "refill_below": 1, "in_order": True}])
 def test_rows_are_those_without_a_cache(schedule: Schedule, prompt: Any, options: dict[str, Any]):
     model, schedule = tiny_model("llama"), replace(schedule, prompt=prompt)
     requests = requests_of()
@@ -120,7 +120,7 @@ def test_a_row_on_kept_pages_is_the_oracles(family: str, prompt: Any):
 
 def test_prompts_share_only_what_ran_the_same_layers():
     model, deep, shallow = tiny_model("llama"), PAPER, replace(PAPER, prompt="max_exit")
-    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), prefix_cache=True, max_rows=4, join_below=1)
+    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), prefix_cache=True, max_rows=4, refill_below=1)
     hits = []
     for schedule in (deep, shallow, deep, shallow, DECAY):
         before = engine.stats.prefix_hit_tokens
@@ -142,7 +142,7 @@ def test_like_prompts_that_come_together_run_their_beginning_once():
 
 def test_what_is_kept_is_no_rows_and_shared_pages_count_once():
     model, full = tiny_model("llama"), Schedule.full(LAYERS)
-    engine = FastEngine(model, full, prefix_cache=True, max_rows=2, join_below=1)
+    engine = FastEngine(model, full, prefix_cache=True, max_rows=2, refill_below=1)
     page = engine.kv.layout.page_bytes
     engine.submit([Request(PROMPTS[0], 4), Request(PROMPTS[3], 4)])
     engine.step()
@@ -174,7 +174,7 @@ def test_under_pressure_what_is_kept_gives_way_and_the_limit_holds(schedule: Sch
         probe = FastEngine(model, schedule).kv
         most = int(limit * LAYERS * probe.layout.pages(53 + 25) * probe.layout.page_bytes)
         engine = FastEngine(
-            model, schedule, prefix_cache=True, kv_bytes=most, max_rows=5, join_below=1, prompt_tokens=40
+            model, schedule, prefix_cache=True, kv_bytes=most, max_rows=5, refill_below=1, prompt_tokens=40
         )
         got: list[list[tuple[int, int]]] = [[] for _ in requests]
         cancelled = set()
@@ -193,7 +193,7 @@ def test_under_pressure_what_is_kept_gives_way_and_the_limit_holds(schedule: Sch
 
 def test_rows_dropped_in_the_midst_of_their_prompts_lose_no_page():
     model = tiny_model("llama")
-    options = {"max_rows": 4, "join_below": 1, "in_order": True, "prompt_tokens": 20}
+    options = {"max_rows": 4, "refill_below": 1, "in_order": True, "prompt_tokens": 20}
     engine = FastEngine(model, PAPER, prefix_cache=True, **options)
     numbers = engine.submit([Request(p, NEW) for p in PROMPTS[:4]])
     engine.step()

@@ -62,7 +62,7 @@ def decode(engine: FastEngine, prompts: list[tuple[int, ...]]) -> list[list[Any]
 def test_batches_rows_alone_prompts_in_parts_and_second_turns_are_the_oracles(family: str, schedule: Schedule) -> None:
     model = uneven_model(family)
     fast = open_model(model)
-    batch = decode(FastEngine(fast, schedule, max_rows=2, join_below=1, prompt_tokens=7), PROMPTS)
+    batch = decode(FastEngine(fast, schedule, max_rows=2, refill_below=1, prompt_tokens=7), PROMPTS)
     engine = FastEngine(fast, schedule, prefix_cache=True)
     for prompt, row in zip(PROMPTS, batch, strict=True):
         check_against_oracle(model, schedule, prompt, row)

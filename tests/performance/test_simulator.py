@@ -92,8 +92,8 @@ def test_cached_tokens_are_read_to_the_window_by_hand():
 def test_waves_start_together_and_a_stream_fills_free_rows_by_hand():
     cost = CostModel(1, 2, (StepCost(1, 0, 1), StepCost(2, 0, 1)), (PromptCost(1000, 1),))
     sizes = requests((0, 1, 5), (0, 1, 3), (0, 1, 3))
-    # Waves: the two longest -> 1 .. 5 (the short one ends at 3), then the third alone: prompt -> 6, ends at 8.
-    assert list(simulate(sizes, cost, Schedule.full(1), max_rows=2, policy="waves").whole) == [3, 5, 8]
+    # Static batches: the two longest -> 1 .. 5 (the short one ends at 3), then the third alone: prompt -> 6, ends at 8.
+    assert list(simulate(sizes, cost, Schedule.full(1), max_rows=2, policy="static").whole) == [3, 5, 8]
     # A stream: the third joins at 3, its prompt beside a token of the first -> 4; both step -> 5, the third -> 6.
     assert list(simulate(sizes, cost, Schedule.full(1), max_rows=2).whole) == [3, 5, 6]
 
@@ -138,15 +138,15 @@ def test_lockstep_equals_the_cost_model(schedule, policy):
 def test_a_wave_of_whole_requests_equals_the_cost_model(prompt):
     schedule = replace(PAPER, prompt=prompt)
     cost = replace(MODELS[1], prompts=(PromptCost(64, 0.01, 0.001),))
-    result = simulate(requests(*[(0, 16, 40)] * 4), cost, schedule, max_rows=4, policy="waves")
+    result = simulate(requests(*[(0, 16, 40)] * 4), cost, schedule, max_rows=4, policy="static")
     assert result.seconds == pytest.approx(cost.request_seconds(schedule, 16, 40))
 
 
 def test_continuous_with_one_row_equals_waves_of_one():
     trace = list(make_trace(50, bursts(3, 1, 1), parse_lengths("uniform:1:40"), parse_lengths("9"), seed=1))
-    continuous, waves = (simulate(trace, COST, PAPER, max_rows=1, policy=p) for p in ("continuous", "waves"))
-    assert continuous.seconds == pytest.approx(waves.seconds)
-    assert continuous.stats.steps == waves.stats.steps == 50 * 8
+    continuous, static = (simulate(trace, COST, PAPER, max_rows=1, policy=p) for p in ("continuous", "static"))
+    assert continuous.seconds == pytest.approx(static.seconds)
+    assert continuous.stats.steps == static.stats.steps == 50 * 8
     assert continuous.layers_per_step == continuous.layers_per_token
 
 
@@ -226,9 +226,9 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
     rng = random.Random(4)
     trace = [Arrival(0.0, rng.randint(1, 12), n, n) for n in (rng.randint(1, 14) for _ in range(11))]
     cost = CostModel.of_step(layers, 3, 0.01, 0.001)
-    for (policy, (join_below, in_order)), chunk in itertools.product(POLICIES.items(), (7, 512)):
+    for (policy, (refill_below, in_order)), chunk in itertools.product(POLICIES.items(), (7, 512)):
         engine = engine_module.FastEngine(
-            model, schedule, max_rows=3, join_below=join_below, in_order=in_order, prompt_tokens=chunk
+            model, schedule, max_rows=3, refill_below=refill_below, in_order=in_order, prompt_tokens=chunk
         )
         model = engine.model
         for _ in engine.run([Request((1,) * a.prompt_tokens, a.new_tokens) for a in trace]):
@@ -287,8 +287,8 @@ def test_a_limit_hides_lengths_from_the_scheduler():
     trace = list(make_trace(50, None, parse_lengths("4"), parse_lengths("uniform:1:30"), limit=20))
     assert {a.limit for a in trace} == {20}
     assert max(a.new_tokens for a in trace) == 20
-    hidden = simulate(trace, COST, FULL, policy="waves")
-    known = simulate([a._replace(limit=a.new_tokens) for a in trace], COST, FULL, policy="waves")
+    hidden = simulate(trace, COST, FULL, policy="static")
+    known = simulate([a._replace(limit=a.new_tokens) for a in trace], COST, FULL, policy="static")
     assert known.rows_per_step > hidden.rows_per_step
 
 
@@ -365,14 +365,14 @@ def test_command_chooses_when_the_next_requests_join(tmp_path, capsys):
     path.write_text(json.dumps(config | {"model_type": "llama", "vocab_size": 99}))
     arguments = ["simulate", "--model", str(path), "--bandwidth", "10", "--flops", "100000", "--max-rows", "16"]
     arguments += ["--nominal-speedup", "3", "--requests", "300", "--prompt-len", "1", "--new-tokens", "uniform:32:96"]
-    arguments += ["--policy", "cohort", "--json"]
+    arguments += ["--policy", "refill", "--json"]
     seconds = {}
     for share in ("auto", "0", "0.125", "0.25", "0.5", "0.75", "1"):
-        assert main([*arguments, "--join-below", share]) == 0
+        assert main([*arguments, "--refill-below", share]) == 0
         runs = json.loads(capsys.readouterr().out)["runs"]
         seconds[share] = [r["seconds"] for r in runs]
         if share == "auto":
-            full, falling = [r["join_below"] for r in runs]
+            full, falling = [r["refill_below"] for r in runs]
     # At full depth a free row is a row lost; under a falling schedule company of one's own age is worth waiting for.
     assert falling < full
     for column, found in enumerate(seconds["auto"]):
@@ -403,9 +403,9 @@ def test_answers_of_one_token_have_no_steps_to_compare(cost_files, capsys):
         (["--cost", "COST", "--rate", "1", "--load", "1"], "give one of them"),
         (["--cost", "COST", "--load", "0"], "--load 0"),
         (["--cost", "COST", "--burst", "4"], "--burst needs"),
-        (["--cost", "COST", "--join-below", "auto"], "--join-below needs --policy"),
-        (["--cost", "COST", "--policy", "cohort", "--join-below", "2"], "join_below=2.0 is not accepted"),
-        (["--cost", "COST", "--policy", "cohort", "--join-below", "few"], "--join-below few is not accepted"),
+        (["--cost", "COST", "--refill-below", "auto"], "--refill-below needs --policy"),
+        (["--cost", "COST", "--policy", "refill", "--refill-below", "2"], "refill_below=2.0 is not accepted"),
+        (["--cost", "COST", "--policy", "refill", "--refill-below", "few"], "--refill-below few is not accepted"),
         (["--cost", "COST", "--max-rows", "99"], "known for 1 to 8 rows"),
         (["--cost", "COST", "--new-tokens", "many"], "is no length"),
     ],

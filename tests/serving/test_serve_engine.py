@@ -38,7 +38,7 @@ def decode(engine, numbers):
 
 def test_schedules_of_one_drop_order_share_a_batch():
     model = tiny_model("llama")
-    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), max_rows=4, join_below=1)
+    engine = FastEngine(model, Schedule.constant(LAYERS, LAYERS), max_rows=4, refill_below=1)
     numbers = [engine.submit([Request(p, NEW)], s)[0] for p, s in zip(PROMPTS, SCHEDULES, strict=True)]
     together = decode(engine, numbers)
     for prompt, schedule, row in zip(PROMPTS, SCHEDULES, together, strict=True):

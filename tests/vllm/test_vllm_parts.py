@@ -221,7 +221,9 @@ def test_a_layer_of_another_kind_is_refused():
 
 
 def test_settings_travel_as_json():
-    made = PluginSettings.from_config(LOADED[0].to_dict(), {"mode": "where", "machine": [1e9, 1e10], "policy": "waves"})
+    made = PluginSettings.from_config(
+        LOADED[0].to_dict(), {"mode": "where", "machine": [1e9, 1e10], "policy": "refill"}
+    )
     assert made is not None
     assert [s.name for s in made.schedules] == [LOADED[0].name, "full"]
     assert PluginSettings.from_config(None, made.to_dict()) == made

@@ -22,7 +22,7 @@ from skipdecode.models.loading.hub import choose_device
 from skipdecode.models.loading.ref import ModelRef, model_files
 from skipdecode.performance import traces
 from skipdecode.performance.cost import CostModel
-from skipdecode.performance.simulation import Admission, best_join_below, capacity, simulate
+from skipdecode.performance.simulation import Admission, best_refill_below, capacity, simulate
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ class Config(ScheduleOptions):
     )
     flops: float | None = option("rate of a modelled worker's matrix products, GFLOP/s", default=None, above=0)
     policy: Admission = option(
-        "when requests join the batch; waves: sorted by length, all of a batch together; continuous: in order, at any "
-        "free slot; cohort: in order, when at most a quarter of the slots is in use",
+        "when requests join the batch; static: sorted by length, all of a batch together; continuous: in order, at any "
+        "free slot; refill: in order, when at most a quarter of the slots is in use",
         default="continuous",
     )
-    join_below: str | None = option(
-        "for waves and cohort: share of slots in use below which the next requests join (defaults: 0 and 0.25); auto: "
+    refill_below: str | None = option(
+        "for static and refill: share of slots in use below which the next requests join (defaults: 0 and 0.25); auto: "
         "the share at which the schedule finishes the most requests",
         default=None,
     )
@@ -113,7 +113,7 @@ class _Run:
     schedule: Schedule
     rate: float | None
     capacity: float | None
-    join_below: float | None
+    refill_below: float | None
     result: Simulation
 
 
@@ -162,8 +162,8 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
 
 def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacity: float | None) -> _Run:
     """The simulation of a schedule; `full_capacity` is that of full depth, None for full depth itself."""
-    share = _join_share(config, cost, schedule)
-    options: dict[str, Any] = {"max_rows": cost.batch, "policy": config.policy, "join_below": share}
+    share = _refill_share(config, cost, schedule)
+    options: dict[str, Any] = {"max_rows": cost.batch, "policy": config.policy, "refill_below": share}
     if not schedule.is_full:
         options["acceptance"] = config.acceptance
     most, rate = None, config.rate
@@ -177,22 +177,22 @@ def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacit
     return _Run(schedule, rate, most, share, result)
 
 
-def _join_share(config: Config, cost: CostModel, schedule: Schedule) -> float | None:
-    """The share of --join-below for a schedule; None for the default of the policy."""
-    if config.join_below is None:
+def _refill_share(config: Config, cost: CostModel, schedule: Schedule) -> float | None:
+    """The share of --refill-below for a schedule; None for the default of the policy."""
+    if config.refill_below is None:
         return None
     if config.policy == "continuous":
         raise UsageError(
-            "--join-below needs --policy waves or cohort: with continuous, every free slot is used at once"
+            "--refill-below needs --policy static or refill: with continuous, every free slot is used at once"
         )
-    if config.join_below == "auto":
+    if config.refill_below == "auto":
         arrivals = list(_trace(config, None))
-        return best_join_below(arrivals, cost, schedule, max_rows=cost.batch, policy=config.policy)
+        return best_refill_below(arrivals, cost, schedule, max_rows=cost.batch, policy=config.policy)
     try:
-        return float(config.join_below)
+        return float(config.refill_below)
     except ValueError:
         raise UsageError(
-            f"--join-below {config.join_below} is not accepted: give a number from 0 to 1, or auto"
+            f"--refill-below {config.refill_below} is not accepted: give a number from 0 to 1, or auto"
         ) from None
 
 
@@ -206,7 +206,7 @@ def _document(config: Config, runs: list[_Run]) -> dict[str, object]:
         "seed": config.seed,
         "runs": [
             {"name": r.schedule.name, "schedule": r.schedule.to_dict(), "rate": r.rate, "capacity": r.capacity}
-            | ({} if r.join_below is None else {"join_below": r.join_below})
+            | ({} if r.refill_below is None else {"refill_below": r.refill_below})
             | r.result.to_dict()
             for r in runs
         ],
@@ -228,8 +228,8 @@ def _table(runs: list[_Run]) -> list[str]:
     lines = [["requests/s offered", *("all at once" if r.rate is None else f"{r.rate:.2f}" for r in runs)]]
     if runs[0].capacity is not None:
         lines.append(["requests/s at most", *(f"{r.capacity:.2f}" for r in runs)])
-    if runs[0].join_below is not None:
-        lines.append(["next requests join below", *(f"{r.join_below:.1%} of slots" for r in runs)])
+    if runs[0].refill_below is not None:
+        lines.append(["refill below", *(f"{r.refill_below:.1%} of slots" for r in runs)])
     documents = [r.result.to_dict() for r in runs]
     lines += [[name, *map(form.format_map, documents)] for name, form in _FIGURES.items()]
     for name, field in (("request", "request_s"), ("first token", "first_token_s"), ("inter-token", "inter_token_s")):

@@ -33,7 +33,7 @@ class FastEngine(DecodeLoop):
         The layers that run.
     max_rows : int
         Maximum number of sequences in a step.
-    join_below : float
+    refill_below : float
         See `Scheduler`: 0 admits in whole groups, 1 is continuous batching.
     in_order : bool
         Admit in order of submission instead of by length.
@@ -61,7 +61,7 @@ class FastEngine(DecodeLoop):
         schedule: Schedule,
         *,
         max_rows: int = 8,
-        join_below: float = 0.0,
+        refill_below: float = 0.0,
         in_order: bool = False,
         kv_bytes: int | None = None,
         prompt_tokens: int = PROMPT_TOKENS,
@@ -71,7 +71,7 @@ class FastEngine(DecodeLoop):
         self.name = self.model.name
         schedule.check_fits(self.model.num_layers)
         super().__init__(
-            schedule, max_rows=max_rows, join_below=join_below, in_order=in_order, prompt_tokens=prompt_tokens
+            schedule, max_rows=max_rows, refill_below=refill_below, in_order=in_order, prompt_tokens=prompt_tokens
         )
         self.planner = self.model.planner
         self._prefix_cache = prefix_cache

@@ -30,7 +30,7 @@ __all__ = ["GatedEngine", "left_pad"]
 
 
 @dataclass(eq=False)
-class _Wave:
+class _Batch:
     """A batch of sequences that started together."""
 
     schedule: Schedule
@@ -74,7 +74,7 @@ class GatedEngine(Engine):
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._queues: dict[Schedule, Scheduler] = {}
-        self._wave: _Wave | None = None
+        self._batch: _Batch | None = None
 
     def _enqueue(self, schedule: Schedule, new: list[Sequence]) -> None:
         schedule.check_fits(self.num_layers)
@@ -90,41 +90,41 @@ class GatedEngine(Engine):
 
     @property
     def rows(self) -> int:
-        return 0 if self._wave is None else len(self._wave.rows)
+        return 0 if self._batch is None else len(self._batch.rows)
 
     @property
     def kv_bytes(self) -> int:
-        return 0 if self._wave is None else self._wave.cache.kv_bytes()
+        return 0 if self._batch is None else self._batch.cache.kv_bytes()
 
     def cancel(self, number: int) -> None:
-        if self._wave is not None and any(row.number == number for row in self._wave.rows):
-            self._keep([row.number != number for row in self._wave.rows])
+        if self._batch is not None and any(row.number == number for row in self._batch.rows):
+            self._keep([row.number != number for row in self._batch.rows])
             return
         for queue in self._queues.values():
             queue.drop(number)
 
     def close(self) -> None:
-        self._queues, self._wave = {}, None
+        self._queues, self._batch = {}, None
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One forward of the batch: its prompts, or a token per sequence. A new batch starts when the last one ends."""
         start = time.perf_counter()
-        if self._wave is None:
+        if self._batch is None:
             if not self.waiting:
                 return []
-            self._wave = self._next_wave()
+            self._batch = self._next_batch()
         try:
-            outputs = self._advance(self._wave, start)
+            outputs = self._advance(self._batch, start)
         except BaseException:
             self.close()
             raise
         self.stats.seconds += time.perf_counter() - start
         return outputs
 
-    # ------------------------------------------------------------------ waves
+    # ------------------------------------------------------------------ batches
 
-    def _next_wave(self) -> _Wave:
+    def _next_batch(self) -> _Batch:
         """Waiting sequences with the same schedule as the one that has waited longest."""
         oldest = min((sequence for queue in self._queues.values() for sequence in queue), key=attrgetter("number"))
         schedule = oldest.schedule
@@ -132,60 +132,60 @@ class GatedEngine(Engine):
         for row in rows:
             row.sampler = Sampler(row.request.sampling, row.request.prompt)
         ids, mask = left_pad([row.request.prompt for row in rows], 0, self._model.device)
-        return _Wave(schedule, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
+        return _Batch(schedule, SkipCache(self._model.config, ids.shape[1]), rows, ids, mask)
 
-    def _advance(self, wave: _Wave, start: float) -> list[StepOutput]:
-        if wave.position:
-            for row in wave.rows:
-                row.layers = wave.schedule.layers(wave.position - 1)
-        logits = self._logits(wave)
-        self._count(wave, time.perf_counter() - start)
+    def _advance(self, batch: _Batch, start: float) -> list[StepOutput]:
+        if batch.position:
+            for row in batch.rows:
+                row.layers = batch.schedule.layers(batch.position - 1)
+        logits = self._logits(batch)
+        self._count(batch, time.perf_counter() - start)
         predicted = Predicted(logits)
-        chosen = [(row, predicted.token(place, row.sampler)) for place, row in enumerate(wave.rows)]
+        chosen = [(row, predicted.token(place, row.sampler)) for place, row in enumerate(batch.rows)]
         outputs = self._emit(chosen, start)
-        wave.position += 1
-        wave.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
-        wave.mask = torch.cat((wave.mask, wave.mask.new_ones(len(outputs), 1)), dim=1)
+        batch.position += 1
+        batch.ids = torch.tensor([[out.token] for out in outputs], device=self._model.device)
+        batch.mask = torch.cat((batch.mask, batch.mask.new_ones(len(outputs), 1)), dim=1)
         self._keep([out.finish_reason is None for out in outputs])
         return outputs
 
-    def _logits(self, wave: _Wave) -> Tensor:
+    def _logits(self, batch: _Batch) -> Tensor:
         options: dict[str, Any] = dict(self._options)
         if self._takes_positions:
-            options["position_ids"] = (wave.mask.cumsum(1) - 1).clamp(min=0)[:, -wave.ids.shape[1] :]
-        given = {"input_ids": wave.ids, "attention_mask": wave.mask, "past_key_values": wave.cache, "use_cache": True}
-        with Attachment(self._model, wave.schedule):  # for this forward: other engines of the model have theirs
-            output = self._model(**given, **options)
-        if wave.ids.is_cuda:
-            torch.cuda.synchronize(wave.ids.device)
+            options["position_ids"] = (batch.mask.cumsum(1) - 1).clamp(min=0)[:, -batch.ids.shape[1] :]
+        options |= {"attention_mask": batch.mask, "past_key_values": batch.cache, "use_cache": True}
+        with Attachment(self._model, batch.schedule):  # for this forward: other engines of the model have theirs
+            output = self._model(input_ids=batch.ids, **options)
+        if batch.ids.is_cuda:
+            torch.cuda.synchronize(batch.ids.device)
         logits: Tensor = output.logits[:, -1].float()
         return logits
 
-    def _count(self, wave: _Wave, forward: float) -> None:
-        stats, rows, layers = self.stats, len(wave.rows), len(wave.rows[0].layers)
-        if wave.position == 0:
-            stats.prompt_tokens += sum(len(row.request.prompt) for row in wave.rows)
+    def _count(self, batch: _Batch, forward: float) -> None:
+        stats, rows, layers = self.stats, len(batch.rows), len(batch.rows[0].layers)
+        if batch.position == 0:
+            stats.prompt_tokens += sum(len(row.request.prompt) for row in batch.rows)
             stats.prompt_seconds += forward
         else:
             stats.steps += 1
             stats.fed_tokens += rows
             stats.token_layers += rows * layers
             stats.layer_reads += layers
-        stats.note_kv(wave.cache.kv_bytes(), wave.cache.kv_bytes_full())
+        stats.note_kv(batch.cache.kv_bytes(), batch.cache.kv_bytes_full())
 
     def _keep(self, stays: list[bool]) -> None:
         """Remove finished sequences from the batch and its cache."""
-        wave = self._wave
-        if wave is None or all(stays):
+        batch = self._batch
+        if batch is None or all(stays):
             return
-        wave.rows = [row for row, stay in zip(wave.rows, stays, strict=True) if stay]
-        if not wave.rows:
-            self._wave = None
+        batch.rows = [row for row, stay in zip(batch.rows, stays, strict=True) if stay]
+        if not batch.rows:
+            self._batch = None
             return
-        chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=wave.ids.device)
-        wave.ids, wave.mask = wave.ids[chosen], wave.mask[chosen]
-        for layer, held in enumerate(wave.cache.layers):
-            if wave.cache.tokens_held(layer):
+        chosen = torch.tensor([i for i, stay in enumerate(stays) if stay], device=batch.ids.device)
+        batch.ids, batch.mask = batch.ids[chosen], batch.mask[chosen]
+        for layer, held in enumerate(batch.cache.layers):
+            if batch.cache.tokens_held(layer):
                 held.keys, held.values = held.keys[chosen], held.values[chosen]
 
 

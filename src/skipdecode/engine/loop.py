@@ -30,7 +30,7 @@ class DecodeLoop(Engine):
         The layers that run.
     max_rows : int
         Maximum number of sequences in a forward.
-    join_below : float
+    refill_below : float
         See `Scheduler`: 0 admits in whole groups, 1 is continuous batching.
     in_order : bool
         Admit in order of submission instead of by length.
@@ -50,14 +50,14 @@ class DecodeLoop(Engine):
         schedule: Schedule,
         *,
         max_rows: int = 8,
-        join_below: float = 0.0,
+        refill_below: float = 0.0,
         in_order: bool = False,
         prompt_tokens: int = PROMPT_TOKENS,
     ) -> None:
         super().__init__(schedule)
         self._order = DepthOrder(schedule)
         self._prompt_tokens = prompt_tokens
-        self._scheduler = Scheduler(max_rows, join_below, in_order=in_order)
+        self._scheduler = Scheduler(max_rows, refill_below, in_order=in_order)
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
         self.planner = Planner()

@@ -15,7 +15,7 @@ from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.fast_model import FastModel, StepBytes, open_model
 from skipdecode.engine.gated import GatedEngine
 from skipdecode.engine.generate import Around, GenerateEngine, no_context
-from skipdecode.engine.scheduler import JOIN_BELOW, PROMPT_TOKENS
+from skipdecode.engine.scheduler import PROMPT_TOKENS, REFILL_BELOW
 from skipdecode.errors import UnfitModelError, UsageError
 from skipdecode.models.families import decoder_layers, unwrap
 from skipdecode.schedule import Schedule
@@ -71,7 +71,7 @@ class Backend:
         schedule: Schedule | None = None,
         *,
         max_rows: int = 8,
-        join_below: float = JOIN_BELOW,
+        refill_below: float = REFILL_BELOW,
         in_order: bool = False,
         prefix_cache: bool = False,
         prompt_tokens: int = PROMPT_TOKENS,
@@ -88,7 +88,7 @@ class Backend:
             self.fast,
             asked,
             max_rows=max_rows,
-            join_below=join_below,
+            refill_below=refill_below,
             in_order=in_order,
             prefix_cache=prefix_cache,
             prompt_tokens=prompt_tokens,

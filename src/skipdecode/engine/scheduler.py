@@ -2,8 +2,9 @@
 
 A batch job admits sequences in groups of similar length. The sequences of a group start together, so their depths fall
 together and they end at similar times. Finished sequences leave at once. The next group joins when few sequences are
-left (`join_below`). These run few layers by then, and the new sequences need those layers anyway. `join_below=1` is
-continuous batching: a free slot is filled at once. With 0, a group starts only when all sequences have ended.
+left (`refill_below`). These run few layers by then, and the new sequences need those layers anyway. `refill_below=1` is
+continuous batching: a free slot is filled at once. `refill_below=0` is static batching: a group starts only when all
+sequences have ended.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from operator import attrgetter
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import UsageError
 
-__all__ = ["JOIN_BELOW", "PROMPT_TOKENS", "Scheduler"]
+__all__ = ["PROMPT_TOKENS", "REFILL_BELOW", "Scheduler"]
 
 PROMPT_TOKENS = 512
 """Maximum prompt tokens of one forward in batch jobs."""
-JOIN_BELOW = 0.25
+REFILL_BELOW = 0.25
 """In batch jobs, the next group joins when at most this share of the slots is in use. Measured in docs/LOG.md."""
 _LENGTH = attrgetter("length")
 
@@ -32,19 +33,19 @@ class Scheduler:
     ----------
     max_rows : int
         Maximum number of running sequences.
-    join_below : float
+    refill_below : float
         A new group joins when at most this share of `max_rows` is running.
     in_order : bool
         Admit in order of submission (a queue of users), not by length (a batch job).
     """
 
-    def __init__(self, max_rows: int, join_below: float = 0.0, *, in_order: bool = False) -> None:
+    def __init__(self, max_rows: int, refill_below: float = 0.0, *, in_order: bool = False) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows={max_rows} is not accepted: give 1 or more")
-        if not 0 <= join_below <= 1:
-            raise UsageError(f"join_below={join_below} is not accepted: give a number from 0 (strict waves) to 1")
+        if not 0 <= refill_below <= 1:
+            raise UsageError(f"refill_below={refill_below} is not accepted: give a number from 0 (static) to 1")
         self.max_rows = max_rows
-        self.join_below = join_below
+        self.refill_below = refill_below
         self.in_order = in_order
         # Only one of the two is used; both give the next request in constant time.
         self._queue: deque[Sequence] = deque()
@@ -86,7 +87,7 @@ class Scheduler:
 
         In batch jobs the longest come first. The last groups then have short sequences, so few slots idle at the end.
         """
-        if running and running > self.join_below * (self.max_rows - 1):
+        if running and running > self.refill_below * (self.max_rows - 1):
             return []
         chosen: list[Sequence] = []
         while self.waiting and running + len(chosen) < self.max_rows:

@@ -4,8 +4,8 @@ A cost for every number of rows, a schedule and a request trace go in; throughpu
 step come out. `DecodeLoop` decides what each forward runs, here as in `FastEngine`. No torch.
 
 Not modelled: time in Python and in sampling beyond the cost's fixed part, the limit on KV memory, a prefix cache, the
-waves of the engine on transformers, attention inside a prompt, noise. A result is only as good as its cost model:
-compare it with a real run before relying on it.
+static batches of the engine on transformers, attention inside a prompt, noise. A result is only as good as its cost
+model: compare it with a real run before relying on it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from skipdecode.performance.cost import CostModel, StepCost, tokens_read
 from skipdecode.performance.traces import Arrival
 from skipdecode.schedule import Schedule
 
-__all__ = ["POLICIES", "Admission", "Simulation", "best_join_below", "capacity", "simulate", "spread"]
+__all__ = ["POLICIES", "Admission", "Simulation", "best_refill_below", "capacity", "simulate", "spread"]
 
-Admission = Literal["waves", "continuous", "cohort"]
+Admission = Literal["static", "continuous", "refill"]
 POLICIES: dict[Admission, tuple[float, bool]] = {
-    "waves": (0.0, False),
+    "static": (0.0, False),
     "continuous": (1.0, True),
-    "cohort": (0.25, True),
+    "refill": (0.25, True),
 }
-"""By name: `join_below` and `in_order` of `Scheduler`. A cohort joins when a quarter of the rows is left."""
+"""By name: `refill_below` and `in_order` of `Scheduler`. Refill: requests join at a quarter of the slots."""
 
 _SATURATING = 64  # requests a row with which `capacity` is found
-_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)  # of the rows, tried by `best_join_below`; the last is continuous batching
+_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)  # of the slots, tried by `best_refill_below`; 1 is continuous batching
 
 
 _END = NextToken(1)  # the last token of each output
@@ -281,7 +281,7 @@ def simulate(
     *,
     max_rows: int = 8,
     policy: Admission = "continuous",
-    join_below: float | None = None,
+    refill_below: float | None = None,
     workers: int = 1,
     prompt_chunk: int = PROMPT_TOKENS,
     acceptance: float | None = None,
@@ -296,9 +296,9 @@ def simulate(
         Layers of each row and position.
     max_rows : int
         Most rows of a worker.
-    policy : {"waves", "continuous", "cohort"}
+    policy : {"static", "continuous", "refill"}
         Who joins when.
-    join_below : float, optional
+    refill_below : float, optional
         In place of the policy's own.
     prompt_chunk : int
         Most prompt tokens of one forward; the engine's is the default.
@@ -322,8 +322,8 @@ def simulate(
         raise UsageError(f"policy={policy!r} is not accepted: give one of {', '.join(POLICIES)}")
     own, in_order = POLICIES[policy]
     result = Simulation(workers, max_rows)
-    join_below = own if join_below is None else join_below
-    options = {"join_below": join_below, "in_order": in_order, "prompt_tokens": prompt_chunk}
+    refill_below = own if refill_below is None else refill_below
+    options = {"refill_below": refill_below, "in_order": in_order, "prompt_tokens": prompt_chunk}
     began, ended = _run(
         trace, [_SimulatedEngine(cost, schedule, result, acceptance, **options) for _ in range(workers)]
     )
@@ -338,7 +338,7 @@ def capacity(
     *,
     max_rows: int = 8,
     policy: Admission = "continuous",
-    join_below: float | None = None,
+    refill_below: float | None = None,
     acceptance: float | None = None,
 ) -> float:
     """Requests a second that one worker finishes when it never waits for any.
@@ -347,17 +347,17 @@ def capacity(
     """
     needed = _SATURATING * max_rows
     trace = (arrival._replace(seconds=0.0) for arrival, _ in zip(arrivals, range(needed), strict=False))
-    options: dict[str, Any] = {"max_rows": max_rows, "policy": policy, "join_below": join_below}
+    options: dict[str, Any] = {"max_rows": max_rows, "policy": policy, "refill_below": refill_below}
     return simulate(trace, cost, schedule, acceptance=acceptance, **options).requests_per_second
 
 
-def best_join_below(
+def best_refill_below(
     arrivals: Sequence[Arrival], cost: CostModel, schedule: Schedule, *, max_rows: int, policy: Admission
 ) -> float:
     """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest."""
 
     def finished(share: float) -> tuple[float, float]:
-        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, join_below=share), share
+        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, refill_below=share), share
 
     return max(_SHARES, key=finished)
 

@@ -104,15 +104,15 @@ def _filling_logits(engine: Any) -> Callable[[Any], torch.Tensor]:
     """The forward of a gated engine; prompts leave the keys and values of their first token, repeated."""
     logits = engine._logits
 
-    def filling(wave: Any) -> torch.Tensor:
-        if wave.position:
-            return logits(wave)  # type: ignore[no-any-return]
-        ids, mask = wave.ids, wave.mask
-        wave.ids, wave.mask = ids[:, :1], mask[:, :1]
-        found: torch.Tensor = logits(wave)
-        wave.ids, wave.mask = ids, mask
-        _repeat_first(wave.cache, ids.shape[1] - 1)
-        wave.cache.advance([PROMPT] * (ids.shape[1] - 1))
+    def filling(batch: Any) -> torch.Tensor:
+        if batch.position:
+            return logits(batch)  # type: ignore[no-any-return]
+        ids, mask = batch.ids, batch.mask
+        batch.ids, batch.mask = ids[:, :1], mask[:, :1]
+        found: torch.Tensor = logits(batch)
+        batch.ids, batch.mask = ids, mask
+        _repeat_first(batch.cache, ids.shape[1] - 1)
+        batch.cache.advance([PROMPT] * (ids.shape[1] - 1))
         return found
 
     return filling

@@ -113,7 +113,7 @@ def make_groups(
     make = partial(
         source.for_order,
         max_rows=max_rows,
-        join_below=1,
+        refill_below=1,
         in_order=True,
         prefix_cache=prefix_cache,
         prompt_tokens=_PROMPT_TOKENS,

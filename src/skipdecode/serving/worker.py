@@ -107,8 +107,8 @@ class ModelWorker:
         waiting = len(self._waiting)
         # A batch's worth may always wait for its rows: those are given at the next step.
         if choices > self._limits.max_rows + self._limits.max_waiting - waiting - self._rows:
-            waves = 1 + waiting / self._limits.max_rows
-            seconds = min(_LONGEST_RETRY, math.ceil(waves * self._row_seconds))
+            batches = 1 + waiting / self._limits.max_rows
+            seconds = min(_LONGEST_RETRY, math.ceil(batches * self._row_seconds))
             message = f"the queue is full ({waiting} wait): try again in {seconds} s"
             raise ApiError(429, "queue_full", message, headers={"Retry-After": str(seconds)})
 

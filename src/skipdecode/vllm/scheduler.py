@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with more: a prefix cache of prompts only, admission in waves, metrics.
+"""vLLM's scheduler, with more: a prefix cache of prompts only, admission when few requests run, metrics.
 
 Blocks of generated tokens hold no keys and values in the layers that those tokens sat out. A text that had such a block
 as part of its prompt would read what was never written; so they are neither published nor looked up.
@@ -36,7 +36,7 @@ class _Skipping:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         slots = getattr(self, self._slots)
-        if self._settings.policy == "waves" and not self._may_join():
+        if self._settings.policy == "refill" and not self._may_join():
             setattr(self, self._slots, min(slots, len(self.running)))  # type: ignore[attr-defined]
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -59,9 +59,9 @@ class _Skipping:
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _may_join(self) -> bool:
-        """Whether a wave may join: few run, a wave is joining, or those that run are about as shallow as they get."""
+        """Whether requests may join: few run, a group is joining, or all that run are near their least depth."""
         running = self.running  # type: ignore[attr-defined]
-        if len(running) <= self._settings.join_below * (getattr(self, self._slots) - 1):
+        if len(running) <= self._settings.refill_below * (getattr(self, self._slots) - 1):
             return True
         batch = self._meter.batch(running, [1] * len(running), already_counted=False)
         if (batch.start < batch.prompt).any():

@@ -50,11 +50,11 @@ class PluginSettings(Options):
         "asks the cost model in every step",
         default="auto",
     )
-    policy: Literal["continuous", "waves"] = option(
-        "continuous: admit whenever there is room; waves: only while few requests run, or all near their least depth",
+    policy: Literal["continuous", "refill"] = option(
+        "continuous: admit whenever there is room; refill: only while few requests run, or all near their least depth",
         default="continuous",
     )
-    join_below: float = option("waves: the share of the slots up to which few run", default=0.25, least=0, most=1)
+    refill_below: float = option("refill: the share of the slots up to which few run", default=0.25, least=0, most=1)
     machine: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:

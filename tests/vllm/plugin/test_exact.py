@@ -196,7 +196,7 @@ def test_an_unknown_schedule_is_refused_at_admission(running: Any):
 def test_waves_admit_together(checkpoint: Any):
     texts, new = prompts([6 + i for i in range(16)]), [30] * 16
     expected = reference(checkpoint[1], SCHEDULES["paper"], texts, new)
-    with engine(checkpoint[0], additional_config={"skipdecode": {"policy": "waves"}}, max_num_seqs=4) as llm:
+    with engine(checkpoint[0], additional_config={"skipdecode": {"policy": "refill"}}, max_num_seqs=4) as llm:
         starts: list[int] = []
         scheduler = scheduler_of(llm)
         schedule = scheduler.schedule

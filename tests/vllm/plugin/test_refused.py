@@ -95,8 +95,8 @@ def test_a_broken_schedule(plain: Path):
 def test_options(tuned: Path):
     for options, part in (
         ({"mode": "fast"}, "mode='fast' is not accepted"),
-        ({"policy": "fifo"}, "give one of continuous, waves"),
-        ({"join_below": 2}, "join_below=2 is not accepted"),
+        ({"policy": "fifo"}, "give one of continuous, refill"),
+        ({"refill_below": 2}, "refill_below=2 is not accepted"),
         ({"speed": 2}, "unknown option 'speed'"),
         ({"schedules": [paper().to_dict()]}, "'skipdecode' is given twice"),
     ):

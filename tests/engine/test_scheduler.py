@@ -32,7 +32,7 @@ def test_scheduling_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_waves_hold_requests_of_like_length_longest_first():
+def test_static_batches_hold_requests_of_like_length_longest_first():
     scheduler = Scheduler(2)
     scheduler.submit(sequences(5, 50, 7, 40))
     assert lengths(scheduler.admit(0)) == [50, 40]
@@ -41,8 +41,8 @@ def test_waves_hold_requests_of_like_length_longest_first():
     assert scheduler.waiting == 0
 
 
-def test_join_below_lets_the_next_wave_in_when_few_are_left():
-    scheduler = Scheduler(5, join_below=0.5)
+def test_refill_below_lets_the_next_group_in_when_few_are_left():
+    scheduler = Scheduler(5, refill_below=0.5)
     scheduler.submit(sequences(*range(1, 9)))
     assert len(scheduler.admit(0)) == 5
     assert scheduler.admit(3) == []
@@ -50,13 +50,13 @@ def test_join_below_lets_the_next_wave_in_when_few_are_left():
 
 
 def test_continuous_fills_every_free_row_in_order():
-    scheduler = Scheduler(3, join_below=1, in_order=True)
+    scheduler = Scheduler(3, refill_below=1, in_order=True)
     scheduler.submit(sequences(5, 50, 7, 40))
     assert [s.number for s in scheduler.admit(0)] == [0, 1, 2]
     assert [s.number for s in scheduler.admit(2)] == [3]
 
 
-def test_memory_limits_a_wave():
+def test_memory_limits_a_group():
     scheduler = Scheduler(8)
     scheduler.submit(sequences(1, 2, 3, 4, pages=3))
     assert len(scheduler.admit(0, free_pages=7)) == 2
@@ -66,7 +66,7 @@ def test_memory_limits_a_wave():
 def test_bad_settings_are_refused():
     with pytest.raises(UsageError, match="max_rows=0"):
         Scheduler(0)
-    with pytest.raises(UsageError, match="join_below=2"):
+    with pytest.raises(UsageError, match="refill_below=2"):
         Scheduler(1, 2)
 
 
