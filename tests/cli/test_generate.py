@@ -99,10 +99,10 @@ def test_bad_rows_are_reported_written_and_make_the_exit_code_one(capsys: Any, t
     data, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
     assert generate(model_dir, "--input", data, "--output", str(out)) == 1
     told = capsys.readouterr().err
-    assert "line 2: field 'prompt' is empty; the row is skipped" in told
+    assert "line 2: field 'prompt' is empty; the record is skipped" in told
     assert f"line 3: the prompt has {CONTEXT} tokens" in told
     assert told.count("line 2:") == 1
-    assert "2 of 4 rows could not be used" in told
+    assert "2 of 4 records could not be used" in told
     found = read_rows(out)
     assert [r["id"] for r in found] == ["a", "b", "c", "d"]
     assert found[1] == {"id": "b", "line": 2, "error": "field 'prompt' is empty"}

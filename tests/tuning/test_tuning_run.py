@@ -364,7 +364,7 @@ def test_bf16_trains_fp32_weights(tmp_path: Path, fresh_accelerate: Any) -> None
 
 
 def test_the_frozen_teacher_computes_as_the_student_does(tmp_path: Path, fresh_accelerate: Any) -> None:
-    changes = {"full": True, "precision": "bf16", "distill_weight": 0.5, "teacher_words": 0}
+    changes = {"full": True, "precision": "bf16", "distill_weight": 0.5, "teacher_top_k": 0}
     changes |= {"steps": 1, "warmup_fraction": 0.0}
     options = TuneConfig(**(BASICS | changes))
     Tuner(tuning_model("llama"), TOKENIZER, TRAIN, DEV, Schedule.full(LAYERS), options, tmp_path).run()

@@ -131,14 +131,14 @@ class PromptEncoder:
         if isinstance(prompt, str) and not self._chat:
             return prompt
         if self._tokenizer.chat_template is None:
-            raise DataError("the row is a chat, but the model's tokenizer has no chat template")
+            raise DataError("the record is a chat, but the model's tokenizer has no chat template")
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as e:  # A template is a program of the checkpoint's: it may raise anything.
-            raise DataError(f"the chat template refuses the row: {' '.join(str(e).split())}") from e
+            raise DataError(f"the chat template refuses the record: {' '.join(str(e).split())}") from e
 
     def _token_ids(self, texts: list[str], is_chat: bool) -> list[list[int]]:
         # A rendered chat already has its special tokens.

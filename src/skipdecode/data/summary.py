@@ -166,9 +166,9 @@ class BadRows:
         """Note a record that cannot be used."""
         self._count += 1
         if self._count <= _BAD_ROWS_SHOWN:
-            note(f"line {prompt.record.line}: {prompt.error}; the row is skipped")
+            note(f"line {prompt.record.line}: {prompt.error}; the record is skipped")
         elif self._count == _BAD_ROWS_SHOWN + 1:
-            note("more rows are skipped; the output holds the error of each")
+            note("more records are skipped; the output holds the error of each")
 
 
 def schedule_line(schedule: Schedule, origin: str) -> str:
@@ -187,7 +187,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     resumed = f", {summary.rows_resumed} of them by an earlier run" if summary.rows_resumed else ""
     stats, layers = summary.stats, summary.stats.mean_layers
     lines = [
-        f"{_counted(summary.rows, 'row')}{resumed}; {_counted(stats.new_tokens, 'new token')} in "
+        f"{_counted(summary.rows, 'record')}{resumed}; {_counted(stats.new_tokens, 'new token')} in "
         f"{summary.seconds:.1f} s, {summary.tokens_per_s:.1f} tokens/s, prompts included"
     ]
     if layers is not None:
@@ -202,13 +202,13 @@ def summary_lines(summary: RunSummary) -> list[str]:
             "same ones), the full head those of the rest"
         )
     if summary.ended_at_once:
-        good = _counted(summary.rows - summary.bad_rows, "row")
+        good = _counted(summary.rows - summary.bad_rows, "record")
         lines.append(
             f"{summary.ended_at_once}{' new' if resumed else ''} of {good} ended at the first token, without text: is "
             "the prompt of the form that the model was tuned on? Its own template, --prompt-template or --task gives it"
         )
     if summary.bad_rows:
-        of = _counted(summary.rows, "row")
+        of = _counted(summary.rows, "record")
         lines.append(f"{summary.bad_rows} of {of} could not be used; the output holds the error of each")
     return lines
 

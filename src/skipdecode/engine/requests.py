@@ -30,10 +30,11 @@ class SamplingOptions(Options):
         "only the most likely tokens whose probabilities reach p together", default=1.0, above=0, most=1
     )
     min_p: float = option(
-        "only tokens at least this probable relative to the likeliest one", default=0.0, least=0, most=1
+        "only tokens at least this probable relative to the most probable token", default=0.0, least=0, most=1
     )
     seed: int | None = option(
-        "of the row's own random numbers: the same row and seed give the same tokens in any batch", default=None
+        "of the sequence's random numbers: the same sequence and seed give the same tokens in any batch", default=None
+        default=None,
     )
 
     @property
@@ -68,7 +69,7 @@ class Sampling(SamplingOptions):
     )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = option(
-        "log-probabilities of each new token and of this many likeliest ones are wanted", default=None, least=0
+        "log-probabilities of each new token and of so many top tokens are returned", default=None, least=0
     )
 
     def __post_init__(self) -> None:

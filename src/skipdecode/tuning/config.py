@@ -74,9 +74,9 @@ class TuneConfig(Options):
         "or the weights of the moment",
         default="initial",
     )
-    teacher_words: int = option(
-        "likeliest words of the initial teacher that are kept for each token, so that the teacher runs once a record; "
-        "0: all words, computed at each step",
+    teacher_top_k: int = option(
+        "top-k tokens of the initial teacher that are kept for each position, so that the teacher runs once for each "
+        "record; 0: all tokens, computed at each step",
         default=64,
         least=0,
     )

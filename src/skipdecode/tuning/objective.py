@@ -8,12 +8,12 @@ which costs the model's memory once more. `current` is the weights of the moment
 only as good as tuning leaves full depth, so it goes with a curriculum that also trains full depth.
 Temperature as in Hinton et al., arXiv 1503.02531: T^2 keeps the gradient's size.
 
-A teacher that stays as it is may say what it has to say of a record once: its likeliest words with their
-log-probabilities in half precision, and what all others have together. The KL is then of these words and the rest.
+A teacher that does not change is asked once for each record. Its top-k tokens are kept with their log-probabilities in
+half precision. The KL is then of the top-k tokens and of all other tokens as one.
 
-With a large vocabulary the probabilities that a loss and its gradient pass through take many times the memory of the
-logits. The gradient is therefore made a few tokens at a time together with the loss, as fused losses do (Liger Kernel,
-arXiv 2410.10989), and only that is kept.
+With a large vocabulary, the intermediate results of a loss and its gradient take many times the memory of the logits.
+The gradient is therefore computed together with the loss for a few tokens at a time, as in fused losses (Liger Kernel,
+arXiv 2410.10989), and only the gradient is kept.
 """
 
 from __future__ import annotations
@@ -122,44 +122,44 @@ class Teacher:
 
 
 class Taught(NamedTuple):
-    """A teacher's likeliest words of each token with their log-probabilities, both (tokens, words)."""
+    """A teacher's top-k tokens at each position with their log-probabilities, both (positions, k)."""
 
     log_probabilities: Tensor
-    words: Tensor
+    top_tokens: Tensor
 
 
 class KeptTeacher:
-    """What a teacher that does not change says of each record, computed at the record's first turn and kept.
+    """The distributions of a teacher that does not change, computed when a record occurs first, and kept.
 
     Parameters
     ----------
-    words : int
-        How many are kept for each response token, in 6 bytes each.
+    top_k : int
+        Number of tokens that are kept for each response token, with 6 bytes each.
     temperature : float
         Divides the logits.
     """
 
-    def __init__(self, teacher: Teacher, words: int, temperature: float = 1.0) -> None:
-        self._teacher, self._words, self._temperature = teacher, words, temperature
+    def __init__(self, teacher: Teacher, top_k: int, temperature: float = 1.0) -> None:
+        self._teacher, self._top_k, self._temperature = teacher, top_k, temperature
         self._kept: dict[tuple[int, ...], Taught] = {}
 
     def taught(self, batch: Batch) -> Taught:
-        """Of the response columns of a batch, flattened."""
+        """The distributions at the response columns of a batch, flattened."""
         # A record is known by its tokens: ids of records may repeat.
         text = [ids[mask > 0].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
         lengths = (batch.targets != IGNORE).sum(1).tolist()
         keys = [(length, *ids) for length, ids in zip(lengths, text, strict=True)]
         if not self._kept.keys() >= set(keys):
             for key, logits in zip(keys, self._teacher.logits(batch), strict=True):
-                self._kept[key] = self._likeliest(logits[: key[0]])
+                self._kept[key] = self._top(logits[: key[0]])
         device, pad = batch.input_ids.device, torch.nn.utils.rnn.pad_sequence
-        values, words = (pad(part, batch_first=True) for part in zip(*map(self._kept.get, keys), strict=True))
-        return Taught(values.to(device).flatten(0, 1), words.to(device).flatten(0, 1).long())
+        values, tokens = (pad(part, batch_first=True) for part in zip(*map(self._kept.get, keys), strict=True))
+        return Taught(values.to(device).flatten(0, 1), tokens.to(device).flatten(0, 1).long())
 
-    def _likeliest(self, logits: Tensor) -> Taught:
+    def _top(self, logits: Tensor) -> Taught:
         parts = [functional.log_softmax(part.float() / self._temperature, -1) for part in torch.split(logits, _TOKENS)]
-        values, words = zip(*(part.topk(min(self._words, part.shape[-1])) for part in parts), strict=True)
-        return Taught(torch.cat(values).half().cpu(), torch.cat(words).int().cpu())
+        values, tokens = zip(*(part.topk(min(self._top_k, part.shape[-1])) for part in parts), strict=True)
+        return Taught(torch.cat(values).half().cpu(), torch.cat(tokens).int().cpu())
 
 
 class Objective:
@@ -218,7 +218,7 @@ def token_losses(
     ----------
     student, teacher : Tensor
         Logits, (tokens, vocabulary); without a teacher the first sum is the cross-entropy, whatever the weight. A
-        teacher that is `Taught` has only some words: its other words count as one.
+        teacher that is `Taught` has only its top-k tokens: all other tokens count as one.
     targets : Tensor
         (tokens,), `IGNORE` where a token does not count.
     weight : float
@@ -277,12 +277,12 @@ def _part(
         wanted = functional.log_softmax(teacher[counted].float() / temperature, dim=-1)
     else:
         wanted = _with_rest(teacher.log_probabilities[counted].float())
-        guess = _with_rest(guess.gather(1, teacher.words[counted]))
+        guess = _with_rest(guess.gather(1, teacher.top_tokens[counted]))
     kl = functional.kl_div(guess, wanted, reduction="sum", log_target=True) * temperature**2
     return (1 - weight) * cross_entropy + weight * kl, cross_entropy, kl
 
 
 def _with_rest(log_probabilities: Tensor) -> Tensor:
-    """Log-probabilities of some words (tokens, words), and that of all others beside them."""
+    """Log-probabilities of top-k tokens, (positions, k), with that of all other tokens as one more column."""
     rest = (1 - log_probabilities.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_REST)
     return torch.cat((log_probabilities, rest.log()), -1)

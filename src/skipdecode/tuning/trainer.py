@@ -159,8 +159,8 @@ class Tuner:
         bare = self._accelerator.unwrap_model(self._model)
         teacher = Teacher(self._attachment, bare, adapter=switch_off, copy=frozen, arithmetic=arithmetic)
         sharded = self._accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        kept = config.teacher == "initial" and config.teacher_words > 0 and not sharded
-        said = KeptTeacher(teacher, config.teacher_words, config.temperature) if kept else teacher
+        kept = config.teacher == "initial" and config.teacher_top_k > 0 and not sharded
+        said = KeptTeacher(teacher, config.teacher_top_k, config.temperature) if kept else teacher
         objective = Objective(said, config.distill_weight, config.temperature)
         self._step = TrainStep(self._accelerator, self._model, optimizer, objective, config.clip)
         self._checkpoints = Checkpoints(self._accelerator, self._checkpoint_dir, self._adapter)
