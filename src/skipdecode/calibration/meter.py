@@ -8,9 +8,14 @@ the parallel form without a cache, which tests hold.
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +23,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from skipdecode.common.journal import KeptValues
+from skipdecode.common.progress import progress_bar
 from skipdecode.data.prompts import Example
 from skipdecode.errors import DivergedError
 from skipdecode.models.attach import Attachment
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.fit import Fit
+from skipdecode.models.loading.base_weights import checkpoint_digest
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.schedule import Schedule
-from skipdecode.tuning.collate import IGNORE, Batch, collate
+from skipdecode.tuning.collate import IGNORE, Batch, batches_of, padding
 
-__all__ = ["LossMeter", "check_finite"]
+__all__ = ["LossMeter", "PartMeters", "check_finite", "measuring"]
+
+PartMeters = Callable[[Fit | None], dict[str, "LossMeter"]]
+"""From a fit to the meter of each part of the records."""
 
 _KEPT_BYTES = 2**30
 """Keys and values of prompts of one set that are kept between calls; later batches' prompts run once a call."""
@@ -61,9 +72,7 @@ class LossMeter:
         fit: Fit | None = None,
     ) -> None:
         self._ordered = sorted(examples, key=lambda e: (len(e.response), len(e.prompt), e.id))
-        self._batches = [
-            collate(self._ordered[first : first + batch_size], pad_id) for first in range(0, len(examples), batch_size)
-        ]
+        self._batches = batches_of(self._ordered, batch_size, pad_id)
         self._attachment = attachment
         self._store = store
         self._part = part if fit is None else f"{part}, fit {fit.digest()}"
@@ -120,6 +129,36 @@ class LossMeter:
         if forced.kv_bytes + sum(kept.kv_bytes for kept in self._prompts.values()) <= _KEPT_BYTES:
             self._prompts[number] = forced
         return forced
+
+
+@contextmanager
+def measuring(
+    loaded: LoadedModel, parts: Mapping[str, list[Example]], batch_size: int, file: Path
+) -> Iterator[tuple[Attachment, PartMeters, Any]]:
+    """The attached model, the meters of each part that has records, and a progress bar; `file` keeps all losses."""
+    records = json.dumps([[[e.prompt, e.response] for e in rows] for rows in parts.values()])
+    identity = {
+        "model": loaded.name,
+        "dtype": str(loaded.model.dtype),
+        "records": hashlib.sha256(records.encode()).hexdigest(),
+        "batch_size": batch_size,
+        "checkpoint": checkpoint_digest(loaded),
+    }
+    kept = KeptValues(file, identity, pieces="measurements", remedy="give another --out")
+    loaded.model.eval()
+    bar = progress_bar(None, "batch", name="measuring")
+    with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
+        fixed: dict[str, Any] = {"batch_size": batch_size, "pad_id": padding(loaded.tokenizer), "advance": bar.update}
+
+        @lru_cache(maxsize=1)  # meters keep keys and values of prompts
+        def meters(fit: Fit | None) -> dict[str, LossMeter]:
+            return {
+                part: LossMeter(attachment, rows, store, part=part, fit=fit, **fixed)
+                for part, rows in parts.items()
+                if rows
+            }
+
+        yield attachment, meters, bar
 
 
 class _SharedPrompt:

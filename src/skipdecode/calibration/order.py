@@ -13,7 +13,7 @@ from torch.nn import functional
 from skipdecode.data.prompts import Example
 from skipdecode.models.attach import Attachment
 from skipdecode.models.families import decoder_layers
-from skipdecode.tuning.collate import IGNORE, collate
+from skipdecode.tuning.collate import IGNORE, batches_of
 from skipdecode.tuning.objective import response_logits
 
 __all__ = ["Round", "block_influence", "greedy_order", "greedy_trials"]
@@ -89,8 +89,8 @@ def block_influence(
     handles = [layer.register_forward_hook(watch.hook(index), with_kwargs=True) for index, layer in enumerate(layers)]
     try:
         with torch.inference_mode(), attachment.paused():
-            for first in range(0, len(ordered), batch_size):
-                batch = collate(ordered[first : first + batch_size], pad_id).to(model.device)
+            for each in batches_of(ordered, batch_size, pad_id):
+                batch = each.to(model.device)
                 # A token is fed where the next column has a target; column 0 of the targets belongs to the prompt.
                 watch.fed = functional.pad(batch.targets[:, 1:] != IGNORE, (batch.prompt_length, 0))
                 response_logits(model, batch, attached=False)

@@ -1,21 +1,34 @@
-"""A calibration from records to a schedule: the order, the depth that the target leaves, and the prompt set."""
+"""A calibration from records to a schedule: the order, the depth that the target leaves, and the prompt set.
+
+`measured_records` are the measurements of a router, which selects one of several known schedules instead.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import Goal, TextCost
-from skipdecode.calibration.meter import LossMeter
-from skipdecode.calibration.order import Round, greedy_order, greedy_trials
+from skipdecode.calibration.meter import LossMeter, measuring
+from skipdecode.calibration.order import Round, block_influence, greedy_order, greedy_trials
 from skipdecode.calibration.settings import CalibrationSettings
+from skipdecode.common.progress import note
+from skipdecode.data.prompts import Example
+from skipdecode.engine.router import Measured, prompt_features
+from skipdecode.errors import FitError
 from skipdecode.models.fit import Fit
+from skipdecode.models.loading.hub import LoadedModel
+from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
+from skipdecode.tuning.collate import padding
 
-__all__ = ["Calibration", "Meters", "Verdict", "calibrate", "trials"]
+__all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "measured_records", "trials"]
 
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
 
@@ -71,6 +84,40 @@ class Calibration:
         }
 
 
+def calibrate_model(
+    settings: CalibrationSettings,
+    goal: Goal,
+    loaded: LoadedModel,
+    learn: list[Example],
+    check: list[Example],
+    fitter: Fitter | None,
+    file: Path,
+) -> Calibration:
+    """`calibrate` on records to learn from and held-out records; without a fit if the model cannot be fitted.
+
+    `file` keeps the measurements of an interrupted run.
+    """
+    wall, nominal = settings.target_speedup, settings.nominal_speedup
+    name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
+    size = settings.batch_size
+    with measuring(loaded, {"learn": learn, "held out": check}, size, file) as (attachment, meters_of, bar):
+
+        def meters(fit: Fit | None) -> tuple[LossMeter, LossMeter | None]:
+            found = meters_of(fit)
+            return found["learn"], found.get("held out")
+
+        counts = trials(settings, goal, fitter is not None), meters(None)
+        bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
+        influence = block_influence(attachment, learn, batch_size=size, pad_id=padding(loaded.tokenizer))
+        try:
+            found = calibrate(settings, goal, influence, meters, fitter, name=name)
+        except FitError as e:
+            note(f"no fit: {e}")
+            found = calibrate(settings, goal, influence, meters, name=name)
+        bar.total = bar.n
+    return found
+
+
 def calibrate(
     settings: CalibrationSettings,
     goal: Goal,
@@ -123,6 +170,33 @@ def calibrate(
     verdicts = [_verdict(s, settings, goal.unfitted, *meters(None)) for s in bare]
     verdicts += [_verdict(s, settings, goal.workload, *meters(fit)) for s in (*others, result)]
     return Calibration(result, order, tuple(rounds), tuple(influence), tuple(verdicts), own)
+
+
+def measured_records(
+    loaded: LoadedModel,
+    schedules: Sequence[Schedule],
+    examples: list[Example],
+    cost: CostModel,
+    batch_size: int,
+    file: Path,
+) -> Measured:
+    """Losses and times of records under each schedule, for a router; `file` as in `calibrate_model`."""
+    for schedule in schedules:
+        schedule.check_fits(cost.num_layers)
+    with measuring(loaded, {"router": examples}, batch_size, file) as (_, meters, bar):
+        meter = meters(None)["router"]
+        bar.reset(total=len(schedules) * meter.batches)
+        found = meter.by_record(schedules)
+    features, every = prompt_features(loaded.model), [*schedules, Schedule.full(cost.num_layers)]
+    sizes = [(len(example.prompt), max(2, len(example.response))) for example, _ in found]
+    seconds = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes])
+    return Measured(
+        features=np.array([features(example.prompt) for example, _ in found]),
+        losses=np.array([losses for _, losses in found]),
+        seconds=seconds[:, :-1],
+        tokens=np.array([float(len(example.response)) for example, _ in found]),
+        full_seconds=seconds[:, -1],
+    )
 
 
 def trials(settings: CalibrationSettings, goal: Goal, fitted: bool) -> tuple[int, int]:

@@ -13,19 +13,17 @@ compared with the paper's schedule and with evenly spaced layers, which have no 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import random
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goal
+from skipdecode.calibration.records import draw_records, records_for_fit
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
@@ -36,33 +34,28 @@ from skipdecode.cli.options.records import (
     make_template,
     read_files,
     self_template,
-    write_self_generated,
+    with_self_generated,
 )
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.files import write_whole
-from skipdecode.common.journal import JOURNAL_KEY, KeptValues
+from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
-from skipdecode.common.progress import note, progress_bar
 from skipdecode.data.prompts import Example
 from skipdecode.data.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
-from skipdecode.errors import FitError, UsageError
+from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import unwrap
-from skipdecode.models.loading.base_weights import base_sample, checkpoint_digest
+from skipdecode.models.loading.base_weights import base_sample
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
-    from skipdecode.calibration.fitting import Fitter
-    from skipdecode.calibration.meter import LossMeter
     from skipdecode.calibration.run import Calibration
-    from skipdecode.engine.router import Measured, Routed
-    from skipdecode.models.attach import Attachment
-    from skipdecode.models.fit import Fit
+    from skipdecode.engine.router import Routed
 
 __all__ = ["Config", "run"]
 
@@ -111,8 +104,11 @@ class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, 
 
 def run(config: Config) -> int:
     """Calibrate, and write and print the results."""
+    from skipdecode.calibration.fitting import Fitter
+    from skipdecode.calibration.run import calibrate_model
     from skipdecode.reporting.charts import try_picture
     from skipdecode.reporting.plots import calibration_figure
+    from skipdecode.tuning.collate import batches_of, padding
 
     prompts = open_prompts(config)
     if config.self == bool(config.data):
@@ -126,8 +122,10 @@ def run(config: Config) -> int:
     if config.nominal_speedup is not None:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     loaded, examples = _read(config, prompts)
-    learn, check = _draw(config, examples)
-    _check_tokens(config, loaded, _fitted_records(config, examples, learn, check))
+    learn, check = draw_records(examples, config.records, config.held_out, config.seed)
+    chosen = records_for_fit(examples, learn, check, config.fit_records) if config.fit else []
+    if config.fit:
+        _check_tokens(config, loaded, chosen)
     # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin, fitted = "layers only", None
@@ -135,8 +133,9 @@ def run(config: Config) -> int:
         cost, origin = _found_cost(config, cost, prompt_len)
         fitted = _fitted_cost(config, cost)
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers, fitted)
-    fitter = _fitter(config, loaded, _fitted_records(config, examples, learn, check)) if config.fit else None
-    found = _measure(config, goal, loaded, learn, check, fitter)
+    batches = batches_of(chosen, config.batch_size, padding(loaded.tokenizer))
+    fitter = Fitter(loaded.model, batches, config) if config.fit else None
+    found = calibrate_model(config, goal, loaded, learn, check, fitter, Path(config.out) / _STORE)
     document, out = _document(config, goal, found, origin, (len(learn), len(check))), Path(config.out)
     found.schedule.save(out / _SCHEDULE)
     if found.fit is not None:
@@ -182,137 +181,40 @@ def _fitted_cost(config: Config, cost: CostModel) -> CostModel | None:
 
 def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, list[Example]]:
     """The model, in fp32 on CPUs, and the records."""
-    template = self_template(config) if config.self else make_template(config)
-    file = None if template is None or config.self else read_files(config, template, data=None)["data"]
     import torch
 
     from skipdecode.models.fit import keep_fit
 
-    # Half precision only on a GPU.
-    loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
-    keep_fit(loaded.model, None)  # a calibration computes its own fit
-    if file is None or template is None:
+    def load() -> LoadedModel:
+        # Half precision only on a GPU.
+        loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
+        keep_fit(loaded.model, None)  # a calibration computes its own fit
+        return loaded
+
+    # Wrong options and records are refused before the model is loaded.
+    if config.self:
+        self_template(config)
+        loaded = load()
         drawn = None if prompts else max(config.records, config.fit_records) + config.held_out
-        made = replace(config, self_records=config.self_records or drawn)
-        template, _ = write_self_generated(made, loaded, prompts, held_out=0)
-        config = replace(config, data=str(Path(config.out) / TRAIN_FILE), bad_records="skip")
+        asked = replace(config, self_records=config.self_records or drawn)
+        config, template, _ = with_self_generated(asked, loaded, prompts, held_out=0, data=TRAIN_FILE)
         file = read_files(config, template, data=None)["data"]
-    return loaded, encode_file(config, template, "data", file, loaded.model, loaded.tokenizer)[0]
-
-
-def _draw(config: Config, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-    """Records to learn from, and held-out records with other prompts; the same for the same seed."""
-    by_prompt: dict[tuple[int, ...], list[Example]] = {}
-    for example in examples:
-        by_prompt.setdefault(example.prompt, []).append(example)
-    groups = list(by_prompt.values())
-    random.Random(config.seed).shuffle(groups)
-    learn, rest = _take(groups, config.records)
-    check, _ = _take(rest, config.held_out)
-    if len(check) < config.held_out:
-        note(f"only {len(check)} of {config.held_out} records are held out: there are not enough other prompts")
-    return learn, check
-
-
-def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], list[list[Example]]]:
-    """The first `count` records, from as many prompts as possible, and the groups of which none was taken."""
-    taken: list[Example] = []
-    for rank in range(max(map(len, groups), default=0)):
-        for used, group in enumerate(groups):
-            if len(taken) == count:
-                return taken, list(groups[used if rank == 0 else len(groups) :])
-            if rank < len(group):
-                taken.append(group[rank])
-    return taken, []
-
-
-def _measure(
-    config: Config, goal: Goal, loaded: LoadedModel, learn: list[Example], check: list[Example], fitter: Fitter | None
-) -> Calibration:
-    from skipdecode.calibration.order import block_influence
-    from skipdecode.calibration.run import calibrate, trials
-    from skipdecode.tuning.collate import padding
-
-    wall, nominal = config.target_speedup, config.nominal_speedup
-    name = f"calibrated-{nominal:g}x" if wall is None else f"calibrated-{wall:g}x-wall"
-    pad = padding(loaded.tokenizer)
-    with _measuring(config, loaded, {"learn": learn, "held out": check}) as (attachment, meters_of, bar):
-
-        def meters(fit: Fit | None) -> tuple[LossMeter, LossMeter | None]:
-            found = meters_of(fit)
-            return found["learn"], found.get("held out")
-
-        counts = trials(config, goal, fitter is not None), meters(None)
-        bar.reset(total=sum(wanted * meter.batches for wanted, meter in zip(*counts, strict=True) if meter))
-        influence = block_influence(attachment, learn, batch_size=config.batch_size, pad_id=pad)
-        try:
-            found = calibrate(config, goal, influence, meters, fitter, name=name)
-        except FitError as e:
-            note(f"no fit: {e}")
-            found = calibrate(config, goal, influence, meters, name=name)
-        bar.total = bar.n
-    return found
-
-
-def _fitter(config: Config, loaded: LoadedModel, chosen: list[Example]) -> Fitter:
-    """The fitter of the model to full depth on the chosen records."""
-    from skipdecode.calibration.fitting import Fitter
-    from skipdecode.tuning.collate import collate, padding
-
-    size, pad = config.batch_size, padding(loaded.tokenizer)
-    batches = [collate(chosen[first : first + size], pad) for first in range(0, len(chosen), size)]
-    return Fitter(loaded.model, batches, config)
+    else:
+        template = make_template(config)
+        file = read_files(config, template, data=None)["data"]
+        loaded = load()
+    return loaded, encode_file(config, template, loaded, "data", file)[0]
 
 
 def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> None:
     """Refuse, before measurements, records with too few tokens for a bridge."""
     width = loaded.model.config.get_text_config(decoder=True).hidden_size
     tokens = sum(len(record.response) for record in records)
-    if config.fit and tokens <= width:
+    if tokens <= width:
         raise UsageError(
             f"{config.data or '--self'}: {tokens} response tokens are too few to fit bridges of {width} columns: give "
             "more or longer records, or --no-fit"
         )
-
-
-def _fitted_records(
-    config: Config, examples: Sequence[Example], learn: list[Example], check: list[Example]
-) -> list[Example]:
-    """The records for the fit, shortest first; none has a held-out prompt."""
-    kept = {example.prompt for example in check}
-    others = [e for e in examples if e.prompt not in kept and e not in learn]
-    return sorted([*learn, *others][: config.fit_records], key=lambda e: (len(e.prompt), len(e.response)))
-
-
-@contextmanager
-def _measuring(
-    config: Config, loaded: LoadedModel, parts: Mapping[str, list[Example]]
-) -> Iterator[tuple[Attachment, Callable[[Fit | None], dict[str, LossMeter]], Any]]:
-    """The attached model, the meters of a fit for each part with records, and a progress bar; --out keeps losses."""
-    from skipdecode.calibration.meter import LossMeter
-    from skipdecode.models.attach import Attachment
-    from skipdecode.tuning.collate import padding
-
-    out, size, pad = Path(config.out), config.batch_size, padding(loaded.tokenizer)
-    records = json.dumps([[[e.prompt, e.response] for e in rows] for rows in parts.values()])
-    identity = {
-        "model": config.model,
-        "dtype": str(loaded.model.dtype),
-        "records": hashlib.sha256(records.encode()).hexdigest(),
-        "batch_size": size,
-        "checkpoint": checkpoint_digest(loaded),
-    }
-    kept = KeptValues(out / _STORE, identity, pieces="measurements", remedy="give another --out")
-    loaded.model.eval()
-    bar = progress_bar(None, "batch", name="measuring")
-    with closing(kept) as store, bar, Attachment(loaded.model, Schedule.full(loaded.num_layers)) as attachment:
-
-        @lru_cache(maxsize=1)  # meters keep prompts' keys and values
-        def meters(fit: Fit | None) -> dict[str, LossMeter]:
-            more: dict[str, Any] = {"batch_size": size, "pad_id": pad, "advance": bar.update, "fit": fit}
-            return {part: LossMeter(attachment, rows, store, part=part, **more) for part, rows in parts.items() if rows}
-
-        yield attachment, meters, bar
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:
@@ -336,28 +238,21 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
 
 def _report(document: dict[str, Any], schedule_file: Path) -> str:
     """The report for a terminal."""
+    from skipdecode.reporting.contents import VERDICTS
+
     schedule = Schedule.from_dict(document["schedule"])
     verdicts = document["verdicts"]
-    wall = {"request speed-up": "{request_speedup:.2f}x", "decode speed-up": "{decode_speedup:.2f}x"}
     order = " ".join(map(str, schedule.drop_order[:_SHOWN_ORDER])) + (
         " …" if len(schedule.drop_order) > _SHOWN_ORDER else ""
     )
     depth = f"{schedule.budgets[0]}" + ("" if schedule.is_flat else f" decreasing to {schedule.budgets[-1]}")
-    columns = {
-        "schedule": "{name}",
-        **(wall if document["options"]["target_speedup"] is not None else {"nominal speed-up": "{speedup:.2f}x"}),
-        "prompt layers": "{prompt_layers}",
-        "mean layers": "{mean_layers:.1f}",
-        "loss": "{measured:.4f}",
-        "held out": "{held_out:.4f}",
-    }
     lines = [
         f"{schedule.name}: {depth} of {schedule.num_layers} layers; skipped in the order {order}",
         *([] if schedule.prompt == "full" else [f"prompts run layers {' '.join(map(str, schedule.prompt_layers()))}"]),
         f"loss per response token (teacher-forced cross-entropy) on {document['records']} records"
         + (f", and on {document['held_out_records']} held out" if document["held_out_records"] else ""),
         "",
-        *figures(columns, verdicts, absent=""),
+        *figures(VERDICTS, verdicts, absent=""),
     ]
     lines += ["", *_remarks(verdicts), f"next: {shlex.join(_next(document, schedule_file))}"]
     return "\n".join(lines)
@@ -387,6 +282,7 @@ def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
 
 def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None) -> int:
     """Measure the schedules of --router, fit the router, write and print it."""
+    from skipdecode.calibration.run import measured_records
     from skipdecode.engine.router import fit_router
 
     settings = (field.name for field in fields(CalibrationSettings) if field.name not in _OF_ROUTERS)
@@ -394,8 +290,9 @@ def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None)
         raise UsageError(f"--router does not learn a schedule: leave out {flag(unused)}")
     schedules = _routed_schedules(config)
     loaded, examples = _read(config, prompts)
-    examples, _ = _draw(replace(config, held_out=0), examples)
-    records = _measured_records(config, cost, loaded, schedules, examples)
+    examples, _ = draw_records(examples, config.records, 0, config.seed)
+    cost, _ = _found_cost(config, cost, round(median(len(example.prompt) for example in examples)))
+    records = measured_records(loaded, schedules, examples, cost, config.batch_size, Path(config.out) / _STORE)
     target = cast("float", config.target_speedup)
     router, found = fit_router(schedules, records, target, base_sample(unwrap(loaded.model)))
     place = Path(config.out) / _ROUTER
@@ -423,32 +320,6 @@ def _of_file(word: str, known: dict[str, Schedule]) -> Schedule:
     if not Path(word).is_file():
         raise UsageError(f"--router {word} is not a file: give a file, or one of {', '.join(known)}")
     return Schedule.load(word)
-
-
-def _measured_records(
-    config: Config, cost: CostModel | None, loaded: LoadedModel, schedules: list[Schedule], examples: list[Example]
-) -> Measured:
-    import numpy as np
-
-    from skipdecode.engine.router import Measured, prompt_features
-
-    cost, _ = _found_cost(config, cost, round(median(len(example.prompt) for example in examples)))
-    for schedule in schedules:
-        schedule.check_fits(cost.num_layers)
-    with _measuring(config, loaded, {"router": examples}) as (_, meters, bar):
-        meter = meters(None)["router"]
-        bar.reset(total=len(schedules) * meter.batches)
-        found = meter.by_record(schedules)
-    features, every = prompt_features(loaded.model), [*schedules, Schedule.full(cost.num_layers)]
-    sizes = [(len(example.prompt), max(2, len(example.response))) for example, _ in found]
-    seconds = np.array([[cost.request_seconds(each, *size) for each in every] for size in sizes])
-    return Measured(
-        features=np.array([features(example.prompt) for example, _ in found]),
-        losses=np.array([losses for _, losses in found]),
-        seconds=seconds[:, :-1],
-        tokens=np.array([float(len(example.response)) for example, _ in found]),
-        full_seconds=seconds[:, -1],
-    )
 
 
 def _routed_report(config: Config, schedules: list[Schedule], found: Routed, place: Path) -> str:

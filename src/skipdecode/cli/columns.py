@@ -56,7 +56,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def figures(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, absent: str = "-") -> list[str]:
     """A table of records: `columns` has a format for each heading, such as ``{seconds:.1f} s``.
 
-    A cell is `absent` if a field is missing or None.
+    A cell is `absent` if a field is missing or None. A column without any value is left out.
     """
 
     def cell(form: str, row: Mapping[str, Any]) -> str:
@@ -65,7 +65,9 @@ def figures(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]], *, ab
         except (KeyError, TypeError):  # None has no format
             return absent
 
-    return table([*columns], [[cell(form, row) for form in columns.values()] for row in rows])
+    cells = {head: [cell(form, row) for row in rows] for head, form in columns.items()}
+    shown = {head: column for head, column in cells.items() if set(column) != {absent}}
+    return table([*shown], list(zip(*shown.values(), strict=True)))
 
 
 def speedups(header: Sequence[str], cells: Mapping[str, Sequence[str]]) -> list[str]:

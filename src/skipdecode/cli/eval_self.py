@@ -171,8 +171,7 @@ def _lines(document: dict[str, Any], out: Path) -> list[str]:
     from skipdecode.reporting.contents import SELF_GENERATED
 
     rows: list[dict[str, Any]] = document["rows"]
-    columns = {k: v for k, v in SELF_GENERATED.items() if k != "instructions" or rows[0].get(k)}
-    lines = [_TITLE.format(n=document["n"]), *figures(columns, rows)]
+    lines = [_TITLE.format(n=document["n"]), *figures(SELF_GENERATED, rows)]
     for title, name, form in (("KL by position", "kl", "{:.3f}"), ("perplexity", "perplexity", "{:.2f}")):
         shown = {row["name"]: row["by_position"].get(name, ()) for row in rows}
         heads = [f"{bucket['low']}-{bucket['high']}" for bucket in max(shown.values(), key=len)]

@@ -13,7 +13,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +25,7 @@ from skipdecode.cli.options.records import (
     make_template,
     read_files,
     self_template,
-    write_self_generated,
+    with_self_generated,
 )
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
@@ -55,10 +54,9 @@ from skipdecode.tuning.recipe import check_same_run, data_entry, make_recipe, wr
 from skipdecode.tuning.run_log import LOG_FILE, read_log
 
 if TYPE_CHECKING:
-    from skipdecode.reporting.charts import Chart
     from skipdecode.tuning.trainer import Tuner, TuneResult
 
-__all__ = ["Config", "draw", "prepare_parser", "run", "self_generated"]
+__all__ = ["Config", "prepare_parser", "run"]
 
 _SCHEDULE_OPTIONS = tuple(f.name for f in fields(ScheduleOptions))
 _PICTURE = "loss.png"
@@ -130,13 +128,12 @@ def run(config: Config) -> int:
     out, state = Path(config.out), process_state()
     options = {k: v for k, v in asdict(config).items() if k not in _NOT_IN_RECIPE}
     if config.self:
-        config, template, made = self_generated(config, prompts)
+        config, template, made = _self_generated(config, prompts)
         files = _files(config, template)
     else:
         template, made = make_template(config), {}
     loaded, digest = _load(config)
-    encode = partial(encode_file, config, template, model=loaded.model, tokenizer=loaded.tokenizer)
-    examples = {name: encode(name, file) for name, file in files.items()}
+    examples = {name: encode_file(config, template, loaded, name, file) for name, file in files.items()}
     schedule, origin = _schedule(config, [len(example.response) for example in examples["train"][0]])
     note(f"schedule {schedule.name}: {origin}")
     data = {name: data_entry(files[name], len(e), bad) for name, (e, bad) in examples.items()} | made
@@ -153,9 +150,10 @@ def run(config: Config) -> int:
         write_recipe(recipe, out)
     result = tuner.run(resume=config.resume, record=lambda done: write_recipe(recipe | {"result": done.to_dict()}, out))
     if state.is_main_process:
+        from skipdecode.reporting.charts import save_chart
         from skipdecode.reporting.plots import loss_chart
 
-        draw(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
+        save_chart(loss_chart(read_log(out / LOG_FILE)), out / _PICTURE)
         print(json.dumps(recipe | {"result": result.to_dict()}) if config.json else _summary(result, schedule, out))
     return 0
 
@@ -200,19 +198,18 @@ def _check_unfinished(out: Path) -> None:
         raise UsageError(f"{out} has a finished run: there is nothing to resume")
 
 
-def self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:
-    """The config with self-generated data as its records, which are generated first, and their entry in the recipe."""
+def _self_generated(config: Config, prompts: PromptSource | None) -> tuple[Config, Template, dict[str, Any]]:
+    """The config with self-generated data as records, the template, and the entry of the recipe."""
     from skipdecode.tuning.setup import process_state
 
-    out, state = Path(config.out), process_state()
+    state = process_state()
     state.wait_for_everyone()
     with state.main_process_first():  # other processes use its result
         loaded = load_model(config.ref)
         # Refused before texts are generated.
         make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
-        template, made = write_self_generated(config, loaded, prompts, config.dev_records or 0)
-    # Skip: an answer may be a token longer when it is read again, and then exceed the context.
-    config = replace(config, train=str(out / TRAIN_FILE), dev=str(out / DEV_FILE), bad_records="skip")
+        files = {"train": TRAIN_FILE, "dev": DEV_FILE}
+        config, template, made = with_self_generated(config, loaded, prompts, config.dev_records or 0, **files)
     return config, template, {"self": made}
 
 
@@ -223,13 +220,6 @@ def _tuner(
 
     base = str(loaded.path.resolve()) if Path(config.model).expanduser().is_dir() else config.model
     return Tuner(loaded.model, loaded.tokenizer, train, dev, schedule, config, out, base_name=base)
-
-
-def draw(chart: Chart, path: Path) -> None:
-    """Write a chart as a picture, or print a note if matplotlib is not installed."""
-    from skipdecode.reporting.charts import chart_figure, try_picture
-
-    try_picture(path, partial(chart_figure, [chart], size=(6.4, 4.2)))
 
 
 def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:

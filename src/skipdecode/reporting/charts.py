@@ -18,7 +18,7 @@ from skipdecode.common.progress import note
 from skipdecode.errors import MissingExtraError
 
 __all__ = ["COLORS", "INK", "LEFT_OUT", "Chart", "Point", "Series", "chart_figure", "check_matplotlib"]
-__all__ += ["draw_chart", "grouped", "new_figure", "png", "styled", "styles_of", "svg", "try_picture"]
+__all__ += ["draw_chart", "grouped", "new_figure", "png", "save_chart", "styled", "styles_of", "svg", "try_picture"]
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -84,6 +84,11 @@ def try_picture(path: Path, make_figure: Callable[[], Any]) -> None:
         write_whole(path, png(make_figure()))
     except MissingExtraError as error:
         note(f"no picture: {error}")
+
+
+def save_chart(chart: Chart, path: Path) -> None:
+    """Write one chart as `try_picture` does."""
+    try_picture(path, lambda: chart_figure([chart], size=(6.4, 4.2)))
 
 
 def png(figure: Any) -> bytes:

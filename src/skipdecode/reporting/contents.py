@@ -26,7 +26,7 @@ from skipdecode.reporting.results import groups_of
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 
-__all__ = ["BENCH", "SELF_GENERATED", "html_report"]
+__all__ = ["BENCH", "SELF_GENERATED", "VERDICTS", "html_report"]
 
 BENCH = {
     "engine": "{engine}",
@@ -51,16 +51,18 @@ _CALIBRATION = (
     "importance of each layer on these records; layers that run at each position; loss as layers are skipped at all "
     "positions, in the learned order"
 )
-_VERDICTS = {
+VERDICTS = {
     "schedule": "{name}",
     "speed-up": "{speedup:.2f}x",
-    "request": "{request_speedup:.2f}x",
-    "decode": "{decode_speedup:.2f}x",
+    "request speed-up": "{request_speedup:.2f}x",
+    "decode speed-up": "{decode_speedup:.2f}x",
     "prompt layers": "{prompt_layers}",
     "mean layers": "{mean_layers:.1f}",
     "loss": "{measured:.4f}",
     "held out": "{held_out:.4f}",
 }
+"""Columns of a table of `skipdecode calibrate`, with their formats."""
+
 SELF_GENERATED = {
     "schedule": "{name}",
     "request": "{measured_speedup_with_prompt:.2f}x",
@@ -187,7 +189,7 @@ def _calibration(source: Source) -> Section:
     return Section(
         f"Calibration: {source.name}",
         pictures=[Picture(partial(calibration_figure, data), f"{data['schedule']['name']}: {_CALIBRATION}")],
-        tables=[table(losses, data["verdicts"], _VERDICTS)],
+        tables=[table(losses, data["verdicts"], VERDICTS)],
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from skipdecode.data.prompts import Example
 
-__all__ = ["IGNORE", "Batch", "GroupedBatches", "collate", "padding"]
+__all__ = ["IGNORE", "Batch", "GroupedBatches", "batches_of", "collate", "padding"]
 
 IGNORE = -100
 """Label of a column that is not response."""
@@ -88,6 +88,11 @@ def collate(examples: Sequence[Example], pad_id: int) -> Batch:
         labels[row, prompt:end] = torch.tensor(example.response)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     return Batch(input_ids, mask, positions, labels, prompt, tuple(e.id for e in examples))
+
+
+def batches_of(examples: Sequence[Example], batch_size: int, pad_id: int) -> list[Batch]:
+    """Batches of `batch_size` examples each, in the order of the examples; the last batch may be smaller."""
+    return [collate(examples[first : first + batch_size], pad_id) for first in range(0, len(examples), batch_size)]
 
 
 class GroupedBatches:

@@ -9,7 +9,7 @@ from typing import Any
 from skipdecode.common.kinds import heading
 from skipdecode.errors import MissingExtraError
 
-__all__ = ["LOG_FILE", "RunLog", "read_log"]
+__all__ = ["LOG_FILE", "RunLog", "dev_losses", "read_log"]
 
 LOG_FILE = "log.jsonl"
 
@@ -60,6 +60,13 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8").split("\n")
     # A log that an older version began has no such first line.
     return [row for row in map(json.loads, lines[:-1]) if "step" in row]
+
+
+def dev_losses(path: Path) -> list[tuple[float, float]]:
+    """Minutes of tuning, and the loss on the dev records at that time, from a log."""
+    rows = read_log(path)
+    minutes = {row["step"]: row["minutes"] for row in rows if row["kind"] == "train"}
+    return [(minutes[row["step"]], row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skipdecode.cli.options import with_breaks
 from skipdecode.common.options import Options, Reads, option
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from skipdecode.data.source import PromptSource
     from skipdecode.models.loading.hub import LoadedModel
 
-__all__ = ["RecordOptions", "encode_file", "make_template", "read_files", "self_template", "write_self_generated"]
+__all__ = ["RecordOptions", "encode_file", "make_template", "read_files", "self_template"]
+__all__ += ["with_self_generated"]
+
+C = TypeVar("C", bound=Any)
+"""`RecordOptions` and `SelfGeneratedOptions` with --out and --seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ def read_files(options: RecordOptions, template: Template, **limits: int | None)
 
 
 def encode_file(
-    options: RecordOptions, template: Template, flag: str, file: RecordFile, model: Any, tokenizer: Any
+    options: RecordOptions, template: Template, loaded: LoadedModel, flag: str, file: RecordFile
 ) -> tuple[list[Example], int]:
     """The records of a flag's file as token ids, within the model's context, and how many are skipped.
 
@@ -89,9 +93,9 @@ def encode_file(
     from skipdecode.data.prompts import context_length, encode_examples
     from skipdecode.data.records import reject_summary
 
-    limits = [most for most in (options.max_length, context_length(model.config)) if most is not None]
+    limits = [most for most in (options.max_length, context_length(loaded.model.config)) if most is not None]
     examples, rejects = encode_examples(
-        file, template, tokenizer, max_length=min(limits, default=None), skip_bad=options.bad_records == "skip"
+        file, template, loaded.tokenizer, max_length=min(limits, default=None), skip_bad=options.bad_records == "skip"
     )
     if rejects:
         print(f"skipdecode: --{flag}: {reject_summary(rejects)}", file=sys.stderr)
@@ -99,7 +103,7 @@ def encode_file(
 
 
 def self_template(options: RecordOptions) -> Template | None:
-    """What --self is to put prompts into; None where the options do not say."""
+    """The template of the prompts of --self; None if the options have none."""
     named = options.task or options.prompt_template or options.prompt_field
     if not named and not options.chat:
         return None
@@ -107,12 +111,12 @@ def self_template(options: RecordOptions) -> Template | None:
     return make_template(replace(options, prompt_field=prompt, response_field=response))
 
 
-def write_self_generated(
-    options: Any, loaded: LoadedModel, source: PromptSource | None, held_out: int
-) -> tuple[Template, dict[str, Any]]:
-    """Make self-generated data in --out where it is not there yet: its template, and how it was made.
+def with_self_generated(
+    options: C, loaded: LoadedModel, source: PromptSource | None, held_out: int, **files: str
+) -> tuple[C, Template, dict[str, Any]]:
+    """The options with self-generated data as records, the template, and the settings of the data.
 
-    `options` are `SelfGeneratedOptions` and `RecordOptions` with --out and --seed. See
+    The data is generated in --out unless it exists; `files` has for each flag the name of the file in --out. See
     `skipdecode.data.self_generated.SelfGeneratedData.write_records`.
     """
     from skipdecode.common.progress import note
@@ -122,6 +126,9 @@ def write_self_generated(
 
     template = default_template(loaded.tokenizer, self_template(options) or recipe_template(loaded.recipe))
     engines, skip_bad = open_engines(loaded.model, "auto", note), options.bad_records == "skip"
-    about = template, options.part(SelfGeneratedOptions), source, Path(options.out), options.seed, skip_bad
-    data = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about)
-    return template, data.write_records(held_out)
+    out = Path(options.out)
+    about = template, options.part(SelfGeneratedOptions), source, out, options.seed, skip_bad
+    made = SelfGeneratedData(loaded, lambda rows: engines.engine(max_rows=rows), *about).write_records(held_out)
+    # An answer may be a token longer when it is read again, and then exceed the context.
+    paths: dict[str, Any] = {flag: str(out / name) for flag, name in files.items()}
+    return replace(options, **paths, bad_records="skip"), template, made

@@ -1,0 +1,96 @@
+"""What schedules keep of full depth's scores, and at which speed-up: rows of evaluations, and a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any
+
+from skipdecode.evaluation.metrics import METRICS
+from skipdecode.reporting.charts import Chart, Point, Series
+
+__all__ = ["kept_chart", "kept_columns", "rows_of", "speedups_that_keep", "with_kept"]
+
+_SHARES = (0.99, 0.98, 0.95)
+Row = Mapping[str, Any]
+
+
+def rows_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each schedule in the JSON output of `skipdecode eval`: name, speed-ups, scores (higher is better)."""
+    if "runs" in document:
+        return [_speeds(run) | _task_scores(run["metrics"]) for run in document["runs"]]
+    return [_speeds(row) | _self_scores(row) for row in document["rows"]]
+
+
+def _speeds(found: Row) -> dict[str, Any]:
+    full = found["nominal_speedup"] == 1
+    request, decode = (1.0 if full else found.get(f"measured_speedup{end}") for end in ("_with_prompt", ""))
+    return {"name": found["name"], "full_depth": full, "request_speedup": request, "decode_speedup": decode}
+
+
+def _task_scores(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    scores = {name: entry["score"] for name, entry in metrics.items() if name in METRICS}
+    return {"copied": metrics.get("copied", {}).get("score"), "scores": scores}
+
+
+def _self_scores(found: Row) -> dict[str, Any]:
+    ratio, obeyed = found["of_base"]["estimate"], found.get("instructions")
+    scores = {"1 / perplexity": 100 / ratio} | ({"instructions": 100 * obeyed["followed"]} if obeyed else {})
+    return {"perplexity_ratio": ratio, "scores": scores}
+
+
+def with_kept(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows with the share of full depth's scores that each keeps: the smallest over all scores.
+
+    If there are several rows of full depth, a score is compared with the best of them.
+    """
+    full = [row["scores"] for row in rows if row["full_depth"]]
+    best = {name: max(scores.get(name, 0.0) for scores in full) for name in full[0]}
+    return [{**row, "kept": min(row["scores"][n] / score for n, score in best.items() if score)} for row in rows]
+
+
+def speedups_that_keep(rows: Sequence[Row]) -> dict[str, float]:
+    """The largest request speed-up that keeps 99%, 98% and 95%: linear between measured ones, from full depth on."""
+    measured = [(1.0, 1.0), *sorted(_points(rows))]
+    return {f"{share:.0%}": _speedup_that_keeps(measured, share) for share in _SHARES}
+
+
+def _speedup_that_keeps(measured: Sequence[tuple[float, float]], share: float) -> float:
+    found = 1.0
+    for (slow, more), (fast, less) in pairwise(measured):
+        if less >= share:
+            found = max(found, fast)
+        elif more >= share:
+            found = max(found, slow + (fast - slow) * (more - share) / (more - less))
+    return round(found, 3)
+
+
+def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
+    """Columns of a table of the rows, with their formats."""
+    return {
+        "schedule": "{name}",
+        "minutes": "{minutes:g}",
+        "request": "{request_speedup:.2f}x",
+        "decode": "{decode_speedup:.2f}x",
+        "kept": "{kept:.1%}",
+        "copied": "{copied:.1f}%",
+        **{name: f"{{scores[{name}]:.1f}}" for name in rows[0]["scores"]},
+    }
+
+
+def kept_chart(rows: Sequence[Row]) -> Chart:
+    """The share that is kept at each request speed-up, with a line for each number of minutes of tuning."""
+    lines = {minutes: list(_points(of)) for minutes, of in groupby(rows, key=itemgetter("minutes"))}
+    series = [
+        Series(f"{minutes:g} minutes" if minutes else "fit alone", [Point(x, 100 * kept) for x, kept in sorted(of)], "-")
+        for minutes, of in lines.items()
+        if of
+    ]
+    return Chart(series, "speed-up of requests", "kept of full depth, %")
+
+
+def _points(rows: Sequence[Row]) -> Iterator[tuple[float, float]]:
+    for row in rows:
+        if row["request_speedup"] is not None and not row["full_depth"]:
+            yield row["request_speedup"], row["kept"]
