@@ -25,8 +25,8 @@ from tqdm import tqdm
 from skipdecode import Schedule
 from skipdecode.common.stopwatch import Stopwatch
 from skipdecode.engine import FastEngine, Request
-from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
+from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.opening import end_tokens, open_fast
 from skipdecode.models.loading.hub import load_model
 

@@ -12,7 +12,7 @@ import torch
 from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
-from skipdecode.engine.kernels.greedy import greedy
+from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.kernels.quantize import QUANTIZATIONS, quantize
 from skipdecode.engine.kernels.spec import AttentionSpec, LayerSpec, LinearSpec, StackInput
 from skipdecode.engine.opening import open_fast

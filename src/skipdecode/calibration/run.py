@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -28,9 +29,47 @@ from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 from skipdecode.tuning.collate import padding
 
-__all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "measured_records", "trials"]
+__all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "draw_records"]
+__all__ += ["measured_records", "records_for_fit", "trials"]
 
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
+
+
+def draw_records(
+    examples: Sequence[Example], records: int, held_out: int, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """Records to learn from, and held-out records with other prompts; the same for the same seed."""
+    by_prompt: dict[tuple[int, ...], list[Example]] = {}
+    for example in examples:
+        by_prompt.setdefault(example.prompt, []).append(example)
+    groups = list(by_prompt.values())
+    random.Random(seed).shuffle(groups)
+    learn, rest = _take(groups, records)
+    check, _ = _take(rest, held_out)
+    if len(check) < held_out:
+        note(f"only {len(check)} of {held_out} records are held out: there are not enough other prompts")
+    return learn, check
+
+
+def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], list[list[Example]]]:
+    """The first `count` records, from as many prompts as possible, and the groups of which none was taken."""
+    taken: list[Example] = []
+    for rank in range(max(map(len, groups), default=0)):
+        for used, group in enumerate(groups):
+            if len(taken) == count:
+                return taken, list(groups[used if rank == 0 else len(groups) :])
+            if rank < len(group):
+                taken.append(group[rank])
+    return taken, []
+
+
+def records_for_fit(
+    examples: Sequence[Example], learn: Sequence[Example], check: Sequence[Example], most: int
+) -> list[Example]:
+    """At most `most` records, those to learn from first, in the order of their lengths; none has a held-out prompt."""
+    kept = {example.prompt for example in check}
+    others = [e for e in examples if e.prompt not in kept and e not in learn]
+    return sorted([*learn, *others][:most], key=lambda e: (len(e.prompt), len(e.response)))
 
 
 @dataclass(frozen=True)

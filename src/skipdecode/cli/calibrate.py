@@ -23,7 +23,6 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goal
-from skipdecode.calibration.records import draw_records, records_for_fit
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
@@ -54,6 +53,7 @@ from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.calibration.fitting import Fitter
     from skipdecode.calibration.run import Calibration
     from skipdecode.engine.router import Routed
 
@@ -104,11 +104,9 @@ class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, 
 
 def run(config: Config) -> int:
     """Calibrate, and write and print the results."""
-    from skipdecode.calibration.fitting import Fitter
-    from skipdecode.calibration.run import calibrate_model
+    from skipdecode.calibration.run import calibrate_model, draw_records, records_for_fit
     from skipdecode.reporting.charts import try_picture
     from skipdecode.reporting.plots import calibration_figure
-    from skipdecode.tuning.collate import batches_of, padding
 
     prompts = open_prompts(config)
     if config.self == bool(config.data):
@@ -123,9 +121,7 @@ def run(config: Config) -> int:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     loaded, examples = _read(config, prompts)
     learn, check = draw_records(examples, config.records, config.held_out, config.seed)
-    chosen = records_for_fit(examples, learn, check, config.fit_records) if config.fit else []
-    if config.fit:
-        _check_tokens(config, loaded, chosen)
+    fitter = _fitter(config, loaded, records_for_fit(examples, learn, check, config.fit_records))
     # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin, fitted = "layers only", None
@@ -133,8 +129,6 @@ def run(config: Config) -> int:
         cost, origin = _found_cost(config, cost, prompt_len)
         fitted = _fitted_cost(config, cost)
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers, fitted)
-    batches = batches_of(chosen, config.batch_size, padding(loaded.tokenizer))
-    fitter = Fitter(loaded.model, batches, config) if config.fit else None
     found = calibrate_model(config, goal, loaded, learn, check, fitter, Path(config.out) / _STORE)
     document, out = _document(config, goal, found, origin, (len(learn), len(check))), Path(config.out)
     found.schedule.save(out / _SCHEDULE)
@@ -206,8 +200,13 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
     return loaded, encode_file(config, template, loaded, "data", file)[0]
 
 
-def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> None:
-    """Refuse, before measurements, records with too few tokens for a bridge."""
+def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> Fitter | None:
+    """The fitter on these records; refuses, before measurements, records with too few tokens for a bridge."""
+    from skipdecode.calibration.fitting import Fitter
+    from skipdecode.tuning.collate import batches_of, padding
+
+    if not config.fit:
+        return None
     width = loaded.model.config.get_text_config(decoder=True).hidden_size
     tokens = sum(len(record.response) for record in records)
     if tokens <= width:
@@ -215,6 +214,7 @@ def _check_tokens(config: Config, loaded: LoadedModel, records: Sequence[Example
             f"{config.data or '--self'}: {tokens} response tokens are too few to fit bridges of {width} columns: give "
             "more or longer records, or --no-fit"
         )
+    return Fitter(loaded.model, batches_of(records, config.batch_size, padding(loaded.tokenizer)), config)
 
 
 def _document(config: Config, goal: Goal, found: Calibration, origin: str, records: tuple[int, int]) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def _remarks(verdicts: list[dict[str, Any]]) -> list[str]:
 
 def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None) -> int:
     """Measure the schedules of --router, fit the router, write and print it."""
-    from skipdecode.calibration.run import measured_records
+    from skipdecode.calibration.run import draw_records, measured_records
     from skipdecode.engine.router import fit_router
 
     settings = (field.name for field in fields(CalibrationSettings) if field.name not in _OF_ROUTERS)

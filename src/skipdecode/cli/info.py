@@ -47,7 +47,7 @@ def _about(model: str) -> dict[str, Any]:
     from skipdecode.engine.model_spec import read_model
     from skipdecode.errors import UnfitModelError
     from skipdecode.models.families import decoder_layers
-    from skipdecode.models.gate import query_projection
+    from skipdecode.models.gate import projection
     from skipdecode.models.loading.ref import ModelRef
 
     config = ModelRef(model).config
@@ -63,7 +63,7 @@ def _about(model: str) -> dict[str, Any]:
         "model_type": config.model_type,
         "num_layers": len(layers),
         # Whether a layer computes only keys and values for prompt tokens that it does not run, or queries too.
-        "projects_alone": query_projection(layers[0]) is not None,
+        "projects_alone": projection(layers[0], "q_proj") is not None,
         "engine": engine,
     }
 

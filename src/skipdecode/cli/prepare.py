@@ -84,7 +84,7 @@ class Config(NamedModel, SelfGeneratedOptions, RecordOptions, MetricOptions):
         "cost of a step, as skipdecode calibrate takes it (default: measured or predicted)", default=None, path=Reads()
     )
     method: OrderMethod = option(
-        "drop order by block-influence, which takes one pass, or greedy, which measures the loss of about 60 layer sets",
+        "drop order by block-influence (one pass) or greedy (the measured loss of about 60 layer sets)",
         default="block-influence",
     )
     order_records: int = option("records on which drop orders and prompt sets are compared", default=8, least=1)
@@ -289,7 +289,8 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     took = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in document["seconds"].items())
     kept = ", ".join(f"{share:.1%} after {minutes:g}" for minutes, share in document["kept_by_minutes"].items())
     reach = ", ".join(f"{share} at {speedup:.2f}x" for share, speedup in document["speedup_that_keeps"].items())
-    lines = ["kept: the smallest share of a score at full depth", "", *figures(kept_columns(document["rows"]), document["rows"]), ""]
+    rows = document["rows"]
+    lines = ["kept: the smallest share of a score at full depth", "", *figures(kept_columns(rows), rows), ""]
     lines += [f"minutes: {took}", f"target, by minutes: {kept}", f"requests keep {reach}"]
     if len(losses := document["dev_loss"]) > 1:
         (_, before), (minutes, after) = losses[(len(losses) - 1) // 2], losses[-1]

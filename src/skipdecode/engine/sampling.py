@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from skipdecode.engine.base import NextToken
-from skipdecode.engine.kernels.greedy import greedy
 from skipdecode.engine.kernels.head import Candidates
+from skipdecode.engine.kernels.native import greedy
 from skipdecode.engine.requests import Sampling
 
 __all__ = ["Predicted", "Sampler"]

@@ -28,7 +28,6 @@ __all__ = [
     "gate_layer",
     "gate_of",
     "projection",
-    "query_projection",
     "text_columns",
     "ungate_layer",
     "with_mixin",
@@ -203,13 +202,11 @@ def _merge(out: Tensor, hidden: Tensor, plan: LayerPlan) -> Tensor:
     return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
 
-def query_projection(layer: nn.Module) -> Any:
-    """The module of a layer's queries; None if one module computes queries, keys and values."""
-    return projection(layer, "q_proj")
-
-
 def projection(layer: nn.Module, name: str) -> Any:
-    """The module of a layer whose path ends in `name`, such as "k_proj"; None if there is none."""
+    """The module of a layer whose path ends in `name`, such as "q_proj"; None if there is none.
+
+    There is none if one module computes queries, keys and values.
+    """
     return next((module for path, module in layer.named_modules() if path.endswith(name)), None)
 
 
@@ -229,7 +226,7 @@ def calling(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_queries(layer: nn.Module) -> Iterator[None]:
     """A context in which a layer's query projection, if it is a separate module, returns zeros without computing."""
-    found = query_projection(layer)
+    found = projection(layer, "q_proj")
     if found is None:
         yield
         return

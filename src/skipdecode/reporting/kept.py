@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any
 
 from skipdecode.evaluation.metrics import METRICS
@@ -81,12 +80,11 @@ def kept_columns(rows: Sequence[Row]) -> dict[str, str]:
 
 def kept_chart(rows: Sequence[Row]) -> Chart:
     """The share that is kept at each request speed-up, with a line for each number of minutes of tuning."""
-    lines = {minutes: list(_points(of)) for minutes, of in groupby(rows, key=itemgetter("minutes"))}
-    series = [
-        Series(f"{minutes:g} minutes" if minutes else "fit alone", [Point(x, 100 * kept) for x, kept in sorted(of)], "-")
-        for minutes, of in lines.items()
-        if of
-    ]
+    series = []
+    for minutes in dict.fromkeys(row["minutes"] for row in rows):
+        measured = sorted(_points([row for row in rows if row["minutes"] == minutes]))
+        name = f"{minutes:g} minutes" if minutes else "fit alone"
+        series.append(Series(name, [Point(speedup, 100 * kept) for speedup, kept in measured], "-"))
     return Chart(series, "speed-up of requests", "kept of full depth, %")
 
 

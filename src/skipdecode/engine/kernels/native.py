@@ -18,7 +18,7 @@ from skipdecode.engine.kernels.build import load_library
 from skipdecode.engine.kernels.quantize import QuantizedWeight
 from skipdecode.engine.kernels.spec import AttentionSpec, FitSpec, LayerSpec, LinearSpec, StackInput
 
-__all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack"]
+__all__ = ["WEIGHT_DTYPES", "GreedyArgs", "NativeKernels", "NativeStack", "greedy"]
 
 WEIGHT_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _QUANTIZED = {"int8": 2, "int4": 3, "w8a8": 4}
@@ -234,3 +234,28 @@ def _attention_args(spec: AttentionSpec, keep: list[Any]) -> AttentionArgs:
         cos=cos, sin=sin, q_gamma=q_gamma, k_gamma=k_gamma, heads=spec.heads, kv_heads=spec.kv_heads,
         dim=spec.head_dim, window=spec.window, scale=spec.scale, eps=spec.eps,
     )  # fmt: skip
+
+
+def greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """The greedy token of each row (the first of equals), and its log-probability.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        (rows, vocabulary), fp32.
+    """
+    if logits.device.type == "cpu" and logits.is_contiguous() and load_library.cache_info().currsize:
+        return _native_greedy(logits)
+    best, index = logits.max(dim=-1)
+    return index.tolist(), (best - logits.logsumexp(-1)).tolist()
+
+
+def _native_greedy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    rows, vocabulary = logits.shape
+    tokens, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    args = GreedyArgs(
+        logits=logits.data_ptr(), tokens=tokens.data_ptr(), logprobs=logprobs.data_ptr(), rows=rows,
+        vocabulary=vocabulary,
+    )  # fmt: skip
+    load_library().skipdecode_greedy(ctypes.c_void_p(ctypes.addressof(args)))
+    return tokens.tolist(), logprobs.tolist()
