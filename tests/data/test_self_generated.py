@@ -323,4 +323,4 @@ def test_a_calibration_needs_no_data(model: str, tmp_path: Path, capsys: Any) ->
     assert "bridges of rank 2" in told
     assert "not tuned under" not in told
     assert main([*call, "--resume"]) == 2
-    assert "give one: --data FILE, or --self" in capsys.readouterr().err
+    assert "--self" in capsys.readouterr().err
