@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from skipdecode.calibration.meter import check_finite
 from skipdecode.calibration.settings import FitOptions
+from skipdecode.common.progress import progress_bar
 from skipdecode.errors import FitError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
@@ -55,14 +56,11 @@ class Fitter:
         Fitted at full depth, whatever is attached.
     batches : sequence of Batch
         Texts at full depth: prompts and answers, aligned.
-    advance : callable
-        Told after each layer.
     """
 
     model: Any
     batches: Sequence[Batch]
     options: FitOptions
-    advance: Callable[[], object] = lambda: None
 
     def fit(self, schedules: Sequence[Schedule]) -> Fit:
         """The fit for schedules of one drop order: maps for their prompt sets, bridges over the layers that they skip.
@@ -87,7 +85,7 @@ class Fitter:
 
     def _swept(self, depths: Sequence[frozenset[int]], sets: _Sets) -> Fit:
         with torch.inference_mode():
-            return _Sweep(self.model, depths, sets, self.batches, self.options).run(self.advance)
+            return _Sweep(self.model, depths, sets, self.batches, self.options).run()
 
 
 @dataclass(frozen=True)
@@ -197,19 +195,24 @@ class _Sweep:
         self._bridges: dict[int, Bridge] = {}
         self._maps: dict[tuple[int, ...], dict[int, PromptMap]] = {layers: {} for layers in sets.projected}
 
-    def run(self, advance: Callable[[], object]) -> Fit:
+    def run(self) -> Fit:
         last = max({layer for depth in self._depths for layer in depth}.union(*self._sets.projected.values()))
-        for index in range(last + 1):
-            wanted = [layers for layers, projected in self._sets.projected.items() if index in projected]
-            after, keys = self._full_depth(index, bool(wanted))
-            for layers in wanted:
-                self._maps[layers][index] = self._prompt_map(layers, keys)
-            self._advance_prompts(index, after)
-            self._advance_answers(index, after)
-            advance()
+        with progress_bar(last + 1, "layer", name="fitting") as bar:
+            for index in range(last + 1):
+                self._fit_layer(index)
+                bar.update()
         about = {"rank": self._options.fit_rank, "tokens": sum(batch.tokens for batch in self._batches)}
         taps = self._options.fit_taps if self._maps else 0
         return Fit(len(self._layers), self._width, self._bridges, self._maps, taps, about)
+
+    def _fit_layer(self, index: int) -> None:
+        """Fit the maps of a layer, and move all states behind the layer."""
+        wanted = [layers for layers, projected in self._sets.projected.items() if index in projected]
+        after, keys = self._full_depth(index, bool(wanted))
+        for layers in wanted:
+            self._maps[layers][index] = self._prompt_map(layers, keys)
+        self._advance_prompts(index, after)
+        self._advance_answers(index, after)
 
     def _full_depth(self, index: int, keys_too: bool) -> tuple[list[Tensor], list[Tensor]]:
         """States of full depth behind a layer, and where wanted its keys and values (rows, columns, both)."""
