@@ -79,3 +79,12 @@ def test_what_cannot_be_done_is_refused_at_once(place: Path, capsys: Any, more: 
     assert main([*arguments(place), *more, "--out", str(place / "refused")]) == 2
     assert named in capsys.readouterr().err
     assert not (place / "refused" / "fit").exists()
+
+
+def test_a_refused_command_leaves_nothing_in_the_way_of_the_corrected_one(place: Path, capsys: Any) -> None:
+    write_jsonl(place / "bad.jsonl", [{"colour": "red"}])
+    command = [*arguments(place, "--minutes", "0"), "--out", str(place / "corrected"), "--no-fit"]
+    command.remove("--resume")
+    assert main([*command, "--train", str(place / "bad.jsonl")]) == 2
+    assert "bad.jsonl" in capsys.readouterr().err
+    assert main(command) == 0

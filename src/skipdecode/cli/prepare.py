@@ -40,7 +40,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
-from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.errors import ScheduleError, SkipDecodeError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.hub import load_model
 from skipdecode.reporting.charts import save_chart
@@ -98,24 +98,34 @@ class Config(NamedModel, SelfGeneratedOptions, RecordOptions, MetricOptions):
 
 def run(config: Config) -> int:
     """Prepare, evaluate and print."""
-    prompts, out, minutes = _checked(config), Path(config.out), f"{config.minutes:g}"
+    prompts, out = _checked(config), Path(config.out)
     settings = {name: value for name, value in asdict(config).items() if name not in _NOT_KEPT}
-    data: dict[str, Any] = {name: getattr(config, name) for name in ("train", "dev", *_FORM)}
     with closing(KeptValues(out / _FILE, settings, pieces="stages", remedy="give another --out")) as kept:
-        stage = partial(_stage, kept)
-        data = stage("data", lambda: _answers(config, prompts) if config.self else data)
-        fit = stage("fit", lambda: _said(calibrate.run, _calibration(config, data)))
-        stage("rows 0", lambda: {"rows": _rows(config, data, config.model, out / "fit")})
-        left, tuned = config.minutes - fit["seconds"] / 60, out / f"tuned-{minutes}"
-        if left >= _LEAST_MINUTES:
-            stage(f"tune {minutes}", lambda: _said(tune.run, _tuning(config, data, left, tuned)))
-            stage(f"rows {minutes}", lambda: {"rows": _rows(config, data, str(tuned), tuned)})
-        elif config.minutes:
-            note(f"order and fit took {config.minutes - left:.1f} minutes: none are left to tune")
-        document = _document(config, dict(kept.read()), tuned)
+        try:
+            document = _prepared(config, prompts, kept)
+        except SkipDecodeError:
+            if not any((out / place).exists() for place in ("answers", "fit")):
+                kept.remove()  # so that the corrected command can start
+            raise
     save_chart(kept_chart(document["rows"]), out / _PICTURE)
     print(json.dumps(document) if config.json else "\n".join(_lines(document)))
     return 0
+
+
+def _prepared(config: Config, prompts: PromptSource | None, kept: KeptValues) -> dict[str, Any]:
+    """All stages, and the document of their results."""
+    out, minutes, stage = Path(config.out), f"{config.minutes:g}", partial(_stage, kept)
+    data: dict[str, Any] = {name: getattr(config, name) for name in ("train", "dev", *_FORM)}
+    data = stage("data", lambda: _answers(config, prompts) if config.self else data)
+    fit = stage("fit", lambda: _said(calibrate.run, _calibration(config, data)))
+    stage("rows 0", lambda: {"rows": _rows(config, data, config.model, out / "fit")})
+    left, tuned = config.minutes - fit["seconds"] / 60, out / f"tuned-{minutes}"
+    if left >= _LEAST_MINUTES:
+        stage(f"tune {minutes}", lambda: _said(tune.run, _tuning(config, data, left, tuned)))
+        stage(f"rows {minutes}", lambda: {"rows": _rows(config, data, str(tuned), tuned)})
+    elif config.minutes:
+        note(f"order and fit took {config.minutes - left:.1f} minutes: none are left to tune")
+    return _document(config, dict(kept.read()), tuned)
 
 
 def _stage(kept: KeptValues, name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
