@@ -55,8 +55,8 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
     return found
 
 
-def rows(task: str, method: str, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the result file: full depth, the target and its neighbours after the minutes of one run."""
+def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Full depth, the target and its neighbours after some minutes; nothing if order and fit took all of them."""
     full = [row["scores"] for row in found["rows"] if row["full_depth"]]
     best = {name: max(scores[name] for scores in full) for name in SCORES if name in full[0]}
     stages = found["cpu_seconds"]
@@ -75,7 +75,7 @@ def rows(task: str, method: str, found: dict[str, Any]) -> list[dict[str, Any]]:
             "cpu_minutes": round((stages["fit"] + (tuning if row["minutes"] else 0)) / 60, 2),
         }
         for row in found["rows"]
-        if row["minutes"] == found["minutes"] or not found["minutes"]
+        if row["minutes"] == minutes
     ]
 
 
@@ -94,7 +94,7 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     wanted = [(t, m, n) for t in options.tasks for m in options.methods for n in sorted(options.minutes)]
     for task, method, minutes in tqdm(wanted, unit="run"):
-        found += rows(task, method, prepared(task, method, minutes, options))
+        found += rows(task, method, minutes, prepared(task, method, minutes, options))
         about = {
             "clock": "CPU time of one thread" if options.cpu_clock else "wall clock",
             "checkpoints": {name: _checkpoint(TASKS[name][0]) for name in options.tasks},
