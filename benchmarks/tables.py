@@ -306,6 +306,19 @@ def fitted(document: Row) -> Table:
     return lines
 
 
+def ready(document: Row) -> Table:
+    """What `skipdecode prepare` keeps, by method and minutes."""
+    columns: list[Column] = [
+        ("method", "{method}"),
+        ("minutes of tuning", lambda row: "0" if not row["minutes"] else f"of {row['minutes']:g} in all"),
+        ("schedule", lambda row: row["schedule"].rpartition(", ")[2] if ", " in row["schedule"] else "target"),
+        ("request", times("request_speedup")),
+        ("kept", "{kept:.1%}"),
+        ("names and numbers copied", "{copied:.0f}%"),
+    ]
+    return table((row for row in document["rows"] if row["schedule"] != "full"), columns)
+
+
 def fidelity(row: Row | None) -> str:
     """KL in nats and the share of equal tokens."""
     return f"{row['kl']['estimate']:.3f}, {row['equal_tokens']['estimate']:.0%}" if row else "-"
@@ -317,6 +330,7 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "chat": ("self-generated", chat),
     "decode": ("decode-speed", decode),
     "fitted": ("fitted", fitted),
+    "ready": ("ready", ready),
     "headline": ("quality-table", headline),
     "leads": ("quality-table", leads),
     "names": ("unseen-names", names),
