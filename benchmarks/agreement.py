@@ -42,7 +42,7 @@ Rows = Sequence[Sequence[int]]
 
 @torch.inference_mode()
 def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: Rows) -> list[list[int]]:
-    """The engine's likeliest token at each position of given outputs, in decode steps of one batch."""
+    """The engine's top token at each position of given outputs, in decode steps of one batch."""
     order, kv = DepthOrder(schedule), model.new_kv()
     longest = max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True))
     kv.reserve(len(prompts), longest, len(prompts) * model.num_layers * kv.layout.pages(longest))
@@ -71,7 +71,7 @@ def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: 
 
 @torch.inference_mode()
 def parallel_tokens(model: Any, schedule: Schedule, prompts: Rows, outputs: Rows) -> list[list[int]]:
-    """transformers' likeliest token at each position of given outputs, in one forward a record, without padding."""
+    """transformers' top token at each position of given outputs, in one forward a record, without padding."""
     found = []
     with attach(model, schedule):
         for prompt, output in zip(prompts, outputs, strict=True):

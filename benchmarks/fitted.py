@@ -40,7 +40,7 @@ from skipdecode.calibration.settings import FitOptions
 from skipdecode.common.bootstrap import Table, interval, ratio_of_sums
 from skipdecode.common.journal import KeptValues
 from skipdecode.common.progress import note
-from skipdecode.data.names import made_up
+from skipdecode.data.names import invented_names
 from skipdecode.data.prompts import Example
 from skipdecode.data.tasks import load_task
 from skipdecode.engine.opening import Backend, end_tokens, open_engines
@@ -80,7 +80,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Probe:
-    """Prompts whose made-up names and numbers should stand in the answers."""
+    """Prompts whose invented names and numbers should stand in the answers."""
 
     prompts: Sequence[Sequence[int]]
     wanted: Sequence[Sequence[str]]
@@ -224,10 +224,10 @@ def chat_texts(tokenizer: Any, rows: Iterable[Mapping[str, str]]) -> list[Text]:
 
 
 def repeat_probe(tokenizer: Any, chat: bool, count: int = 40) -> Probe:
-    """Sentences with two made-up names and a number, to be said once more."""
+    """Sentences with two invented names and a number, to be said once more."""
     draw, prompts, wanted = random.Random(5), [], []
     for n in range(count):
-        names = list(made_up(["a", "b"], draw, WORDS).values())
+        names = list(invented_names(["a", "b"], draw, WORDS).values())
         found = [*names, str(draw.randint(1000, 99999))]
         sentence = SENTENCES[n % len(SENTENCES)].format(*found)
         if chat:

@@ -5,7 +5,7 @@
 Sequence-level distillation (Kim and Rush, arXiv 1606.07947): every prompt of the training file once, greedy answers at
 full depth in bf16. Of a text that the task cuts, the next two pieces of it are prompts too: they cost no labels.
 
-named.jsonl has all of train.jsonl, and the rows whose names stand in the answer once more under made-up ones: E2E has
+named.jsonl has all of train.jsonl, and the rows whose names stand in the answer once more under invented ones: E2E has
 34 names, which a model learns by heart instead of copying them.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 from skipdecode.common.files import write_whole
 from skipdecode.common.jsonl import json_line
-from skipdecode.data.names import made_up, renamed
+from skipdecode.data.names import invented_names, renamed
 from skipdecode.data.records import Template
 from skipdecode.data.tasks import load_task
 
@@ -65,7 +65,7 @@ def named(rows: Iterable[dict[str, str]], response: str) -> Iterator[dict[str, s
     for row in rows:
         found = NAME.findall(" ".join(value for field, value in row.items() if field != response))
         if found and all(name in row[response] for name in found):
-            names = made_up(found, draw)
+            names = invented_names(found, draw)
             yield {field: renamed(value, names) for field, value in row.items()}
 
 

@@ -1,7 +1,7 @@
 """A batch job and a stream on the real engine, against the lockstep ideal and against what the simulator says.
 
 Figures go into one JSON, part by part. The cost of a step is calibrated right before and after every run, in the same
-process, from forwards on made-up tokens; the simulator gets that and the lengths that came out, nothing else. Parts:
+process, from forwards on invented tokens; the simulator gets that and the lengths that came out, nothing else. Parts:
 
 batch       512 prompts as a batch job, natural output lengths, at full depth and under the schedule. *Ideal*: all
             prompt tokens at the rate of a full prompts' forward, all decode steps with every row in use at the cost of

@@ -1,4 +1,4 @@
-"""How many names that no training record has come through: test prompts with made-up ones.
+"""How many names that no training record has come through: test prompts with invented ones.
 
     python benchmarks/unseen_names.py runs/e2e-full-b runs/e2e-any e2e-smollm2-135m --data e2e/test.jsonl \\
       --out results/unseen-names-e2e-smollm2-135m.json
@@ -20,7 +20,7 @@ from shared import script_parser, write_result
 from tqdm import tqdm
 
 from skipdecode import LLM, Schedule
-from skipdecode.data.names import made_up, renamed
+from skipdecode.data.names import invented_names, renamed
 from skipdecode.data.tasks import load_task
 from skipdecode.models.loading.ref import ModelRef
 
@@ -33,11 +33,11 @@ WORDS = (
 
 
 def questions(data: Path, records: int) -> list[tuple[str, list[str]]]:
-    """The first different prompts under made-up names, and those names."""
+    """The first different prompts under invented names, and those names."""
     template, draw = load_task("e2e").template(), random.Random(7)
     with data.open(encoding="utf-8") as file:
         texts = dict.fromkeys(template.render(template.values(json.loads(line))) for line in file)
-    renamings = [(text, made_up(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
+    renamings = [(text, invented_names(NAME.findall(text), draw, WORDS)) for text in list(texts)[:records]]
     return [(renamed(text, names), list(names.values())) for text, names in renamings]
 
 

@@ -1,4 +1,4 @@
-"""Names and numbers that a response repeats: which count, and records with made-up ones in their place."""
+"""Names and numbers that a response repeats: which count, and records with invented ones in their place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from skipdecode.data.names import made_up, renamed, repeated, with_made_up_names
+from skipdecode.data.names import invented_names, renamed, repeated, with_invented_names
 from skipdecode.data.records import Record, Template
 from skipdecode.errors import UsageError
 
@@ -35,9 +35,9 @@ def test_made_up_names_stand_in_prompt_and_response_alike() -> None:
         "name[The Mill], near[Mill Lane], from[1,250]",
         "The Mill near Mill Lane, from 1,250. The Mills are others.",
     )
-    first, other = with_made_up_names([record(mr, ref)], TEMPLATE, ["mr"], seed=0)
+    first, other = with_invented_names([record(mr, ref)], TEMPLATE, ["mr"], seed=0)
     assert (first.prompt, first.references) == (f"{mr}\n", (ref,))
-    names = made_up(["The Mill", "Mill Lane", "1,250"], random.Random(0))
+    names = invented_names(["The Mill", "Mill Lane", "1,250"], random.Random(0))
     assert other.values == {"mr": f"name[{names['The Mill']}], near[{names['Mill Lane']}], from[{names['1,250']}]"}
     assert other.prompt == f"{other.values['mr']}\n"
     assert other.references == (renamed(ref, names),)
@@ -50,6 +50,6 @@ def test_made_up_names_stand_in_prompt_and_response_alike() -> None:
 
 def test_a_record_without_names_is_learned_once_and_an_unknown_field_refused() -> None:
     plain = record("eatType[pub]", "A pub.")
-    assert with_made_up_names([plain], TEMPLATE, ["mr"], seed=0) == [plain]
+    assert with_invented_names([plain], TEMPLATE, ["mr"], seed=0) == [plain]
     with pytest.raises(UsageError, match="augment-names"):
-        with_made_up_names([plain], TEMPLATE, ["name"], seed=0)
+        with_invented_names([plain], TEMPLATE, ["name"], seed=0)

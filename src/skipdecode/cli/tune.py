@@ -31,7 +31,7 @@ from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.data.names import with_made_up_names
+from skipdecode.data.names import with_invented_names
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
 from skipdecode.data.self_generated import (
@@ -188,7 +188,7 @@ def _files(config: Config, template: Template) -> dict[str, RecordFile]:
     """The records of --train and --dev; each file is read once."""
     found = read_files(config, template, train=config.train_records, dev=config.dev_records)
     if config.augment_names:
-        records = with_made_up_names(found["train"].records, template, config.augment_names, config.seed)
+        records = with_invented_names(found["train"].records, template, config.augment_names, config.seed)
         found["train"] = replace(found["train"], records=tuple(records))
     return found
 

@@ -1,4 +1,4 @@
-"""Names and numbers of a prompt that its response repeats: counted in outputs, and replaced by made-up ones.
+"""Names and numbers of a prompt that its response repeats: counted in outputs, and replaced by invented ones.
 
 A model learns the few names of a training set by heart in place of copying them. A record with other names has to be
 copied from.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from skipdecode.data.records import Record, Template
 from skipdecode.errors import UsageError
 
-__all__ = ["WORDS", "made_up", "renamed", "repeated", "with_made_up_names"]
+__all__ = ["WORDS", "invented_names", "renamed", "repeated", "with_invented_names"]
 
 _WORD = r"[A-ZÀ-ÖØ-Þ][\w'’-]+"
 _VALUE = re.compile(rf"(?<!\w)(?:{_WORD}(?: {_WORD})*|\d[\d.,]*\d)(?!\w)")
@@ -38,7 +38,7 @@ def repeated(record: Record, fields: Sequence[str]) -> list[str]:
     return [value for value in found if 2 * sum(value in text for text in texts) >= max(1, len(texts))]
 
 
-def made_up(values: Iterable[str], draw: random.Random, words: Sequence[str] = WORDS) -> dict[str, str]:
+def invented_names(values: Iterable[str], draw: random.Random, words: Sequence[str] = WORDS) -> dict[str, str]:
     """Another name or number for each, the longest first; a number has as many digits."""
     ordered = sorted(set(values), key=lambda value: (-len(value), value))
     return {value: _number(value, draw) if value[0].isdigit() else _name(value, draw, words) for value in ordered}
@@ -52,8 +52,10 @@ def renamed(text: str, others: Mapping[str, str]) -> str:
     return re.sub(rf"(?<!\w)(?:{pattern})(?!\w)", lambda match: others[match[0]], text)
 
 
-def with_made_up_names(records: Sequence[Record], template: Template, fields: Sequence[str], seed: int) -> list[Record]:
-    """The records, and those that repeat names or numbers of the fields once more with made-up ones.
+def with_invented_names(
+    records: Sequence[Record], template: Template, fields: Sequence[str], seed: int
+) -> list[Record]:
+    """The records, and those that repeat names or numbers of the fields once more with invented ones.
 
     Raises
     ------
@@ -64,7 +66,7 @@ def with_made_up_names(records: Sequence[Record], template: Template, fields: Se
         raise UsageError(f"--augment-names {wrong[0]}: accepted are {', '.join(template.fields)}")
     draw, more = random.Random(seed), []
     for record in records:
-        if others := made_up(repeated(record, fields), draw):
+        if others := invented_names(repeated(record, fields), draw):
             values = {name: renamed(value, others) for name, value in record.values.items()}
             texts = tuple(renamed(text, others) for text in record.references)
             more.append(replace(record, prompt=template.render(values), values=values, references=texts))

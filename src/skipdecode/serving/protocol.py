@@ -213,7 +213,7 @@ class CompletionRequest(_GenerationFields):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many likeliest tokens are reported; None if no log-probabilities are."""
+        """How many top tokens are reported; None if no log-probabilities are."""
         return self.logprobs
 
     def prompts(self) -> Sequence[Prompt]:
