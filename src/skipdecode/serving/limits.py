@@ -1,6 +1,6 @@
-"""What one request, and all of them together, may take, and where the server listens. Pure Python.
+"""Limits of a request and of the server, and the address of the server. Pure Python.
 
-The help texts are also the command line's.
+The help texts are also those of the command line.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ __all__ = ["Binding", "ServerLimits"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits(Options):
-    """Bounds of the server; together they bound its memory.
+    """Limits that together bound the memory of the server.
 
-    `max_unread_tokens` counts tokens of a stream that its reader has not taken; beyond that the request is dropped.
+    A stream is dropped if its client has left more than `max_unread_tokens` tokens unread.
     """
 
-    max_rows: int = option("choices decoded together", default=32, least=1)
-    max_waiting: int = option("choices that may wait; beyond that requests get 429", default=128, least=0)
-    max_choices: int = option("choices (prompts times n) of a request", default=16, least=1)
-    max_prompt_tokens: int = option("tokens of a prompt", default=4096, least=1)
-    max_new_tokens: int = option("new tokens of a choice", default=1024, least=1)
-    max_seconds: float = option("from a request's arrival to its end", default=300.0, above=0)
-    max_body_kib: int = option("size of a request, in KiB", default=1024, least=1)
+    max_rows: int = option("most choices that are decoded together", default=32, least=1)
+    max_waiting: int = option("most choices that wait; further requests get 429", default=128, least=0)
+    max_choices: int = option("most choices (prompts times n) of a request", default=16, least=1)
+    max_prompt_tokens: int = option("most tokens of a prompt", default=4096, least=1)
+    max_new_tokens: int = option("most new tokens of a choice", default=1024, least=1)
+    max_seconds: float = option("most seconds from the arrival of a request to its end", default=300.0, above=0)
+    max_body_kib: int = option("most KiB of a request", default=1024, least=1)
     prefix_cache: bool = option(
-        "keep prompts' keys and values, at most 1 GiB beyond the rows' for each drop order, and run no beginning of a "
-        "prompt twice (the fast engine on CPUs; others run every prompt whole)",
+        "keep keys and values of prompts (at most 1 GiB for each drop order, beyond those of running sequences), and "
+        "reuse them for prompts with the same beginning (fast engine only)",
         default=True,
     )
     prefix_per_key: bool = option(
-        "keep the prompts of each API key apart: otherwise an answer's cached_tokens, and its time, tell the holder of "
-        "one key whether a prompt of another began like theirs",
+        "a prefix cache for each API key: with a shared cache, cached_tokens and the time of an answer show the holder "
+        "of one key whether a prompt of another key had the same beginning",
         default=False,
     )
     max_unread_tokens: int = 2048
-    stall_seconds: float = option("a reader that takes nothing for so long is dropped", default=30.0, above=0)
+    stall_seconds: float = option("a client that reads nothing for so many seconds is dropped", default=30.0, above=0)
 
     @property
     def max_body_bytes(self) -> int:
@@ -50,15 +50,15 @@ class ServerLimits(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Binding(Options):
-    """Where and how the server listens. Port 0 takes a free one."""
+    """The address and the connections of the server. Port 0 selects a free port."""
 
-    host: str = option("address to listen on; 0.0.0.0 is every network of the machine", default="127.0.0.1")
-    port: int = option("to listen on", default=8000, least=0, most=65535)
-    drain_seconds: float = option("how long running requests may go on after SIGTERM", default=30.0, above=0)
-    max_connections: int = option("open connections; beyond that new ones get 503", default=1024, least=1)
-    log_level: Literal["warning", "info", "debug"] = option("of the logs on standard error", default="info")
+    host: str = option("address to listen on; 0.0.0.0: all networks of the machine", default="127.0.0.1")
+    port: int = option("port to listen on", default=8000, least=0, most=65535)
+    drain_seconds: float = option("seconds in which running requests may finish after SIGTERM", default=30.0, above=0)
+    max_connections: int = option("most open connections; further ones get 503", default=1024, least=1)
+    log_level: Literal["warning", "info", "debug"] = option("level of the log on standard error", default="info")
     cors: tuple[str, ...] = option(
-        "origins whose pages may use the server from a browser, such as http://localhost:3000; * is any page",
+        "origins of web pages that may use the server, such as http://localhost:3000; *: all pages",
         default=(),
     )
 

@@ -1,4 +1,4 @@
-"""Counts what the engine's steps ran, for the metrics. numpy; knows vLLM's scheduler output by its fields only."""
+"""Counts tokens and layers of the engine's steps, for the metrics. Uses numpy, and only fields of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from skipdecode.vllm.step_rows import LayerLimits, StepBatch
 __all__ = ["DEPTH_PREFIX", "PREFIX", "DepthMeter"]
 
 PREFIX = "skipdecode:"
-"""Stands before every count's name on its way to the front end."""
+"""Prefix of the names of counts on their way to the front end."""
 DEPTH_PREFIX = f"{PREFIX}depth:"
-"""Followed by a number of layers: finished requests whose tokens ran about that many on average."""
+"""Followed by a number of layers: finished requests whose tokens ran that many layers on average, rounded."""
 
 
 class DepthMeter:
-    """Adds up between two reports."""
+    """The counts since the last report."""
 
     def __init__(self, settings: PluginSettings, limits: LayerLimits) -> None:
         self._settings, self._limits = settings, limits
@@ -37,7 +37,7 @@ class DepthMeter:
         )
 
     def count_step(self, requests: dict[str, Any], scheduled: dict[str, int]) -> None:
-        """A step has been scheduled."""
+        """Count a scheduled step."""
         if not scheduled:
             return
         batch = self.batch([requests[i] for i in scheduled], list(scheduled.values()), already_counted=True)
@@ -49,7 +49,7 @@ class DepthMeter:
         self._counts["decode_token_layers"] += int(ran[decodes].sum())
 
     def count_finished(self, request: Any) -> None:
-        """A request has come to its end."""
+        """Count a finished request."""
         fed = request.num_tokens - request.num_prompt_tokens - 1
         if fed > 0:
             schedule = self._settings.schedules[self._settings.index_of(request)]

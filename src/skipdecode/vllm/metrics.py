@@ -1,4 +1,4 @@
-"""Prometheus metrics of skipped layers, beside vLLM's own: vLLM loads this class by `vllm.stat_logger_plugins`."""
+"""Prometheus metrics of skipped layers, next to those of vLLM, which loads this class by `vllm.stat_logger_plugins`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from skipdecode.vllm.settings import PluginSettings
 
 _COUNTERS = {
     "steps": "Steps of the engine.",
-    "layers": "Layers that steps ran for any of their rows; over the steps: layers a step.",
+    "layers": "Layers that steps ran for any of their tokens; divided by steps: layers per step.",
     "decode_tokens": "Generated tokens that were fed back.",
-    "decode_token_layers": "Layers that those tokens ran; over tokens and the model's layers: the share that is run.",
+    "decode_token_layers": "Layers that these tokens ran; divided by tokens x layers of the model: the share that ran.",
 }
 
 
 class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
-    """Turns the counts that the scheduler sends along into metrics; does nothing for engines that do not skip."""
+    """Makes metrics of the scheduler's counts; does nothing for an engine that skips no layers."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         settings = PluginSettings.of_engine(vllm_config)
@@ -40,12 +40,12 @@ class DepthMetrics(StatLoggerBase):  # type: ignore[misc]
                     self._metrics[name.removeprefix(PREFIX)].inc(count)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 @functools.cache
 def _metrics(layers: int) -> dict[str, Any]:
-    """Made once a process: names may be registered only once. A replica of Ray Serve has its node's /metrics alone."""
+    """Made once per process: names are registered once. A replica of Ray Serve has only the /metrics of its node."""
     counter, histogram, labels = Counter, Histogram, ("model_name", "engine")
     if "ray.serve" in sys.modules:
         from vllm.v1.metrics import ray_wrappers as ray

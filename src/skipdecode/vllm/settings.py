@@ -1,6 +1,6 @@
-"""What the plugin was told: schedules by name, how rows are skipped, who is admitted when.
+"""The settings of the plugin: schedules by name, how tokens skip layers, when requests are admitted.
 
-Travels between vLLM's processes as JSON in `VllmConfig.additional_config["skipdecode"]`.
+vLLM's processes exchange the settings as JSON in `VllmConfig.additional_config["skipdecode"]`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from skipdecode.schedule import Schedule
 __all__ = ["KEY", "Mode", "PluginSettings", "server_command"]
 
 KEY = "skipdecode"
-"""Names our part of config.json, of `additional_config`, and of a request's extra arguments."""
-_FULL = "full"  # the schedule that is always there
+"""The plugin's key in config.json, in `additional_config`, and in the extra arguments of a request."""
+_FULL = "full"  # a schedule that is always loaded
 
 Mode = Literal["auto", "nested", "where"]
 
 
 @dataclass(frozen=True)
 class PluginSettings(Options):
-    """The plugin's settings; each field's help text is its documentation.
+    """The settings of the plugin; the help text of a field documents it.
 
     Parameters
     ----------
     schedules : tuple of Schedule
-        They go by their names; the first serves requests that ask for none.
+        The first schedule serves requests that name no schedule.
     machine : (float, float), optional
-        Bytes and operations a second for the cost model; measured at start where they are not given.
+        Bytes and operations per second for the cost model; default: measured at the start.
 
     Raises
     ------
@@ -46,15 +46,16 @@ class PluginSettings(Options):
 
     schedules: tuple[Schedule, ...]
     mode: Mode = option(
-        "nested: a layer computes only the rows that need it; where: it computes all and puts the others back; auto "
-        "asks the cost model in every step",
+        "nested: a layer computes only the tokens that run it; where: a layer computes all tokens of the step, and "
+        "tokens that skip it keep their states; auto: the faster one by the cost model, in each step",
         default="auto",
     )
     policy: Literal["continuous", "refill"] = option(
-        "continuous: admit whenever there is room; refill: only while few requests run, or all near their least depth",
+        "continuous: admit a request when a slot is free; refill: only if few requests run, or if all run near their "
+        "least depth",
         default="continuous",
     )
-    refill_below: float = option("refill: the share of the slots up to which few run", default=0.25, least=0, most=1)
+    refill_below: float = option("refill: the share of the slots that counts as few", default=0.25, least=0, most=1)
     machine: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class PluginSettings(Options):
 
     @property
     def skips(self) -> bool:
-        """Whether any schedule leaves out a layer."""
+        """Whether any schedule skips a layer."""
         return not all(s.is_full for s in self.schedules)
 
     @cached_property
@@ -81,7 +82,7 @@ class PluginSettings(Options):
         return [s.name for s in self.schedules]
 
     def index(self, name: object) -> int:
-        """The number of the schedule of that name (None: the default).
+        """The number of the schedule with this name (None: the default).
 
         Raises
         ------
@@ -93,7 +94,7 @@ class PluginSettings(Options):
         return 0 if name is None else self._names.index(name)
 
     def index_of(self, request: Any) -> int:
-        """The number of the schedule that one of vLLM's requests asks for; raises as `index`."""
+        """The number of the schedule of a vLLM request; raises as `index`."""
         asked = (request.sampling_params and request.sampling_params.extra_args) or {}
         if "exact" in asked:
             raise ScheduleError(
@@ -103,13 +104,13 @@ class PluginSettings(Options):
 
     @classmethod
     def of_engine(cls, vllm_config: Any) -> Self | None:
-        """The settings that an engine was started with; None for one that does not skip."""
+        """The settings of an engine; None if it skips no layers."""
         extra = vllm_config.additional_config
         return cls.from_config(None, extra.get(KEY) if isinstance(extra, dict) else None)
 
     @classmethod
     def from_config(cls, carried: Any, options: Any) -> Self | None:
-        """Settings from the checkpoint's schedule and the user's options; None where neither has a schedule.
+        """Settings from the checkpoint's schedule and the user's options; None if neither has a schedule.
 
         Parameters
         ----------
@@ -147,16 +148,16 @@ class PluginSettings(Options):
 def server_command(
     model: str, *, name: str, host: str, port: int, dtype: str, schedules: Sequence[Schedule]
 ) -> list[str]:
-    """The command of vLLM's own server, which finds the plugin by itself.
+    """The command of vLLM's own server, which loads the plugin.
 
     Parameters
     ----------
     model : str
         A directory or a hub id; no adapter.
     name : str
-        The model's name as clients see it.
+        The name of the model for clients.
     schedules : sequence of Schedule
-        Schedules beside the checkpoint's own.
+        Schedules in addition to the checkpoint's own.
 
     Raises
     ------
