@@ -252,6 +252,7 @@ def test_the_phase_of_decode_knows_nothing_of_prompts(files: Files, tmp_path: Pa
     assert documents[1]["verdicts"][-1]["request_speedup"] < 1.01
 
 
+@pytest.mark.slow
 def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     command = arguments(files, out, "--target-speedup", "1.9", "--cost", files["cost"], "--candidates", "2")
@@ -274,6 +275,7 @@ def test_prompt_sets_are_told_measured_once_and_reported(files: Files, tmp_path:
     assert "prompt layers" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_files_that_come_out_can_be_used(files: Files, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     command = arguments(files, out, "--target-speedup", "1.6", "--cost", files["cost"], "--candidates", "3", "--json")
@@ -335,6 +337,7 @@ def test_records_held_out_share_no_prompt(files: Files, tmp_path: Path, capsys: 
     assert (told["records"], told["held_out_records"]) == (18, 9)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(files: Files, tmp_path: Path, capsys: Any) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     quick = ("--nominal-speedup", "2", "--candidates", "2", "--json")

@@ -99,6 +99,7 @@ def test_a_request_s_goal_has_the_prompt_sets_with_which_it_is_in_reach():
 
 @given(st.floats(1, 3), st.lists(st.integers(2, 30), min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_baselines_reach_the_target_and_waste_little(target, lengths):
     workload = TextCost.of_lengths(COST, 10, lengths)
     limit = workload.full_seconds / target

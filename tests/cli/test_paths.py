@@ -247,6 +247,7 @@ def test_links_stay_and_what_they_name_is_written(place: Path):
     assert sorted(os.listdir("real")) == ["new.json", "rows.jsonl"]
 
 
+@pytest.mark.slow
 def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
     os.mkfifo("pipe")
     read: list[str] = []
@@ -280,6 +281,7 @@ def test_devices_pipes_and_open_files_are_written_as_they_are(place: Path):
 # ---------------------------------------------------------------------- runs
 
 
+@pytest.mark.slow
 def test_one_run_at_a_time_writes_to_a_directory(place: Path, capsys: pytest.CaptureFixture[str]):
     words = (
         "--train a.jsonl --dev d.jsonl --task t.yaml --nominal-speedup 2 --steps 4000 --batch-size 2 --full --out run"

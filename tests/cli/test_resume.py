@@ -68,6 +68,7 @@ def test_killed_run_goes_on_to_the_same_file_without_redoing_rows(
     assert summary["new_tokens"] <= 24 * (len(MANY) - done)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_rows_and_says_how_to_go_on(
     tmp_path: Path, model_dir: str, capsys: pytest.CaptureFixture[str]
 ):

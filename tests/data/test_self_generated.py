@@ -68,6 +68,7 @@ def test_a_model_is_tuned_on_what_it_says_itself(model: str, tuned: Path, tmp_pa
     assert sorted(p.name for p in tuned.iterdir() if p.name.startswith("self")) == [DEV_FILE, "self.json", TRAIN_FILE]
 
 
+@pytest.mark.slow
 def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, tmp_path: Path) -> None:
     assert main(["tune", model, *WORDS, *PACE, "--out", str(tmp_path / "again")]) == 0
     assert main(["tune", model, *WORDS, *PACE, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
@@ -81,6 +82,7 @@ def test_same_seed_same_words_and_another_seed_others(model: str, tuned: Path, t
 @pytest.mark.parametrize(
     "until", [pytest.param("self-prompts.jsonl.partial", marks=pytest.mark.slow), "self-answers.jsonl.partial"]
 )
+@pytest.mark.slow
 def test_a_run_killed_while_it_speaks_goes_on_to_the_words_of_an_unbroken_one(
     model: str, tuned: Path, tmp_path: Path, until: str
 ) -> None:
@@ -130,6 +132,7 @@ def test_prompts_of_a_file_are_answered_and_repeats_are_told(tmp_path: Path, cap
     assert loaded.schedule.name == "skipdecode-2x"
 
 
+@pytest.mark.slow
 def test_answers_to_a_task_stand_where_the_task_has_its_references(model: str, tmp_path: Path) -> None:
     task = tmp_path / "task.yaml"
     task.write_text(
@@ -209,6 +212,7 @@ def test_no_text_is_made_without_an_end_token(
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_eval_tells_what_each_depth_leaves_of_the_base_model(
     model: str, tuned: Path, tmp_path: Path, capsys: Any
 ) -> None:
