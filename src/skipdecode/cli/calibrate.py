@@ -26,7 +26,7 @@ from skipdecode.calibration.goal import Goal, check_layers, prompt_sets, set_goa
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
-from skipdecode.cli.options import NamedModel, read_cost
+from skipdecode.cli.options import NamedModel, find_schedule, read_cost
 from skipdecode.cli.options.records import (
     RecordOptions,
     encode_file,
@@ -306,20 +306,12 @@ def _routed_schedules(config: Config) -> list[Schedule]:
     """The schedules of --router, the deepest first."""
     from skipdecode.engine.router import common_order
 
-    ref = config.ref
-    tuned = () if ref.recipe is None else ref.recipe.tuned_under
-    known = {each.name: each for each in (*tuned, Schedule.full(ref.num_layers), ref.schedule) if each}
-    found = [known[word] if word in known else _of_file(word, known) for word in config.router]
+    named = config.ref.schedules
+    found = [find_schedule(word, named) for word in config.router]
     if len(set(found)) < max(2, len(found)):
         raise UsageError(f"--router {' '.join(config.router)}: give two different schedules or more")
     common_order(found)
     return sorted(found, key=lambda each: -each.mean_budget())
-
-
-def _of_file(word: str, known: dict[str, Schedule]) -> Schedule:
-    if not Path(word).is_file():
-        raise UsageError(f"--router {word} is not a file: give a file, or one of {', '.join(known)}")
-    return Schedule.load(word)
 
 
 def _routed_report(config: Config, schedules: list[Schedule], found: Routed, place: Path) -> str:

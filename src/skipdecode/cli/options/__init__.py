@@ -35,6 +35,7 @@ __all__ = [
     "ThreadOptions",
     "adjusted_schedule",
     "choose_schedule",
+    "find_schedule",
     "read_cost",
     "stop_text",
     "with_breaks",
@@ -220,15 +221,9 @@ def choose_schedule(
     ScheduleError
         The schedule does not fit the model, or --schedule is neither a name nor a file.
     """
-    if options.schedule is not None and options.schedule in named:
-        chosen = ScheduleChoice(named[options.schedule], "of the checkpoint")
-    elif options.schedule is not None:
-        if named and not Path(options.schedule).exists():
-            raise ScheduleError(
-                f"cannot read the schedule {options.schedule}: there is no such file; schedules of the checkpoint are "
-                f"{', '.join(named)}"
-            )
-        chosen = ScheduleChoice(Schedule.load(options.schedule), f"from {options.schedule}")
+    if options.schedule is not None:
+        origin = "of the checkpoint" if options.schedule in named else f"from {options.schedule}"
+        chosen = ScheduleChoice(find_schedule(options.schedule, named), origin)
     elif options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.from_speedup(num_layers, options.nominal_speedup, seq_len)
@@ -240,6 +235,18 @@ def choose_schedule(
         chosen = ScheduleChoice(Schedule.full(num_layers), origin)
     chosen.schedule.check_fits(num_layers)
     return adjusted_schedule(options, *chosen)
+
+
+def find_schedule(text: str, named: Mapping[str, Schedule]) -> Schedule:
+    """The schedule of this name, else of this file; raises ScheduleError, with the names, if there is neither."""
+    if text in named:
+        return named[text]
+    if named and not Path(text).exists():
+        raise ScheduleError(
+            f"cannot read the schedule {text}: there is no such file; schedules of the checkpoint are "
+            f"{', '.join(named)}"
+        )
+    return Schedule.load(text)
 
 
 def adjusted_schedule(options: ScheduleOptions, schedule: Schedule, origin: str) -> ScheduleChoice:
