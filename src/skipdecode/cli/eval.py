@@ -34,11 +34,10 @@ from skipdecode.data.self_generated import open_prompts
 from skipdecode.data.source import Records, load_records
 from skipdecode.data.tasks import Task, load_task, task_names
 from skipdecode.errors import OutputError, UsageError
-from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject
+from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions, Subject, method_name
 from skipdecode.models.loading.base_weights import checkpoint_digest
 from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import Recipe, stored_recipe
-from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -204,7 +203,7 @@ def _runs(
 def _tell(config: Config, chosen: dict[Path, ScheduleChoice], loaded: LoadedModel) -> None:
     """Print the origin of each schedule, and the schedules that the weights were not tuned under."""
     for schedule, origin in chosen.values():
-        note(f"{_name(config, schedule)}: {origin}")
+        note(f"{method_name(schedule, config.exact)}: {origin}")
     schedules = [schedule for schedule, _ in chosen.values() if not schedule.is_full]
     if not config.exact and (line := loaded.untuned_line(schedules)):
         note(line)
@@ -216,7 +215,7 @@ def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path)
     methods: dict[Path, ScheduleChoice] = {}
     for one in each:
         choice = choose_method(one, config.ref.num_layers, carried=config.ref.schedule, default_seq_len=seq_len)
-        name = _name(config, choice.schedule)
+        name = method_name(choice.schedule, config.exact)
         # Names of schedules are free text.
         folder = re.sub(r"[^\w.-]+", "-", name).strip(".-") or "schedule"
         place = directory / folder if config.methods else directory
@@ -224,11 +223,6 @@ def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path)
             raise UsageError(f"--methods has {name} twice: leave one out, or give the schedules different names")
         methods[place] = choice
     return methods
-
-
-def _name(config: Config, schedule: Schedule) -> str:
-    """The name of a method in tables."""
-    return "full" if schedule.is_full else f"{schedule.name}, exact" if config.exact else schedule.name
 
 
 def _recipe(loaded: LoadedModel) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from skipdecode.common.journal import KeptValues
 from skipdecode.engine.base import Engine
 from skipdecode.engine.opening import Backend
 from skipdecode.engine.requests import Request
+from skipdecode.evaluation.settings import method_name
 from skipdecode.schedule import Schedule
 
 __all__ = ["Generation", "Method", "Outputs", "batches", "generate_all", "timing_of"]
@@ -77,7 +78,7 @@ class Method:
         self.full_depth = self.schedule.is_full
         self.exact = exact and not self.full_depth
         self.text_schedule = full if self.exact else self.schedule
-        self.name = name or ("full" if self.full_depth else f"{self.schedule.name}{', exact' if self.exact else ''}")
+        self.name = name or method_name(self.schedule, exact)
 
     @property
     def engine(self) -> str:
