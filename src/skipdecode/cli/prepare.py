@@ -24,7 +24,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from skipdecode.calibration.settings import OrderMethod
 from skipdecode.cli import calibrate, eval, tune
@@ -65,6 +65,8 @@ C = TypeVar("C")
 @dataclass(frozen=True, kw_only=True)
 class Config(NamedModel, SelfGeneratedOptions, RecordOptions, MetricOptions):
     """Options of `skipdecode prepare`."""
+
+    EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev")}
 
     target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
     minutes: float = option("minutes of layer order, fit and tuning together; 0: no tuning", default=10.0, least=0)
@@ -146,8 +148,6 @@ def _checked(config: Config) -> PromptSource | None:
         if missing := [name for name in ("train", "dev") if not getattr(config, name)]:
             raise UsageError(f"{flag(missing[0])} is missing: give records with responses, or --self")
         make_template(config)
-    elif given := [name for name in ("train", "dev") if getattr(config, name)]:
-        raise UsageError(f"--self makes its own records from --prompts: leave out {flag(given[0])}")
     elif (prompts is not None or config.task) and not config.test:
         raise UsageError("--test is missing: with --prompts or --task, name records or prompts to evaluate on")
     return prompts
