@@ -152,7 +152,7 @@ def test_outputs_that_end_at_their_first_token_are_counted_and_said(tmp_path: Pa
     assert stream.finish_reason == "eos"
     assert stream.stats is not None
     assert stream.stats.ended_at_once == 1
-    assert "1 of 1 row " in str(stream.stats)
+    assert "1 of 1 record ended" in str(stream.stats)
 
 
 # ---------------------------------------------------------------------- streams

@@ -128,7 +128,7 @@ def test_rows_that_end_at_their_first_token_are_counted_and_said(capsys: Any, tm
     assert main([*command, "--overwrite", "--summary", str(figures)]) == 0
     assert [row["finish_reason"] for row in read_rows(tmp_path / "out.jsonl")] == ["eos"] * 3
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "first token" in line]
-    assert "3 of 3 rows" in told
+    assert "3 of 3 records" in told
     assert "--prompt-template" in told
     assert json.loads(figures.read_text())["summary"]["rows_ended_at_once"] == 3
 
