@@ -4,9 +4,9 @@
       --out results/ready-smollm2-135m.json
 
 Every task starts from a checkpoint at full depth, whose own minutes are listed, and learns that checkpoint's greedy
-answers. `kept` is the worst of BLEU, ROUGE-L and BERT-F on task records, and of instructions followed and
-1 / perplexity ratio in chats; full depth of the same table is 1. On a shared machine, `--cpu-clock` counts minutes of
-this process's CPU time, on one thread. A run that was interrupted goes on.
+answers. `kept` is the worst of BLEU, ROUGE-L and BERT-F on E2E, of the last two on summaries, and of instructions
+followed and 1 / perplexity ratio in chats; full depth of the same table is 1. On a shared machine, `--cpu-clock`
+counts minutes of this process's CPU time, on one thread. A run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -18,34 +18,73 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from quality_plans import PLANS
+from shared import TASKS as TASK_FILES
 from shared import script_parser, write_result
 from tqdm import tqdm
 
+from quality_runs import Steps
 from skipdecode.cli import main as skipdecode
 from skipdecode.models.loading.ref import ModelRef
 
 SELF = ["--self", "--self-temperature", "0", "--bertscore-model", "minilm"]
+
+
+class Task(NamedTuple):
+    """A checkpoint at full depth (`full-a` is tuned first, by `quality_runs.py`), the target, the scores to keep."""
+
+    checkpoint: str
+    target: float
+    scores: tuple[str, ...]
+    options: list[str]
+
+
+SUMMARY = ("rougeL", "bertscore_f1")
 TASKS = {
-    "e2e": ("e2e-smollm2-135m", 1.6, ["--task", "e2e", "--self-records", "320", "--self-tokens", "64"]),
-    "chat": ("smollm2-135m", 1.25, ["--self-records", "260", "--self-tokens", "96", "--test-records", "32"]),
+    "e2e": Task("e2e-smollm2-135m", 1.6, ("bleu", *SUMMARY), ["--self-records", "320", "--self-tokens", "64"]),
+    "chat": Task(
+        "smollm2-135m",
+        1.25,
+        ("instructions", "1 / perplexity"),
+        ["--self-records", "260", "--self-tokens", "96", "--test-records", "32"],
+    ),
+    "cnn_dm": Task("full-a", 1.9, SUMMARY, ["--self-records", "320", "--self-tokens", "96"]),
+    "tldr": Task("full-a", 1.85, SUMMARY, ["--self-records", "320", "--self-tokens", "80"]),
 }
-"""The checkpoint, the target and the options of each."""
 METHODS = {"fitted": [], "without fits": ["--no-fit"]}
-SCORES = ("bleu", "rougeL", "bertscore_f1", "instructions", "1 / perplexity")
+
+
+def checkpoint(task: str, options: argparse.Namespace) -> str | Path:
+    """Name or directory of a task's checkpoint at full depth, which is tuned first if it has to be."""
+    name = TASKS[task].checkpoint
+    if task not in PLANS or name not in PLANS[task].checkpoints:
+        return name
+    steps = Steps(PLANS[task], options.data / task, options.work, dry_run=False)
+    steps.make(name)
+    return steps.checkpoint(name)
+
+
+def minutes_of(name: str | Path) -> dict[str, Any]:
+    """A model's name, and the minutes that its tuning took, where its recipe says them."""
+    path = ModelRef(str(name)).folder / "recipe.json"
+    result = json.loads(path.read_text(encoding="utf-8")).get("result") if path.is_file() else None
+    return {"name": Path(name).name, "minutes": result and round(result["seconds"] / 60, 1)}
 
 
 def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
     """What `skipdecode prepare` says of a task."""
-    model, target, more = TASKS[task]
+    _, target, _, more = TASKS[task]
     out = options.work / f"{task}-{method.replace(' ', '-')}"
     files = []
     if task != "chat":
         files = [
             f"--{name}={options.data / task / file}.jsonl" for name, file in (("prompts", "train"), ("test", "test"))
         ]
+        files += ["--task", task if task == "e2e" else str(TASK_FILES / f"{task}.yaml")]
+    model = str(checkpoint(task, options))
     command = ["prepare", model, "--target-speedup", str(target), *SELF, *more, *files, *METHODS[method]]
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = skipdecode([*command, "--minutes", f"{minutes:g}", "--out", str(out), "--resume", "--json"])
@@ -58,7 +97,7 @@ def prepared(task: str, method: str, minutes: float, options: argparse.Namespace
 def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Full depth, the target and its neighbours after some minutes; nothing if order and fit took all of them."""
     full = [row["scores"] for row in found["rows"] if row["full_depth"]]
-    best = {name: max(scores[name] for scores in full) for name in SCORES if name in full[0]}
+    best = {name: max(scores[name] for scores in full) for name in TASKS[task].scores}
     stages = found["cpu_seconds"]
     tuning = stages.get(f"tune {found['minutes']:g}", 0.0)
     return [
@@ -97,16 +136,9 @@ def main() -> None:
         found += rows(task, method, minutes, prepared(task, method, minutes, options))
         about = {
             "clock": "CPU time of one thread" if options.cpu_clock else "wall clock",
-            "checkpoints": {name: _checkpoint(TASKS[name][0]) for name in options.tasks},
+            "checkpoints": {name: minutes_of(checkpoint(name, options)) for name in options.tasks},
         }
         write_result(options.out, "ready", {**about, "rows": found})
-
-
-def _checkpoint(name: str) -> dict[str, Any]:
-    """A model's name, and the minutes that its tuning took, where its recipe says them."""
-    path = ModelRef(name).folder / "recipe.json"
-    result = json.loads(path.read_text(encoding="utf-8")).get("result") if path.is_file() else None
-    return {"name": name, "minutes": result and round(result["seconds"] / 60, 1)}
 
 
 if __name__ == "__main__":
