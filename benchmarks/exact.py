@@ -1,11 +1,15 @@
 """Exact decoding against plain full depth: whether any token differs, and what it gains on this machine.
 
-    python benchmarks/exact.py --e2e test.jsonl --out results/exact-smollm2-135m.json --minutes 4
+    python benchmarks/exact.py --data DATA --cnn-dm CHECKPOINT --out results/exact-smollm2-135m.json --minutes 4
+
+DATA has e2e/test.jsonl and cnn_dm/test.jsonl. CHECKPOINT carries the schedule that drafts: `benchmarks/ready.py` tunes
+one (WORK/cnn_dm-fitted/tuned-10).
 
 Part `compared`: every sequence drafts `DRAFTS` tokens at every step, whether that pays or not, in batches of each size.
 Each text is compared with the text of the same prompt alone at full depth. Part `rows`: times of the requests of a
 batch, plain and exact in turn, where the planner chooses the number of drafts. `request_speedup` is the median over
-rounds of the ratio of the seconds of whole requests.
+rounds of the ratio of the seconds of whole requests. At batch 1, transformers takes the same turns: plain, with prompt
+lookup, and with drafts of its first third of the layers. `others` are their request times over our full depth's.
 
 The result file is written after each piece of work, and pieces that it has are not repeated. After `--minutes` no new
 piece starts, and the same command continues. Nothing else should run while times are taken.
@@ -13,14 +17,17 @@ piece starts, and the same command continues. Nothing else should run while time
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rivals import open_rival
 from shared import TASKS as TASK_FILES
 from shared import script_parser, write_result
 
@@ -30,6 +37,7 @@ from skipdecode.engine.base import EngineStats
 from skipdecode.engine.drafts import Drafter, Planner
 from skipdecode.engine.fast import FastEngine
 from skipdecode.engine.requests import Request
+from skipdecode.models.loading.hub import load_model
 from skipdecode.schedule import Schedule
 
 BATCHES = (1, 2, 4, 8, 32)
@@ -42,7 +50,7 @@ class Task(NamedTuple):
     """A checkpoint, the one of its schedules that drafts, most new tokens, and number of prompts to compare."""
 
     checkpoint: str
-    schedule: str
+    schedule: str | None
     new_tokens: int
     compared: int
 
@@ -50,7 +58,9 @@ class Task(NamedTuple):
 TASKS = {
     "e2e": Task("e2e-smollm2-135m", "e2e-5x", 60, 160),
     "chat": Task("chat-smollm2-135m", "chat-1.6x", 128, 48),
+    "cnn_dm": Task("", None, 96, 32),  # of --cnn-dm, under its own schedule
 }
+OTHERS = ("transformers", "prompt-lookup", "early-exit")
 
 
 class Always(Planner):
@@ -63,17 +73,25 @@ class Always(Planner):
 class Side:
     """A task's checkpoint on the fast engine, and its prompts."""
 
-    def __init__(self, name: str, quantization: str, e2e: str) -> None:
+    def __init__(self, name: str, quantization: str, options: Namespace) -> None:
         self.task = TASKS[name]
-        self.llm = LLM(self.task.checkpoint, schedule=self.task.schedule, dtype="bfloat16", quantization=quantization)
-        if name == "e2e":
-            records = [json.loads(line) for line in Path(e2e).read_text(encoding="utf-8").splitlines()]
-            prompts: list[Any] = [{"mr": mr} for mr in dict.fromkeys(record["mr"] for record in records)]
-            prompts = prompts[:: max(1, len(prompts) // self.task.compared)]  # they are sorted by name and length
-        else:
+        checkpoint = self.task.checkpoint or str(options.cnn_dm)
+        self.llm = LLM(checkpoint, schedule=self.task.schedule, dtype="bfloat16", quantization=quantization)
+        if name == "chat":
             lines = (TASK_FILES / "chat_prompts.txt").read_text(encoding="utf-8").splitlines()
-            prompts = [[{"role": "user", "content": line}] for line in lines]
+            prompts: list[Any] = [[{"role": "user", "content": line}] for line in lines]
+        else:
+            lines = (options.data / name / "test.jsonl").read_text(encoding="utf-8").splitlines()
+            field = {"e2e": "mr", "cnn_dm": "article"}[name]
+            prompts = [{field: text} for text in dict.fromkeys(json.loads(line)[field] for line in lines)]
+            prompts = prompts[:: max(1, len(prompts) // self.task.compared)]  # E2E's are sorted by name and length
         self.prompts = [tuple(prompt.token_ids) for prompt in self.llm.encode(prompts)]
+
+    @functools.cached_property
+    def plain(self) -> Any:
+        """The weights for transformers, an adapter merged into them."""
+        model: Any = load_model(self.llm.loaded.name, dtype="bfloat16").model
+        return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
     def requests(self, prompts: Sequence[tuple[int, ...]], *, exact: bool) -> list[Request]:
         """A request for each prompt."""
@@ -92,6 +110,12 @@ class Side:
             engine.planner = engine.model.planner = Always()
         schedule = None if exact else Schedule.full(engine.num_layers)
         return engine.decode(self.requests(prompts, exact=exact), schedule=schedule), engine.stats
+
+    def seconds_of(self, name: str, prompts: Sequence[tuple[int, ...]]) -> float:
+        """Of all requests, one after another, by one of `OTHERS`."""
+        engine = open_rival(name, self.plain).engine(max_rows=1)
+        engine.decode(self.requests(prompts, exact=False))
+        return engine.stats.seconds
 
 
 def compared(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -122,10 +146,12 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
         count = max(8, batch)
         prompts = (side.prompts * 2)[:count]
         side.decode(batch, prompts, exact=True)  # the planner learns what forwards take
-        rounds = []
+        rounds, others = [], []
         for turn in range(ROUNDS):
             stats = {exact: side.decode(batch, prompts, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
             rounds.append(stats)
+            if batch == 1 and about["quantization"] == "none":
+                others.append({name: side.seconds_of(name, prompts) for name in OTHERS})
         exacts = [stats[True] for stats in rounds]
         drafted = sum(s.drafted_tokens for s in exacts)
         accepted = sum(s.accepted_tokens for s in exacts)
@@ -135,6 +161,11 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
             "requests": count,
             "request_speedup": statistics.median(s[False].seconds / s[True].seconds for s in rounds),
             "decode_speedup": statistics.median(s[False].after_prompts / s[True].after_prompts for s in rounds),
+            "others": {
+                name: statistics.median(s[False].seconds / o[name] for s, o in zip(rounds, others, strict=True))
+                for name in OTHERS
+                if others
+            },
             "acceptance": accepted / drafted if drafted else None,
             "gamma": drafted / checks if checks else 0.0,
             "new_tokens": exacts[0].new_tokens,
@@ -152,7 +183,8 @@ PARTS = {"compared": compared, "rows": timed}
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is missing and write; returns 0, or 1 where pieces are left."""
     parser = script_parser(__doc__)
-    parser.add_argument("--e2e", required=True, help="JSONL file of E2E records")
+    parser.add_argument("--data", type=Path, required=True, help="directory of e2e/ and cnn_dm/")
+    parser.add_argument("--cnn-dm", type=Path, help="checkpoint of CNN/DailyMail; without it the task is left out")
     parser.add_argument("--minutes", type=float, default=60, help="after which no new piece is begun (default: 60)")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
@@ -165,7 +197,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         (p, t, q) for p in options.parts for t in options.tasks for q in options.quantization
     ):
         about = {"task": task, "quantization": quantization}
-        for row in PARTS[part](Side(task, quantization, options.e2e), document, about):
+        if task == "cnn_dm" and options.cnn_dm is None:
+            continue
+        for row in PARTS[part](Side(task, quantization, options), document, about):
             document[part].append(row)
             print(part, json.dumps(row), flush=True)
             write(options.out, document)
