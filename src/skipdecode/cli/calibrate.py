@@ -28,7 +28,8 @@ from skipdecode.cli.arguments import flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel, find_schedule, read_cost
 from skipdecode.cli.options.records import (
-    RecordOptions,
+    LearningOptions,
+    augmented,
     encode_file,
     make_template,
     read_files,
@@ -68,7 +69,7 @@ _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, RecordOptions):
+class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, LearningOptions):
     """Options of `skipdecode calibrate`."""
 
     NEEDS: ClassVar = {"cost": ("target_speedup",), "router": ("target_speedup",)}
@@ -197,6 +198,7 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
         template = make_template(config)
         file = read_files(config, template, data=None)["data"]
         loaded = load()
+    file = augmented(config, template, file, config.seed)
     return loaded, encode_file(config, template, loaded, "data", file)[0]
 
 
@@ -222,7 +224,7 @@ def _document(config: Config, goal: Goal, found: Calibration, origin: str, recor
     return {
         **heading("calibration"),
         "model": config.model,
-        "options": {name: getattr(config, name) for name in Config.__dataclass_fields__},
+        "options": {f.name: getattr(config, f.name) for f in fields(Config)},
         "records": records[0],
         "held_out_records": records[1],
         "prompt_len": workload.prompt_len,

@@ -31,7 +31,7 @@ from skipdecode.cli import calibrate, eval, tune
 from skipdecode.cli.arguments import command_line, flag
 from skipdecode.cli.columns import figures
 from skipdecode.cli.options import NamedModel
-from skipdecode.cli.options.records import RecordOptions, make_template, with_self_generated
+from skipdecode.cli.options.records import LearningOptions, make_template, with_self_generated
 from skipdecode.common.directories import RunDirectory
 from skipdecode.common.files import write_whole
 from skipdecode.common.journal import JOURNAL_KEY, KeptValues
@@ -63,10 +63,10 @@ C = TypeVar("C")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, SelfGeneratedOptions, RecordOptions, MetricOptions):
+class Config(NamedModel, SelfGeneratedOptions, LearningOptions, MetricOptions):
     """Options of `skipdecode prepare`."""
 
-    EXCLUDES: ClassVar = RecordOptions.EXCLUDES | {"self": ("train", "dev")}
+    EXCLUDES: ClassVar = LearningOptions.EXCLUDES | {"self": ("train", "dev")}
 
     target_speedup: float = option("wall-clock speed-up of whole requests, prompts included", default=1.5, above=1)
     minutes: float = option("minutes of layer order, fit and tuning together; 0: no tuning", default=10.0, least=0)
@@ -91,7 +91,6 @@ class Config(NamedModel, SelfGeneratedOptions, RecordOptions, MetricOptions):
     )
     order_records: int = option("records on which drop orders and prompt sets are compared", default=8, least=1)
     fit: bool = option("fit bridges over skipped layers, and keys and values of prompts", default=True)
-    augment_names: tuple[str, ...] = option("as in skipdecode tune", default=())
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
     learning_rate: float = option("peak learning rate of tuning", default=1e-3, above=0)
     seed: int = option("seed of all random choices", default=0, least=0)
@@ -208,7 +207,6 @@ def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path
         distill_weight=1.0 if config.self else 0.0,
         learning_rate=config.learning_rate,
         full=config.full,
-        augment_names=config.augment_names,
         merge=config.ref.adapter is not None and not config.full,
         eval_every=_PACE,
         checkpoint_every=_PACE,
@@ -222,7 +220,13 @@ def _tuning(config: Config, data: Mapping[str, Any], minutes: float, place: Path
 def _common(config: Config) -> dict[str, Any]:
     # An answer may be a token longer when it is read again, and then exceed the context.
     bad_records = "skip" if config.self else config.bad_records
-    return {"model": config.model, "seed": config.seed, "max_length": config.max_length, "bad_records": bad_records}
+    return {
+        "model": config.model,
+        "seed": config.seed,
+        "max_length": config.max_length,
+        "bad_records": bad_records,
+        "augment_names": config.augment_names,
+    }
 
 
 # ---------------------------------------------------------------------- evaluation

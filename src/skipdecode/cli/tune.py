@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from skipdecode.cli.arguments import flag
 from skipdecode.cli.options import MODEL, NamedModel, ScheduleChoice, ScheduleOptions, choose_schedule
 from skipdecode.cli.options.records import (
-    RecordOptions,
+    LearningOptions,
+    augmented,
     encode_file,
     make_template,
     read_files,
@@ -31,7 +32,6 @@ from skipdecode.common.directories import RunDirectory
 from skipdecode.common.environment import environment
 from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
-from skipdecode.data.names import with_invented_names
 from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
 from skipdecode.data.self_generated import (
@@ -69,12 +69,12 @@ _SELF_SPEEDUP = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(NamedModel, TuneConfig, SelfGeneratedOptions, RecordOptions, ScheduleOptions):
+class Config(NamedModel, TuneConfig, SelfGeneratedOptions, LearningOptions, ScheduleOptions):
     """Options of `skipdecode tune`."""
 
     NEEDS: ClassVar = ScheduleOptions.NEEDS
     EXCLUDES: ClassVar = (
-        ScheduleOptions.EXCLUDES | RecordOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
+        ScheduleOptions.EXCLUDES | LearningOptions.EXCLUDES | {"self": ("train", "dev", "response_field")}
     )
 
     model: str = option(MODEL, default="", positional=True, path=Reads(model_files))
@@ -86,11 +86,6 @@ class Config(NamedModel, TuneConfig, SelfGeneratedOptions, RecordOptions, Schedu
         "use the options of a recipe.json, except for those on the command line", default=None, path=Reads()
     )
     json: bool = option("print one JSON document", default=False)
-    augment_names: tuple[str, ...] = option(
-        "prompt fields whose names and numbers are repeated in the response: such records are used a second time with "
-        "invented names, so that the model learns to copy names",
-        default=(),
-    )
     train_records: int | None = option("use only the first N lines of --train", default=None, least=1)
     dev_records: int | None = option(
         "use only the first N lines of --dev; with --self, hold out at most N records", default=256, least=1
@@ -187,10 +182,7 @@ def _check(config: Config) -> None:
 def _files(config: Config, template: Template) -> dict[str, RecordFile]:
     """The records of --train and --dev; each file is read once."""
     found = read_files(config, template, train=config.train_records, dev=config.dev_records)
-    if config.augment_names:
-        records = with_invented_names(found["train"].records, template, config.augment_names, config.seed)
-        found["train"] = replace(found["train"], records=tuple(records))
-    return found
+    return found | {"train": augmented(config, template, found["train"], config.seed)}
 
 
 def _check_unfinished(out: Path) -> None:

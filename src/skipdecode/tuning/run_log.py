@@ -66,7 +66,7 @@ def dev_losses(path: Path) -> list[tuple[float, float]]:
     """Minutes of tuning, and the loss on the dev records at that time, from a log."""
     rows = read_log(path)
     minutes = {row["step"]: row["minutes"] for row in rows if row["kind"] == "train"}
-    return [(minutes[row["step"]], row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
+    return [(minutes.get(row["step"], 0.0), row["cross_entropy"]) for row in rows if row["kind"] == "dev"]
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -182,6 +182,9 @@ class Tuner:
         bar = progress_bar(None, "step", name="tune", done=progress.step, shown=main)
         since = time.perf_counter()
         try:
+            if progress.step == 0:  # so that tuning never ends with worse weights than it began with
+                self._log_dev(log)
+                since = self._spend(since)
             while progress.step < (total := self._steps()):
                 bar.total = total
                 batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
@@ -196,9 +199,7 @@ class Tuner:
                     log.write("train", progress.step, row)
                 since = self._spend(since)
                 if progress.step % config.eval_every == 0 or progress.step == self._steps():
-                    losses = self._evaluate()
-                    if log is not None:
-                        log.write("dev", progress.step, losses)
+                    self._log_dev(log)
                     since = self._spend(since)
                 if progress.step % config.checkpoint_every == 0 and progress.step < self._steps():
                     self._checkpoints.save()
@@ -206,6 +207,11 @@ class Tuner:
             bar.close()
             if log is not None:
                 log.close()
+
+    def _log_dev(self, log: RunLog | None) -> None:
+        losses = self._evaluate()
+        if log is not None:
+            log.write("dev", self._checkpoints.progress.step, losses)
 
     def _spend(self, since: float) -> float:
         """Put the time since a moment on the run's clock; the moment now."""
