@@ -169,7 +169,7 @@ def test_the_same_seed_gives_the_same_result_and_another_one_does_not(tmp_path: 
 def test_tuning_lowers_the_loss_under_the_schedule(tmp_path: Path, changes: dict[str, Any]) -> None:
     result = tune(tmp_path, changes={"steps": 30, "eval_every": 10} | changes)
     dev = losses(tmp_path, "dev")
-    assert [step for step, _ in dev] == [10, 20, 30]
+    assert [step for step, _ in dev] == [0, 10, 20, 30]
     assert dev[-1][1] < dev[0][1] - 0.1
     assert result.best_dev_loss == min(loss for _, loss in dev)
 
