@@ -92,7 +92,7 @@ class Config(NamedModel, SelfGeneratedOptions, LearningOptions, MetricOptions):
     order_records: int = option("records on which drop orders and prompt sets are compared", default=8, least=1)
     fit: bool = option("fit bridges over skipped layers, and keys and values of prompts", default=True)
     full: bool = option("tune all weights instead of a LoRA adapter", default=False)
-    learning_rate: float = option("peak learning rate of tuning", default=1e-3, above=0)
+    learning_rate: float = option("peak learning rate of tuning", default=3e-4, above=0)
     seed: int = option("seed of all random choices", default=0, least=0)
     json: bool = option("print one JSON document", default=False)
 
