@@ -56,7 +56,7 @@ def checkpoint_of(options: argparse.Namespace) -> Path:
     options.work.mkdir(parents=True, exist_ok=True)
     out: Path = options.work / "checkpoint"
     if not (out / "config.json").exists():
-        call(*CLI, "export", options.model, "--schedule", "full", "--dtype", "bfloat16", "--out", out)
+        call(*CLI, "export", options.model, "--schedule", "full", "--dtype", "bfloat16", "--out", out, "--overwrite")
     for name in SPLITS:
         ModelRef(options.model).schedules[name].save(options.work / f"{name}.json")
     return out
