@@ -15,20 +15,17 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import psutil
 import uvloop
+from peers import CLI, PORT, serving
 from shared import script_parser, write_result
 
 from skipdecode import Schedule
@@ -70,34 +67,10 @@ class Phase:
 # ---------------------------------------------------------------------- the server
 
 
-@contextlib.contextmanager
-def server(options: argparse.Namespace, *more: str) -> Iterator[tuple[str, psutil.Process]]:
+def server(options: argparse.Namespace, *more: str) -> contextlib.AbstractContextManager[tuple[str, psutil.Process]]:
     """A running server's address and process; in fp32, in which texts do not depend on the batch."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    arguments = [sys.executable, "-m", "skipdecode.cli", "serve", options.model, "--port", str(port)]
-    arguments += ["--dtype", "float32", *more]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(arguments, stderr=log)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            for _ in range(600):
-                with contextlib.suppress(httpx.HTTPError):
-                    if httpx.get(f"{url}/health/ready").status_code == 200:
-                        break
-                if process.poll() is not None:
-                    log.seek(0)
-                    sys.exit(log.read().decode())
-                time.sleep(0.2)
-            yield url, psutil.Process(process.pid)
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(60)
-            finally:
-                process.kill()
+    command = [*CLI, "serve", options.model, "--port", PORT, "--dtype", "float32", *more]
+    return serving(command, "/health/ready")
 
 
 # ---------------------------------------------------------------------- clients

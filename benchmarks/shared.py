@@ -33,7 +33,7 @@ def script_parser(
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options of a run, JSON-ready, without paths of this machine."""
-    config = {name: value for name, value in vars(options).items() if name not in ("out", "data")}
+    config = {name: value for name, value in vars(options).items() if name != "data" and not isinstance(value, Path)}
     return config | ({"model": Path(config["model"]).name} if "model" in config else {})
 
 

@@ -1,6 +1,6 @@
 """Write every table in README and docs from the result file it names; `--check` fails where one is out of date.
 
-A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end table -->`.
+A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end table -->`. It is empty without the file.
 
     python benchmarks/tables.py
 """
@@ -61,19 +61,6 @@ def estimate(field: str, form: str) -> Callable[[Row], str]:
 # ---------------------------------------------------------------------- speed
 
 
-def decode(document: Row) -> Table:
-    """Decode-phase speed: nominal, layers, tokens/s, measured and predicted speed-up, KV cache."""
-    columns: list[Column] = [
-        ("nominal speed-up", "{nominal_speedup:g}x"),
-        ("mean layers", "{mean_layers:.1f}"),
-        ("tokens/s", "{decode_tokens_per_s:.1f}"),
-        ("measured speed-up", "{decode_speedup:.2f}x"),
-        ("cost model says", "{predicted_speedup:.2f}x"),
-        ("KV cache held", lambda row: f"{row['kv_bytes'] / row['kv_bytes_full']:.0%}"),
-    ]
-    return table(document["rows"], columns)
-
-
 def bench(document: Row) -> Table:
     """`skipdecode bench`: an engine and a batch size in each row, with figures for each nominal speed-up."""
     figures: list[Column] = [
@@ -82,6 +69,8 @@ def bench(document: Row) -> Table:
         ("x transformers", times("speedup_over_transformers")),
         ("of limit", "{roofline_share:.0%}"),
     ]
+    if any(row.get("request_speedup") for row in document["rows"]):  # older files have decode steps alone
+        figures.insert(0, ("speed-up of requests", times("request_speedup")))
     speedups = sorted({row["nominal_speedup"] for row in document["rows"]})
     found: dict[tuple[str, int], dict[float, Row]] = {}
     for row in document["rows"]:
@@ -107,6 +96,38 @@ def products(document: Row) -> Table:
         ("x bf16", "{over_bf16:.2f}x"),
     ]
     return table(document["rows"], columns)
+
+
+def quantized(document: Row) -> Table:
+    """Request times of weights and schedules, of other engines, and the least of the scores that is kept."""
+    kept, measured = ({} if part not in document else document[part]["rows"] for part in ("quality", "times"))
+
+    def worst(row: Row) -> str:
+        shares = kept[row["name"]]["kept"] if row["name"] in kept else {}
+        metric = min(shares, key=lambda name: float(shares[name]["share"]), default=None)
+        return f"{METRICS[metric]} {share_of(shares[metric])}" if metric else "-"
+
+    def faster(batch: str) -> Callable[[Row], str]:
+        return lambda row: times("request_speedup")(row[batch]) if batch in row else "-"
+
+    rows = [{"name": name, **measured.get(name, {})} for name in dict.fromkeys((*measured, *kept))]
+    columns: list[Column] = [("weights and schedule, or engine", "{name}")]
+    for batch in dict.fromkeys(batch for found in measured.values() for batch in found):
+        columns += [(f"batch {batch}, s", estimate(batch, "{batch_seconds:.3f}")), (f"x bf16, {batch}", faster(batch))]
+    return table(rows, [*columns, ("least score kept", worst)])
+
+
+def serve_peers(document: Row) -> Table:
+    """Tokens a second of each server, with the 99th percentiles of first token and between tokens, by streams."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in document["rows"]:
+        figures = f"{row['tokens_per_s']:.0f}; {row['ttft_ms']['p99']:.0f}; {row['itl_ms']['p99']:.0f}"
+        failed = f" ({row['failed']} failed)" if row["failed"] else ""
+        group = found.setdefault((row["load"], row["peer"]), {"load": row["load"], "peer": row["peer"]})
+        group[str(row["streams"])] = figures + failed
+    streams = sorted({row["streams"] for row in document["rows"]})
+    columns: list[Column] = [("load", "{load}"), ("server", "{peer}")]
+    return table(found.values(), columns + [(f"{count} at a time", given(str(count), "")) for count in streams])
 
 
 def exact_head(document: Row) -> Table:
@@ -182,13 +203,14 @@ def scores() -> list[Column]:
         )
 
     def kept(metric: str) -> Callable[[Row], str]:
-        def share_of(row: Row) -> str:
-            share = row["retained"][metric]
-            return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]" if share else "-"
-
-        return share_of
+        return lambda row: share_of(row["retained"][metric]) if row["retained"][metric] else "-"
 
     return [column for metric, name in METRICS.items() for column in ((name, scored(metric)), ("kept", kept(metric)))]
+
+
+def share_of(share: Row) -> str:
+    """A share with its interval."""
+    return f"{share['share']:.1%} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
 
 
 def quality(document: Row) -> Table:
@@ -328,7 +350,6 @@ def fidelity(row: Row | None) -> str:
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
-    "decode": ("decode-speed", decode),
     "fitted": ("fitted", fitted),
     "ready": ("ready", ready),
     "headline": ("quality-table", headline),
@@ -337,9 +358,11 @@ TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "predictions": ("prediction", predictions),
     "products": ("product-speed", products),
     "quality": ("quality-table", quality),
+    "quantized": ("quantized", quantized),
     "requests": ("quality-table", requests),
     "exact-head": ("head", exact_head),
     "same-tokens": ("head", same_tokens),
+    "serve-peers": ("serve-peers", serve_peers),
     "vllm": ("vllm-speed", vllm),
 }
 
@@ -355,6 +378,8 @@ def filled(page: str) -> str:
 
     def written(match: re.Match[str]) -> str:
         kind, rows = TABLES[match[2]]
+        if not (ROOT / match[3]).exists():
+            return match[1] + match[4]
         document = read_result(ROOT / match[3])
         if document.get("benchmark", document["kind"]) != kind:
             raise SystemExit(f"{match[3]} is no result of {kind}")
