@@ -34,6 +34,7 @@ from shared import RESULTS, script_parser, write_json, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 from unseen_names import WORDS, questions
 
+import skipdecode
 from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
@@ -49,6 +50,7 @@ from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
+from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.fit import Bridge, Fit, keep_fit, normed
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.tuning.collate import Batch, collate, padding
@@ -473,6 +475,18 @@ def measure_setting(name: str, options: argparse.Namespace) -> None:
             rows.row("fitted", schedule, lambda: rows.fit(0, 0))
 
 
+def measure_bundled(options: argparse.Namespace) -> None:
+    """The bundled schedules of smollm2-135m with their fit and without, on conversations that the fit has not seen."""
+    setting, folder = chat_setting(options), Path(skipdecode.__file__).parent / "models/fits"
+    schedules = [Schedule.load(file) for file in sorted(folder.glob("*.json"))]
+    setting = replace(setting, fit=setting.fit[:-33], held_out=setting.fit[-33:], schedules=schedules)
+    rows, fit = Measured("bundled", setting, options), Fit.load(folder / FIT_FILE)
+    rows.row("today", Schedule.full(30), lambda: None, free=True)
+    for schedule in schedules:
+        rows.row("fitted", schedule, lambda: fit, free=True)
+        rows.row("today", schedule, lambda: None, free=True)
+
+
 # ---------------------------------------------------------------------- time and memory
 
 
@@ -525,13 +539,16 @@ def measure_cost(options: argparse.Namespace) -> None:
     write_json(options.runs / "fitted-cost.json", {"opt-1.3b": took})
 
 
+OTHERS = {"bundled": measure_bundled, "speed": measure_speed, "cost": measure_cost}
+
+
 # ---------------------------------------------------------------------- the result
 
 
 def all_parts(runs: Path) -> dict[str, Any]:
     """All that is there, and the four figures that stand for it."""
     parts: dict[str, Any] = {}
-    for name in SETTINGS:
+    for name in [*SETTINGS, "bundled"]:
         file = runs / f"fitted-{name}.jsonl"
         if file.exists():
             head, *lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
@@ -568,14 +585,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser(__doc__, default=RESULTS / "fitted-smollm2-135m.json")
     parser.add_argument("--runs", type=Path, required=True, help="directory for fits and finished parts")
     parser.add_argument("--data", type=Path, required=True, help="directory of e2e/ and cnn_dm/")
-    parser.add_argument("--only", nargs="*", choices=[*SETTINGS, "speed", "cost"], default=[*SETTINGS, "speed", "cost"])
+    parser.add_argument("--only", nargs="*", choices=[*SETTINGS, *OTHERS], default=[*SETTINGS, *OTHERS])
     parser.add_argument("--sides", nargs="+", default=SIDES, help="METHOD/SCHEDULE to time")
     options = parser.parse_args(argv)
     for part in options.only:
         if part in SETTINGS:
             measure_setting(part, options)
         else:
-            {"speed": measure_speed, "cost": measure_cost}[part](options)
+            OTHERS[part](options)
     write_result(options.out, "fitted", all_parts(options.runs))
     return 0
 
