@@ -30,8 +30,8 @@ from skipdecode import Schedule, attach
 from skipdecode.data.tasks import load_task
 from skipdecode.engine import FastEngine, GatedEngine, Request
 from skipdecode.engine.base import QUANTIZATIONS
-from skipdecode.engine.batch import TokenRows, rows_by_layer
-from skipdecode.engine.depth import DepthOrder
+from skipdecode.engine.batch import TokenRows
+from skipdecode.engine.depth import DepthOrder, LayerRows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import end_tokens
 from skipdecode.evaluation.speed import batches
@@ -51,8 +51,8 @@ def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: 
     for row, prompt in enumerate(prompts):
         layers, n = schedule.prompt_layers(), len(prompt)
         kv.extend(slots[row], layers, n)
-        counts = [n * (layer in layers) for layer in range(model.num_layers)]
-        logits = model.forward(TokenRows(list(prompt), [slots[row]] * n, list(range(n)), counts, [n - 1]), kv)
+        rows = [LayerRows(0, 0, n * (layer in layers)) for layer in range(model.num_layers)]
+        logits = model.forward(TokenRows(list(prompt), [slots[row]] * n, list(range(n)), rows, 1), kv)
         found[row].append(int(logits[0].argmax()))
     for position in range(max(map(len, outputs)) - 1):
         alive = [row for row, output in enumerate(outputs) if position + 1 < len(output)]
@@ -60,10 +60,9 @@ def forced_tokens(model: FastModel, schedule: Schedule, prompts: Rows, outputs: 
         for row, at in zip(alive, fed, strict=True):
             kv.extend(slots[row], order.layers(budget), at + 1)
         tokens = [outputs[row][position] for row in alive]
-        counts = rows_by_layer(model.num_layers, [(order.layers(budget), len(alive))])
-        logits = model.forward(
-            TokenRows(tokens, [slots[row] for row in alive], fed, counts, list(range(len(alive)))), kv
-        )
+        runs = order.layers(budget)
+        rows = [LayerRows(0, 0, len(alive) * (layer in runs)) for layer in range(model.num_layers)]
+        logits = model.forward(TokenRows(tokens, [slots[row] for row in alive], fed, rows, len(alive)), kv)
         for row, token in zip(alive, logits.argmax(-1).tolist(), strict=True):
             found[row].append(token)
     return found
