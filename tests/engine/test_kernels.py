@@ -148,7 +148,9 @@ def stack_case(spec, dtype, slots, positions, depth=2):
     pages = torch.randn(depth * texts * width + 5, 2, spec.kv_heads, 4, spec.head_dim).to(dtype)
     table = torch.randperm(len(pages))[: depth * texts * width].view(depth, texts, width).int()
     rows = torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-    return layers, StackInput(torch.randn(len(slots), hidden), pages, table, *rows, [LayerRows(0, 0, len(slots))] * depth)
+    return layers, StackInput(
+        torch.randn(len(slots), hidden), pages, table, *rows, [LayerRows(0, 0, len(slots))] * depth
+    )
 
 
 def copied(given):

@@ -140,12 +140,12 @@ def _rows_before(slots: list[int], positions: list[int], taps: int) -> list[list
     return [[places.get((slot, position - tap), -1) for tap in range(1, taps + 1)] for slot, position in places]
 
 
-def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], int]]) -> list[int]:
+def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], float]]) -> list[float]:
     """For each layer the number of rows that have it; `spans` are pairs of layers and a number of rows."""
-    numbers: dict[tuple[int, ...], int] = {}
+    numbers: dict[tuple[int, ...], float] = {}
     for layers, rows in spans:
         numbers[layers] = numbers.get(layers, 0) + rows
-    counts = [0] * num_layers
+    counts: list[float] = [0] * num_layers
     for layers, rows in numbers.items():
         for layer in layers:
             counts[layer] += rows
