@@ -81,8 +81,8 @@ def test_prompts_with_layers_of_their_own_share_forwards_by_hand():
     parts = simulate(requests((0, 3, 3), (17, 4, 2)), cost, schedule, max_rows=2, prompt_chunk=3)
     assert list(parts.whole) == pytest.approx([39, 45])
     # With a fit: taps cost one more projection, and a bridge of a tenth of a layer is taken by row 0 in layer 1.
-    fitted = simulate(requests((0, 4, 3), (17, 4, 2)), replace(cost, bridge_share=0.1, taps=1), schedule, max_rows=2)
-    assert fitted.first_token[1] == pytest.approx(16 + 2 * 0.5 + 7 + 0.2 + 18 + 2 * 0.5 + 0.2 - 17)
+    fitted = simulate(requests((0, 4, 3), (18, 4, 2)), replace(cost, bridge_share=0.1, taps=1), schedule, max_rows=2)
+    assert fitted.first_token[1] == pytest.approx(16 + 2 * 0.5 + 7 + 0.2 + 18 + 2 * 0.5 + 0.2 - 18)
 
 
 def test_cached_tokens_are_read_to_the_window_by_hand():
