@@ -264,13 +264,13 @@ class _SimulatedEngine(DecodeLoop):
         cost = self._cost
         decoding = [(chunk, len(chunk.tokens)) for chunk in chunks if chunk.sequence.output]
         prompts = [(chunk.sequence.prompt, len(chunk.tokens)) for chunk in chunks if not chunk.sequence.output]
-        ends = [c for c in chunks if c.sequence.prompt.own and c.start < len(c.sequence.request.prompt) == c.end]
+        last = [(c, 1) for c in chunks if c.sequence.prompt.own and c.start < len(c.sequence.request.prompt) == c.end]
         pairs: list[list[tuple[tuple[int, ...], float]]] = [
-            [(chunk.layers, rows) for chunk, rows in decoding] + [(c.sequence.prompt.projected, 1) for c in ends],
+            [*((chunk.layers, rows) for chunk, rows in decoding), *((c.sequence.prompt.projected, 1) for c, _ in last)],
             [(prompt.run, tokens) for prompt, tokens in prompts],
             [(prompt.projected, tokens) for prompt, tokens in prompts],
             [(chunk.layers, self._read(chunk)) for chunk, _ in decoding],
-            [(self._bridged(chunk.layers), rows) for chunk, rows in [*decoding, *((c, 1) for c in ends)]],
+            [(self._bridged(chunk.layers), rows) for chunk, rows in decoding + last],
             [(self._bridged(prompt.run), tokens) for prompt, tokens in prompts if not prompt.own],
         ]
         seconds = self._step(max(due, 1)).fixed_seconds
