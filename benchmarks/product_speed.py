@@ -22,6 +22,7 @@ from torch.nn import functional
 from skipdecode import Schedule
 from skipdecode.common.stopwatch import Stopwatch, timed
 from skipdecode.engine.batch import TokenRows
+from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.fast_model import FastModel, open_model
 from skipdecode.engine.opening import Backend
 from skipdecode.models.families import unwrap
@@ -42,7 +43,8 @@ def prompt_call(fast: FastModel, tokens: int) -> Callable[[], object]:
     slot, layers = kv.open(), tuple(range(fast.num_layers))
     kv.extend(slot, layers, tokens)
     ids = [7 + i % 900 for i in range(tokens)]
-    rows = TokenRows(ids, [slot] * tokens, list(range(tokens)), [tokens] * len(layers), [tokens - 1])
+    of_layers = [LayerRows(0, 0, tokens)] * (len(layers) - 1) + [LayerRows(0, tokens - 1, tokens)]
+    rows = TokenRows(ids, [slot] * tokens, list(range(tokens)), of_layers, 1)
     return lambda: fast.forward(rows, kv)
 
 

@@ -1,9 +1,11 @@
-"""Many streams at once against `skipdecode serve`, at full depth and under a flat schedule in turn.
+"""Many streams at once against `skipdecode serve`, at full depth, under a flat schedule, with split prompts in turn.
 
 Starts the server as a process of its own on a free port of this machine, and stops it. In each phase `--streams`
 clients ask for one completion after the other until the phase's time is over; then its last streams end, and the next
-phase begins. Every stream's text is compared with what the engine gives offline for the same request, alone in its
-process. Throughput is that of the tokens which arrive in a phase after its first `--warm-up` seconds.
+phase begins. With `--rate`, requests come at random times instead (a Poisson process, the same times for each
+schedule), and nothing is kept of their prompts. Every stream's text is compared with what the engine gives offline for
+the same request, alone in its process. Throughput is that of the tokens which arrive in a phase after its first
+`--warm-up` seconds.
 
     python benchmarks/serve_load.py --model smollm2-135m --out results/serve-smollm2-135m-cpu.json
 """
@@ -15,11 +17,15 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,13 +37,27 @@ from shared import script_parser, write_result
 from skipdecode import Schedule
 from skipdecode.engine import FastEngine, Request
 from skipdecode.engine.opening import end_tokens
-from skipdecode.models.families import decoder_layers
 from skipdecode.models.loading.hub import load_model
+from skipdecode.models.loading.ref import ModelRef
 
 FULL = "full"
 SUBJECTS = ("The old bridge", "A small boat", "My neighbour", "The first train", "A good teacher", "The night market")
 ENDINGS = ("was known for", "had never seen", "used to be", "is the reason why", "could not find")
 PROMPTS = [f"{subject} {ending}" for subject in SUBJECTS for ending in ENDINGS]
+
+
+def prompts(words: int) -> list[str]:
+    """Prompts with about so many words before the last sentence's beginning."""
+    text = " ".join(f"{prompt} many things." for prompt in PROMPTS).split()
+    return [" ".join([*islice(cycle(text), 7 * i, 7 * i + words), prompt]) for i, prompt in enumerate(PROMPTS)]
+
+
+def schedules(options: argparse.Namespace) -> list[Schedule]:
+    """Full depth, the flat schedule, and with `--prompt-layers` the flat schedule with split prompts."""
+    layers = ModelRef(options.model).num_layers
+    flat = Schedule.from_speedup(layers, options.nominal, 128).flattened()
+    lowest = options.prompt_layers
+    return [Schedule.full(layers), flat, *([flat.with_prompt(tuple(range(lowest)))] if lowest else [])]
 
 
 @dataclass
@@ -136,19 +156,38 @@ async def one_phase(port: int, schedule: str, options: argparse.Namespace) -> Ph
     """All clients under one schedule, until the last stream's end."""
     begin = time.perf_counter()
     end = begin + options.phase
+    texts = prompts(options.words)
     streams: list[Stream] = []
 
-    async def ask(number: int) -> None:
+    async def one(number: int) -> None:
+        # Of different lengths, as in life: streams that begin together do not end together.
+        new = options.new // 2 + number * 37 % options.new
+        streams.append(await one_stream(port, texts[number % len(texts)], schedule, new))
+
+    async def client(number: int) -> None:
         while time.perf_counter() < end:
-            # Of different lengths, as in life: streams that begin together do not end together.
-            new = options.new // 2 + number * 37 % options.new
-            streams.append(await one_stream(port, PROMPTS[number % len(PROMPTS)], schedule, new))
+            await one(number)
             number += options.streams
 
-    await asyncio.gather(*(ask(number) for number in range(options.streams)))
+    async def visitor(number: int, at: float) -> None:
+        await asyncio.sleep(begin + at - time.perf_counter())
+        await one(number)
+
+    if options.rate is None:
+        await asyncio.gather(*(client(number) for number in range(options.streams)))
+    else:
+        await asyncio.gather(*(visitor(number, at) for number, at in enumerate(arrivals(options.rate, options.phase))))
     for stream in streams:
         read_parts(stream)
     return Phase(schedule, begin, end, streams)
+
+
+def arrivals(rate: float, seconds: float) -> list[float]:
+    """The times of a Poisson process, in seconds from the beginning of a phase."""
+    draw, times = random.Random(0), [0.0]
+    while times[-1] < seconds:
+        times.append(times[-1] + draw.expovariate(rate))
+    return times[1:-1]
 
 
 async def load(url: str, process: psutil.Process, options: argparse.Namespace) -> tuple[list[Phase], list[list[float]]]:
@@ -162,7 +201,7 @@ async def load(url: str, process: psutil.Process, options: argparse.Namespace) -
             await asyncio.sleep(1)
 
     watching = asyncio.create_task(watch())
-    names = [s["name"] for s in httpx.get(f"{url}/v1/models").json()["data"][0]["skipdecode"]["schedules"]]
+    names = [schedule.name for schedule in schedules(options)]
     port = httpx.URL(url).port or 80
     phases = []
     while time.perf_counter() - start < options.seconds:
@@ -190,17 +229,16 @@ def offline_texts(options: argparse.Namespace) -> Callable[[str, Stream], str]:
     """What the engine gives for a schedule and a stream's request, in batches of another size than the server's."""
     loaded = load_model(options.model, dtype="float32")
     tokenizer: Any = loaded.tokenizer
-    layers = len(decoder_layers(loaded.model))
-    flat = Schedule.from_speedup(layers, options.nominal, 128).flattened()
     ends = frozenset(end_tokens(loaded.model, tokenizer))
     longest = options.new * 3 // 2
-    requests = [Request(tuple(tokenizer(p).input_ids), longest, stop_ids=ends) for p in PROMPTS]
+    texts = prompts(options.words)
+    requests = [Request(tuple(tokenizer(p).input_ids), longest, stop_ids=ends) for p in texts]
     found: dict[tuple[str, str], list[int]] = {}
     fast = None
-    for schedule in (Schedule.full(layers), flat):
+    for schedule in schedules(options):
         engine = FastEngine(fast or loaded.model, schedule, max_rows=7)
         fast = engine.model
-        for prompt, row in zip(PROMPTS, engine.decode(requests), strict=True):
+        for prompt, row in zip(texts, engine.decode(requests), strict=True):
             found[schedule.name, prompt] = row.tokens
 
     def text(schedule: str, stream: Stream) -> str:
@@ -243,9 +281,14 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The load, the comparison, the figures."""
-    more = ["--nominal-speedup", str(options.nominal), "--flat", "--max-rows", str(options.streams), "--log-level"]
-    more += ["warning", *(["--threads", str(options.threads)] if options.threads else [])]
-    with server(options, *more) as (url, process):
+    more = ["--max-rows", str(options.streams), "--log-level", "warning"]
+    more += ["--threads", str(options.threads)] if options.threads else []
+    more += ["--no-prefix-cache", "--max-waiting", "100000"] if options.rate else []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for schedule in schedules(options)[1:]:
+            schedule.save(folder / f"{schedule.name}.json")
+        url, process = stack.enter_context(server(options, *more, "--schedule", *map(str, sorted(folder.iterdir()))))
         phases, memory = uvloop.run(load(url, process, options))
         metrics = httpx.get(f"{url}/metrics").text
     text = offline_texts(options)
@@ -277,12 +320,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0, help="of load; the last phases are completed")
     parser.add_argument("--phase", type=float, default=30.0, help="seconds of a phase")
     parser.add_argument(
-        "--warm-up", type=float, default=10.0, help="first seconds of a phase that do not count: streams are of one age"
+        "--warm-up",
+        type=float,
+        default=10.0,
+        help="first seconds of a phase without throughput: streams are of one age",
     )
     parser.add_argument(
         "--new", type=int, default=192, help="mean new tokens of a stream; from half to one and a half of it"
     )
     parser.add_argument("--nominal", type=float, default=2.0, help="nominal speed-up of the flat schedule")
+    parser.add_argument(
+        "--prompt-layers", type=int, help="lowest layers that split prompts run; default: no such phases"
+    )
+    parser.add_argument("--rate", type=float, help="requests a second at random times; default: --streams clients")
+    parser.add_argument("--words", type=int, default=0, help="words of a prompt before its last sentence")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads of the server")
     options = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -290,6 +341,8 @@ def main() -> None:
     write_result(options.out, "serve-load", found, options)
     for name, each in found["schedules"].items():
         print(f"{name:>24}: {each['tokens_per_s']:7.1f} tokens/s, {each['streams']} streams")
+        for kind in ("first_token_s", "between_chunks_s"):
+            print(f"{kind:>26}: {', '.join(f'{q} {1000 * s:.0f} ms' for q, s in each[kind].items())}")
     print(
         f"speed-up {found['speedup']:.2f}, {len(found['errors'])} errors, {found['streams_unlike_offline']} of "
         f"{found['streams']} streams unlike offline, memory {found['memory_first_half_max_mib']:.0f} -> "

@@ -11,7 +11,6 @@ from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
 from skipdecode import Schedule, attach
 from skipdecode.engine import FastEngine, Request, Sampling
-from skipdecode.engine.fast_model import FastModel
 from skipdecode.engine.model_spec import READERS
 from skipdecode.errors import ScheduleError, UnfitModelError, UsageError
 from skipdecode.schedule.order import top_down
@@ -43,10 +42,6 @@ def decode(model, schedule, requests, **options):
         assert out.position == len(outputs[out.request])
         outputs[out.request].append(out)
     return outputs
-
-
-def requests_of():
-    return [Request(p, NEW) for p in PROMPTS]
 
 
 def tokens(outputs):
@@ -151,18 +146,6 @@ def test_long_prompts_run_in_parts():
     assert tokens(decode(model, SCHEDULES["linear"], [Request(long, 5), Request(short, 5)])) == alone
     with torch.no_grad():
         assert alone[0][0] == int(model(torch.tensor([long])).logits[0, -1].argmax())
-
-
-@pytest.mark.parametrize("prompt_tokens", [512, 5])
-@pytest.mark.parametrize("family", sorted(READERS))
-def test_prompts_that_only_project_at_the_top_change_nothing(family, prompt_tokens, monkeypatch):
-    kernels_or_skip()
-    found = []
-    for projects in (True, False):
-        monkeypatch.setattr(FastModel, "projects", projects)
-        rows = decode(tiny_model(family), SCHEDULES["linear"], requests_of(), prompt_tokens=prompt_tokens)
-        found.append([(o.token, o.logprob, o.layers) for row in rows for o in row])
-    assert found[0] == found[1]
 
 
 def test_positions_beyond_the_first_table():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernel_reference import kernels_or_skip, reference_linear, reference_stack, run_linear
+from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.kernels import build
 from skipdecode.engine.kernels.native import greedy
@@ -147,7 +148,9 @@ def stack_case(spec, dtype, slots, positions, depth=2):
     pages = torch.randn(depth * texts * width + 5, 2, spec.kv_heads, 4, spec.head_dim).to(dtype)
     table = torch.randperm(len(pages))[: depth * texts * width].view(depth, texts, width).int()
     rows = torch.tensor(slots, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
-    return layers, StackInput(torch.randn(len(slots), hidden), pages, table, *rows, [len(slots)] * depth)
+    return layers, StackInput(
+        torch.randn(len(slots), hidden), pages, table, *rows, [LayerRows(0, 0, len(slots))] * depth
+    )
 
 
 def copied(given):
@@ -163,9 +166,10 @@ def test_layers_match_torch(kernels, heads, kv_heads, dim, window, dtype):
     cos, sin = torch.randn(64, dim // 2), torch.randn(64, dim // 2)
     gammas = torch.randn(dim), torch.randn(dim)
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, cos, sin, *gammas, 1e-6)
-    # A prompt from its start, a prompt's later part, and a decode row; only the first two run the second layer.
+    # A prompt from its start, a prompt's later part, and a decode row. The second layer stores a part of the first one
+    # and runs the second one.
     layers, given = stack_case(spec, dtype, [0] * 5 + [1] * 6 + [2], [*range(5), *range(20, 26), 33])
-    given = given._replace(counts=[12, 11])
+    given = given._replace(layers=[LayerRows(0, 0, 12), LayerRows(2, 5, 11)])
     want = copied(given)
     reference_stack(layers, want)
     kernels.stack(layers)(given)
@@ -184,7 +188,8 @@ def test_what_sublayers_add_may_be_normed_first(kernels, heads, dim):
     # Of one head of 4 columns, queries, keys and values are narrower than what attention and MLP add.
     layers, given = stack_case(spec, torch.float32, [0] * 5 + [1], [*range(5), 33])
     layers = [replace(layer, out_gamma=torch.randn(24), mlp_gamma=torch.randn(24), eps=0.1) for layer in layers]
-    given, alone = given._replace(counts=[6, 5]), copied(given)._replace(hidden=given.hidden[:1].clone(), counts=[1, 1])
+    alone = copied(given)._replace(hidden=given.hidden[:1].clone(), layers=[LayerRows(0, 0, 1)] * 2)
+    given = given._replace(layers=[LayerRows(0, 0, 6), LayerRows(0, 0, 5)])
     want = copied(given)
     reference_stack(layers, want)
     call = kernels.stack(layers)
@@ -203,7 +208,7 @@ def test_layers_of_a_row_do_not_depend_on_its_batch_bit_for_bit(kernels, heads, 
     call, together = kernels.stack(layers), copied(given)
     call(together)
     for rows in (1, 3):
-        few = copied(given)._replace(hidden=given.hidden[:rows].clone(), counts=[rows] * 2)
+        few = copied(given)._replace(hidden=given.hidden[:rows].clone(), layers=[LayerRows(0, 0, rows)] * 2)
         call(few)
         assert torch.equal(few.hidden, together.hidden[:rows])
 

@@ -28,11 +28,12 @@ def count_time(monkeypatch: Any) -> SimpleNamespace:
 
     def counted_forward(model: Any, rows: Any, kv: Any) -> Any:
         clock.now += FIXED
-        clock.now += STORED * (sum(rows.stored or rows.counts) - sum(rows.counts))
-        for count in filter(None, rows.counts):
-            clock.now += LAYER + count * TOKEN
+        for stored, runs, end in rows.layers:
+            clock.now += STORED * (runs - stored)
+            if runs < end:
+                clock.now += LAYER + (end - runs) * TOKEN
             if len(set(rows.slots)) == len(rows.slots):  # a decode step: prompts are not charged for attention
-                clock.now += CACHED * sum(position + 1 for position in rows.positions[:count])
+                clock.now += CACHED * sum(position + 1 for position in rows.positions[runs:end])
         return forward(model, rows, kv)
 
     def counted_layer(layer: Any, *arguments: Any, **keywords: Any) -> Any:

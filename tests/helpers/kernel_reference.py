@@ -53,31 +53,31 @@ def reference_linear(spec: LinearSpec, x: Tensor) -> Tensor:
 
 
 def reference_stack(layers: list, given: StackInput) -> None:
-    """The layers on the first rows that run each of them; changes hidden states and pages."""
-    for layer, table, count in zip(layers, given.table, given.counts, strict=True):
-        x = given.hidden[:count]
-        attended = _attention(layer.attention, reference_linear(layer.qkv, x), given, table, count)
+    """The layers on the rows that run or store each of them; changes hidden states and pages."""
+    for layer, table, (stored, runs, end) in zip(layers, given.table, given.layers, strict=True):
+        qkv = reference_linear(layer.qkv, given.hidden[stored:end])
+        x = given.hidden[runs:end]
+        rows = list(zip(given.slots.tolist(), given.positions.tolist(), strict=True))[stored:end]
+        attended = _attention(layer.attention, qkv, given.pages, table, rows)[runs - stored :]
         x += _normed(reference_linear(layer.out, attended), layer.out_gamma, layer.eps)
         x += _normed(reference_linear(layer.mlp_out, reference_linear(layer.mlp_in, x)), layer.mlp_gamma, layer.eps)
 
 
-def _attention(spec: AttentionSpec, qkv: Tensor, given: StackInput, table: Tensor, count: int) -> Tensor:
-    page_tokens, groups = given.pages.shape[3], spec.heads // spec.kv_heads
+def _attention(spec: AttentionSpec, qkv: Tensor, pages: Tensor, table: Tensor, rows: list[tuple[int, int]]) -> Tensor:
+    page_tokens, groups = pages.shape[3], spec.heads // spec.kv_heads
     queries = []
-    for row in range(count):
-        slot, position = int(given.slots[row]), int(given.positions[row])
+    for row, (slot, position) in enumerate(rows):
         heads = qkv[row].view(-1, spec.head_dim)
         q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads])
         queries.append(_placed(spec, q, spec.q_gamma, position))
-        page = given.pages[table[slot, position // page_tokens]]
+        page = pages[table[slot, position // page_tokens]]
         page[0, :, position % page_tokens] = _placed(spec, k, spec.k_gamma, position).to(page.dtype)
         page[1, :, position % page_tokens] = v.to(page.dtype)
-    out = torch.empty(count, spec.heads, spec.head_dim)
-    for row, query in enumerate(queries):
-        slot, position = int(given.slots[row]), int(given.positions[row])
+    out = torch.empty(len(rows), spec.heads, spec.head_dim)
+    for row, (query, (slot, position)) in enumerate(zip(queries, rows, strict=True)):
         first = max(0, position - spec.window + 1) if spec.window else 0
         places = [(table[slot, p // page_tokens], p % page_tokens) for p in range(first, position + 1)]
-        held = torch.stack([given.pages[page, :, :, at] for page, at in places], dim=2).float()  # (2, heads, n, dim)
+        held = torch.stack([pages[page, :, :, at] for page, at in places], dim=2).float()  # (2, heads, n, dim)
         for head in range(spec.heads):
             keys, values = held[:, head // groups]
             out[row, head] = torch.softmax(keys @ query[head] * spec.scale, 0) @ values

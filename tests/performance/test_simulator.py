@@ -67,19 +67,22 @@ def test_a_prompt_in_chunks_shares_its_forwards_with_a_running_row_by_hand():
     assert sorted(result.between_tokens) == pytest.approx([1, 1, 2, 3, 3])
 
 
-def test_prompts_with_layers_of_their_own_share_no_forward_by_hand():
+def test_prompts_with_layers_of_their_own_share_forwards_by_hand():
     cost = CostModel(4, 2, (StepCost(1, 1, 2), StepCost(2, 1, 3)), (PromptCost(1000, 5, 0.5),))
     schedule = Schedule.split(4, 2, [3, 3], warmup_layers=1)
     # A prompt: 1 + 2·5, and layers 2 and 3 projected and run on its last token, 2·(0.5 + 2) -> 16. A step: 1 + 3·2.
-    # 0: -> 16, -> 23. Request 1 came at 17, its prompt puts out its token alone -> 39, then both step: 1 + 3·3 -> 49.
+    # 0: -> 16, -> 23. Request 1 came at 17. Its prompt shares a forward with row 0, which runs layers 0, 2 and 3: in
+    # layers 2 and 3, 4 tokens are projected and two run, 1 + 2·5 + 2·(0.5 + 3) -> 41. 1's step alone -> 48.
     result = simulate(requests((0, 4, 3), (17, 4, 2)), cost, schedule, max_rows=2)
-    assert list(result.whole) == pytest.approx([49, 32])
-    assert list(result.first_token) == pytest.approx([16, 22])
-    assert (result.stats.prompt_seconds, result.stats.after_prompts) == pytest.approx((32, 17))
-    # In forwards of 3 tokens the first part of 1's prompt gives no token, so row 0 steps after it: -> 23, then 1's
-    # part 1 + 2·5 + 2·0.5 -> 35, and row 0's last step -> 42; 1's second part -> 58, its step -> 65.
+    assert list(result.whole) == pytest.approx([41, 31])
+    assert list(result.first_token) == pytest.approx([16, 24])
+    # In forwards of 3 tokens, row 0 gets its last token with the first part of 1's prompt: 1 + 2·5 + 2·(0.5 + 2) -> 39.
+    # 1's second part -> 55, its step -> 62.
     parts = simulate(requests((0, 3, 3), (17, 4, 2)), cost, schedule, max_rows=2, prompt_chunk=3)
-    assert list(parts.whole) == pytest.approx([42, 48])
+    assert list(parts.whole) == pytest.approx([39, 45])
+    # With a fit: taps cost one more projection, and a bridge of a tenth of a layer is taken by row 0 in layer 1.
+    fitted = simulate(requests((0, 4, 3), (18, 4, 2)), replace(cost, bridge_share=0.1, taps=1), schedule, max_rows=2)
+    assert fitted.first_token[1] == pytest.approx(16 + 2 * 0.5 + 7 + 0.2 + 18 + 2 * 0.5 + 0.2 - 18)
 
 
 def test_cached_tokens_are_read_to_the_window_by_hand():
@@ -128,7 +131,7 @@ def test_every_request_is_served_in_full(sizes, max_rows, policy, schedule, chun
 @pytest.mark.parametrize("schedule", [FULL, PAPER], ids=["full", "paper"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lockstep_equals_the_cost_model(schedule, policy):
-    model = replace(MODELS[1], window=30, window_share=0.25)
+    model = replace(MODELS[1], window=30, window_share=0.25, bridge_share=0.25)
     result = simulate(requests(*[(0, 16, 40)] * 4), model, schedule, max_rows=4, policy=policy)
     assert result.stats.after_prompts == pytest.approx(model.sequence_seconds(schedule, 16, 40))
     assert result.layers_per_step == pytest.approx(model.layers_per_step(schedule, 40))
@@ -137,7 +140,7 @@ def test_lockstep_equals_the_cost_model(schedule, policy):
 @pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2)], ids=str)
 def test_a_wave_of_whole_requests_equals_the_cost_model(prompt):
     schedule = replace(PAPER, prompt=prompt)
-    cost = replace(MODELS[1], prompts=(PromptCost(64, 0.01, 0.001),))
+    cost = replace(MODELS[1], prompts=(PromptCost(64, 0.01, 0.001),), bridge_share=0.25, taps=1)
     result = simulate(requests(*[(0, 16, 40)] * 4), cost, schedule, max_rows=4, policy="static")
     assert result.seconds == pytest.approx(cost.request_seconds(schedule, 16, 40))
 
@@ -211,7 +214,8 @@ def test_exact_decoding_gains_with_its_acceptance_and_costs_nothing_without_one(
     assert never == pytest.approx(full, rel=0.05)  # the planner stops drafting
 
 
-def test_the_real_engine_runs_the_steps_that_are_simulated():
+@pytest.mark.parametrize("prompt", ["full", (0, 1, 2)], ids=str)
+def test_the_real_engine_runs_the_steps_that_are_simulated(prompt):
     """Steps, layers and layer reads of the engine on a tiny model; its seconds are compared elsewhere."""
     import torch
 
@@ -222,10 +226,10 @@ def test_the_real_engine_runs_the_steps_that_are_simulated():
     torch.set_num_threads(1)
     model = tiny_model("llama").eval()
     layers = model.config.num_hidden_layers
-    schedule = Schedule.from_speedup(layers, 1.5, 10)
     rng = random.Random(4)
     trace = [Arrival(0.0, rng.randint(1, 12), n, n) for n in (rng.randint(1, 14) for _ in range(11))]
     cost = CostModel.of_step(layers, 3, 0.01, 0.001)
+    schedule = Schedule.from_speedup(layers, 1.5, 10, prompt=prompt)
     for (policy, (refill_below, in_order)), chunk in itertools.product(POLICIES.items(), (7, 512)):
         engine = engine_module.FastEngine(
             model, schedule, max_rows=3, refill_below=refill_below, in_order=in_order, prompt_tokens=chunk

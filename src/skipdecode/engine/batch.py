@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple, Self
 
+from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.sequence import Sequence
 
 __all__ = ["Chunk", "TokenRows", "rows_by_layer", "token_rows"]
@@ -36,108 +39,113 @@ class Chunk(NamedTuple):
 class TokenRows(NamedTuple):
     """The rows of one forward. A row is a token: its id, its slot (the sequence's place in the KV store), its position.
 
-    `counts` has for each layer the number of leading rows that run it, and `stored`, if different, the number that
-    store keys and values in it. `wanted` lists in ascending order the rows whose logits are needed. `tops`, if given,
-    has for each wanted row the number of top tokens whose logits are enough. `drafting`: approximate logits are enough.
+    `wanted`: the number of last rows, whose logits are needed. `bridged`: the first row that takes the bridges of the
+    layers that it skips. `tops`, if given, has for each wanted row the number of top tokens whose logits are enough.
+    `before` is that of `StackInput`, and `prompt` are the layers that prompt tokens run, if these are a set of their
+    own. `drafting`: approximate logits are enough.
     """
 
     tokens: list[int]
     slots: list[int]
     positions: list[int]
-    counts: list[int]
-    wanted: list[int]
-    stored: list[int] | None = None
+    layers: list[LayerRows]
+    wanted: int
+    bridged: int = 0
     tops: list[int] | None = None
-    bridged: list[tuple[int, int]] | None = None
     before: list[list[int]] | None = None
     prompt: tuple[int, ...] | None = None
     drafting: bool = False
 
 
 class _Span(NamedTuple):
-    """Successive tokens of a sequence that run and store the same layers.
+    """Successive tokens of a sequence that run the layers `run` and store keys and values in the layers `held`.
 
-    `bridges`: the tokens take the bridges of skipped layers. `wanted`: the number of last tokens whose logits are
-    needed.
+    `place`: 0 for tokens whose logits are not needed, 1 for last tokens of prompts with layers of their own, 2 for all
+    others.
     """
 
     sequence: Sequence
     tokens: tuple[int, ...]
     start: int
     run: tuple[int, ...]
-    stored: tuple[int, ...]
-    bridges: bool
-    wanted: int
+    held: tuple[int, ...]
+    place: int
 
 
 def token_rows(chunks: list[Chunk], num_layers: int, taps: int = 0) -> tuple[TokenRows, list[Sequence]]:
-    """The rows of a forward, deepest first, and the sequences that get a token, in the order of the wanted rows.
+    """The rows of a forward, and the sequences that get a token, in the order of the wanted rows.
 
-    The layer sets of the tokens must be nested. Sorted by falling depth, the rows of a layer are then the first rows.
-    A forward of prompts with layers of their own (`PromptLayers.own`) has nothing else, and all have the same layers.
+    The rows of a layer are neighbours. First come prompt tokens before the last, those that hold the fewest layers
+    first; then last tokens of prompts with layers of their own; then all other tokens, the deepest first. This needs
+    nested layer sets, except that prompts may have one set of their own (`PromptLayers.own`) if no other prompts are
+    in the forward: their last tokens hold all layers that the tokens before them hold.
+
     If such a prompt is split, the last `taps` tokens of a part run again with the next part, whose first tokens need
     their states; they store the same keys and values again, bit for bit.
     """
-    first = chunks[0].sequence
-    own = first.prompt if first.in_prefill and first.prompt.own else None
-    if own is None:
-        spans = [_whole(chunk) for chunk in chunks]
-    else:
-        spans = [span for chunk in chunks for span in _parts(chunk, taps)]
-    spans.sort(key=lambda span: (-len(span.run), -len(span.stored), not span.bridges))
-    counts = rows_by_layer(num_layers, ((span.run, len(span.tokens)) for span in spans))
-    stored = before = prompt = None
+    own = next((c.sequence.prompt for c in chunks if c.sequence.in_prefill and c.sequence.prompt.own), None)
+    spans = [span for chunk in chunks for span in _spans(chunk, taps if own else 0)]
+    spans.sort(key=lambda span: (span.place, -len(span.held) if span.place else len(span.held)))
+    tokens = [token for span in spans for token in span.tokens]
+    slots = [span.sequence.slot for span in spans for _ in span.tokens]
+    positions = [span.start + i for span in spans for i in range(len(span.tokens))]
+    wanted = [span for span in spans if span.place]
+    tops = [span.sequence.sampler.top for span in wanted for _ in span.tokens]
+    batch = TokenRows(tokens, slots, positions, _layer_rows(spans, num_layers), len(tops))
     if own is not None:
-        stored = rows_by_layer(num_layers, ((span.stored, len(span.tokens)) for span in spans))
-        before = _rows_before(spans, taps) if taps else None
-        prompt = own.run
-    bridging = sum(len(span.tokens) for span in spans if span.bridges)
-    bridged = [(count, max(count, bridging)) for count in counts]
-    batch = TokenRows([], [], [], counts, [], stored, None, bridged, before, prompt)
-    for span in spans:
-        batch.tokens.extend(span.tokens)
-        batch.slots.extend([span.sequence.slot] * len(span.tokens))
-        batch.positions.extend(range(span.start, span.start + len(span.tokens)))
-        batch.wanted.extend(range(len(batch.tokens) - span.wanted, len(batch.tokens)))
-    sequences = [span.sequence for span in spans if span.wanted]
-    tops = [span.sequence.sampler.top for span in spans for _ in range(span.wanted)]
+        before = _rows_before(slots, positions, taps) if taps else None
+        batch = batch._replace(bridged=len(tokens) - len(tops), before=before, prompt=own.run)
     # One row that takes all logits has the whole head read, and the others have theirs for next to nothing.
-    return batch._replace(tops=tops if all(tops) else None), sequences
+    return batch._replace(tops=tops if all(tops) else None), [span.sequence for span in wanted]
 
 
-def _whole(chunk: Chunk) -> _Span:
+def _spans(chunk: Chunk, taps: int) -> Iterator[_Span]:
+    """The spans of a chunk: generated tokens; or a prompt's last token, the tokens before it, the taps before those.
+
+    In the top layer, prompt tokens before the last only store keys and values: nothing reads the layer's output.
+    """
     sequence, tokens, start, layers = chunk
-    wanted = len(tokens) if sequence.output else int(chunk.end >= len(sequence.request.prompt))
-    return _Span(sequence, tokens, start, layers, layers, True, wanted)
-
-
-def _parts(chunk: Chunk, taps: int) -> Iterable[_Span]:
-    """The spans of a chunk of a prompt with layers of its own: the last token, the others, and the taps before it."""
-    sequence, tokens, start, held = chunk
     prompt, text = sequence.prompt, sequence.request.prompt
-    if chunk.end >= len(text):
-        yield _Span(sequence, tokens[-1:], chunk.end - 1, held, held, True, 1)
+    if start >= len(text):
+        yield _Span(sequence, tokens, start, layers, layers, 2)
+        return
+    if chunk.end == len(text):
+        yield _Span(sequence, tokens[-1:], chunk.end - 1, layers, layers, 1 if prompt.own else 2)
         tokens = tokens[:-1]
-    begin = max(0, start - taps)
-    yield _Span(sequence, tokens, start, prompt.run, held, False, 0)
-    yield _Span(sequence, text[begin:start], begin, prompt.run, prompt.run, False, 0)
+    run = prompt.run[:-1] if prompt.run[-1] == layers[-1] else prompt.run
+    if tokens:
+        yield _Span(sequence, tokens, start, run, layers, 0)
+    if tokens and taps and start:
+        begin = max(0, start - taps)
+        yield _Span(sequence, text[begin:start], begin, run, run, 0)
 
 
-def _rows_before(spans: list[_Span], taps: int) -> list[list[int]]:
+def _layer_rows(spans: list[_Span], num_layers: int) -> list[LayerRows]:
+    """The rows of each layer, if the rows are in the order of the spans."""
+    stored, runs, ends = [0] * num_layers, [-1] * num_layers, [0] * num_layers
+    row = 0
+    for (run, held), alike in groupby(spans, key=attrgetter("run", "held")):
+        begin, row = row, row + sum(len(span.tokens) for span in alike)
+        for layer in held:
+            stored[layer] = stored[layer] if ends[layer] else begin
+            ends[layer] = row
+        for layer in run:
+            runs[layer] = begin if runs[layer] < 0 else runs[layer]
+    return [LayerRows(s, e if r < 0 else r, e) for s, r, e in zip(stored, runs, ends, strict=True)]
+
+
+def _rows_before(slots: list[int], positions: list[int], taps: int) -> list[list[int]]:
     """For each row of a forward the rows of the `taps` tokens before it; -1 where there is none."""
-    places: dict[tuple[int, int], int] = {}
-    for span in spans:
-        for offset in range(len(span.tokens)):
-            places[span.sequence.slot, span.start + offset] = len(places)
+    places = {place: row for row, place in enumerate(zip(slots, positions, strict=True))}
     return [[places.get((slot, position - tap), -1) for tap in range(1, taps + 1)] for slot, position in places]
 
 
-def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], int]]) -> list[int]:
+def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], float]]) -> list[float]:
     """For each layer the number of rows that have it; `spans` are pairs of layers and a number of rows."""
-    numbers: dict[tuple[int, ...], int] = {}
+    numbers: dict[tuple[int, ...], float] = {}
     for layers, rows in spans:
         numbers[layers] = numbers.get(layers, 0) + rows
-    counts = [0] * num_layers
+    counts: list[float] = [0] * num_layers
     for layers, rows in numbers.items():
         for layer in layers:
             counts[layer] += rows

@@ -1,4 +1,4 @@
-"""The layers of a budget in the drop order of an engine, and the layers of prompts. Pure Python."""
+"""The layers of a budget in the drop order of an engine, those of prompts, and the rows of a layer. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,19 @@ from typing import NamedTuple, Self
 from skipdecode.errors import ScheduleError
 from skipdecode.schedule import Schedule
 
-__all__ = ["DepthOrder", "PromptLayers"]
+__all__ = ["DepthOrder", "LayerRows", "PromptLayers"]
+
+
+class LayerRows(NamedTuple):
+    """The rows of a forward in one layer.
+
+    Rows `stored` to before `runs` only store keys and values, rows `runs` to before `end` run the layer. The others
+    skip the layer.
+    """
+
+    stored: int
+    runs: int
+    end: int
 
 
 class PromptLayers(NamedTuple):

@@ -1,8 +1,9 @@
 """A decoder's forward over token rows, as one call of the C++ kernels.
 
-A forward is a list of tokens, each with its slot (sequence) and position; prompt tokens and generated tokens are
-treated alike. Rows are sorted by falling depth, so the rows of a layer are the first rows. A layer therefore reads its
-weights once for exactly the rows that need it, and no gather is necessary.
+A forward is a list of tokens, each with its slot (sequence) and position; prompt tokens and generated tokens share it.
+Each token runs a layer, only stores keys and values in it, or skips it. The order of the rows (`token_rows`) makes the
+rows that run a layer neighbours. A layer therefore reads its weights once for exactly the rows that need it, and no
+gather is necessary.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ class FastModel:
     UnfitModelError
         If the fast path does not cover the model.
     """
-
-    projects = True  # prompts' tokens but the last, in the top layer; the tests compare without
 
     def __init__(self, model: Any, kernels: NativeKernels, quantization: Quantization | None = None) -> None:
         self.quantization = quantization
@@ -122,25 +121,11 @@ class FastModel:
         hidden = self._embed(rows)
         slots = torch.tensor(rows.slots, dtype=torch.int32)
         positions = torch.tensor(rows.positions, dtype=torch.int32)
-        bridged = None if self.fit is None else rows.bridged
         before = None if rows.before is None else torch.tensor(rows.before, dtype=torch.int32)
-        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.counts, rows.stored, bridged, before)
-        if (
-            self.projects
-            and rows.stored is None
-            and len(rows.wanted) < len(rows.tokens)
-            and not self._bridged_top(rows)
-        ):
-            hidden = self._wanted_alone_at_the_top(given, rows.wanted)
-        else:
-            self._stack_for(rows.prompt)(given)
-            hidden = hidden if len(rows.wanted) == len(rows.tokens) else hidden[rows.wanted]
+        given = StackInput(hidden, kv.pages, kv.table, slots, positions, rows.layers, rows.bridged, before)
+        self._stack_for(rows.prompt)(given)
+        hidden = hidden[len(rows.tokens) - rows.wanted :]
         return self._head.draft(hidden, self.planner.tokens) if rows.drafting else self._head(hidden, rows.tops)
-
-    def _bridged_top(self, rows: TokenRows) -> bool:
-        """Whether a layer above all running layers has a bridge, which must then come after the top layer."""
-        top = max(layer for layer, count in enumerate(rows.counts) if count)
-        return self.fit is not None and any(self.fit.bridge(layer) for layer in range(top + 1, self.num_layers))
 
     def _stack_for(self, prompt: tuple[int, ...] | None) -> NativeStack:
         """The layers with the fit's maps for prompts that run the layers `prompt`; without maps if `prompt` is None."""
@@ -151,23 +136,6 @@ class FastModel:
             spec = fit_spec(self.fit, self.dtype, prompt, bridges)
             self._mapped[prompt] = self._kernels.stack(self._spec.layers, spec)
         return self._mapped[prompt]
-
-    def _wanted_alone_at_the_top(self, given: StackInput, wanted: list[int]) -> Tensor:
-        """Run the stack; returns the hidden states of the wanted rows.
-
-        No later layer reads the top layer's output for the other rows, so they only store keys and values there.
-        """
-        top = max(layer for layer, count in enumerate(given.counts) if count)
-        below, runs = list(given.counts), given.counts[top]
-        below[top] = 0
-        self._stack(given._replace(counts=below))
-        first = [row for row in wanted if row < runs]
-        chosen = set(first)
-        order = torch.tensor(first + [row for row in range(runs) if row not in chosen])
-        hidden, slots, positions = (each[order] for each in (given.hidden, given.slots, given.positions))
-        counts, stored = ([number if i == top else 0 for i in range(self.num_layers)] for number in (len(first), runs))
-        self._stack(StackInput(hidden, given.pages, given.table, slots, positions, counts, stored))
-        return torch.cat((hidden[: len(first)], given.hidden[wanted[len(first) :]]))
 
     def _read(self, positions: int) -> ModelSpec:
         spec = read_model(self._model, positions)

@@ -93,8 +93,7 @@ class DecodeLoop(Engine):
     def step(self) -> list[StepOutput]:
         """Admit sequences, then run one forward: a part of the waiting prompts, and one token of every other sequence.
 
-        Drafts of exact sequences run before it, and are checked in it. Prompts with layers of their own have a forward
-        to themselves; decoding goes on after it if it gave no token.
+        Drafts of exact sequences run before it, and are checked in it.
         """
         start = self.clock()
         for sequence in self._scheduler.admit(self.rows, self._free_pages()):
@@ -102,17 +101,12 @@ class DecodeLoop(Engine):
             if sequence.drafting is not None:
                 sequence.drafter = self.planner.drafter(sequence.drafting, sequence.request.prompt)
             self._prefilling.append(sequence)
-        prefill = self._next_prefill()
-        outputs: list[StepOutput] = []
-        if prefill and prefill[0].sequence.prompt.own:
-            outputs, prefill = self._forward(prefill, {}), []
-        if not outputs and (prefill or self._decoding):
-            drafted = self._draft()
-            for sequence in self._decoding:
-                self._fall(sequence)
-                tokens = sequence.output[-1], *drafted.get(sequence, ())
-                prefill.append(Chunk.following(sequence, tokens))
-            outputs = self._forward(prefill, drafted)
+        chunks, drafted = self._next_prefill(), self._draft()
+        for sequence in self._decoding:
+            self._fall(sequence)
+            tokens = sequence.output[-1], *drafted.get(sequence, ())
+            chunks.append(Chunk.following(sequence, tokens))
+        outputs = self._forward(chunks, drafted) if chunks else []
         self.stats.seconds += self.clock() - start
         return outputs
 
@@ -155,7 +149,10 @@ class DecodeLoop(Engine):
         self._scheduler.submit(new)
 
     def _next_prefill(self) -> list[Chunk]:
-        """The prompt chunks of the next forward: up to `prompt_tokens` tokens, first come, first served."""
+        """The prompt chunks of the next forward: up to `prompt_tokens` tokens, first come, first served.
+
+        If the first prompt has layers of its own, only prompts with the same layers join it (see `token_rows`).
+        """
         chunks: list[Chunk] = []
         room = self._prompt_tokens
         own = self._prefilling[0].prompt if self._prefilling and self._prefilling[0].prompt.own else None

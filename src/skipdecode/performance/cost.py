@@ -324,8 +324,8 @@ class CostModel:
     def prompts_seconds(self, schedule: Schedule, prompt_len: int) -> float:
         """The prompts of a batch, `prompt_len` tokens each, in forwards of `PROMPT_TOKENS` tokens at most.
 
-        In the engine, prompts without layers of their own share forwards with decoding sequences. They are counted
-        separately here, because a token costs about the same in both.
+        In the engine, prompts share forwards with decoding sequences. They are counted separately here, because a token
+        costs about the same in both.
         """
         schedule.check_fits(self.num_layers)
         total, seconds = self.batch * prompt_len, 0.0

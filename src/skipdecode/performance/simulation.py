@@ -14,15 +14,16 @@ import heapq
 import math
 import random
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
-from typing import Any, Literal, Self
+from itertools import count
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from skipdecode.engine.base import EngineStats, NextToken
-from skipdecode.engine.batch import Chunk
+from skipdecode.engine.batch import Chunk, rows_by_layer
 from skipdecode.engine.loop import DecodeLoop
 from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
@@ -56,6 +57,22 @@ class _NoSampler:
     def fork(self) -> Self:
         """A copy."""
         return self
+
+
+class _Work(NamedTuple):
+    """What a forward does in a layer.
+
+    `rows` of sequences and `tokens` of prompts run the layer, `projected` tokens are projected; the rows read `read`
+    cached tokens. `bridged` rows and `bridged_tokens` take its bridge. A last prompt token counts as a row in the
+    layers in which the others are projected.
+    """
+
+    rows: int
+    tokens: int
+    projected: int
+    read: float
+    bridged: int
+    bridged_tokens: int
 
 
 @dataclass
@@ -222,13 +239,7 @@ class _SimulatedEngine(DecodeLoop):
 
     def _run(self, chunks: list[Chunk], *, drafting: bool = False) -> tuple[list[EngineSequence], Any]:
         due = [chunk for chunk in chunks if chunk.end >= len(chunk.sequence.request.prompt)]
-        prompts = [chunk for chunk in chunks if not chunk.sequence.output]
-        if prompts and prompts[0].sequence.prompt.own:
-            tokens = sum(len(chunk.tokens) for chunk in prompts)
-            schedule = prompts[0].sequence.schedule
-            self.now += self._cost.prompt_seconds(schedule, tokens, min(len(due), len(self._steps)))
-        else:
-            self.now += self._seconds([chunk for chunk in chunks if chunk.sequence.output], prompts, len(due))
+        self.now += self._seconds(chunks, len(due))
         # A row of a check has the draft that it judges.
         judged = [
             (chunk.sequence, place, draft)
@@ -248,26 +259,42 @@ class _SimulatedEngine(DecodeLoop):
             return NextToken(draft)
         return NextToken(next(self._tokens))
 
-    def _seconds(self, decoding: list[Chunk], prompts: list[Chunk], due: int) -> float:
-        """Of a forward over tokens of sequences that decode and over tokens of prompts; `due` sequences get logits."""
+    def _seconds(self, chunks: list[Chunk], due: int) -> float:
+        """Of a forward; `due` sequences get tokens with it."""
         cost = self._cost
-        prompt_tokens = sum(len(chunk.tokens) for chunk in prompts)
-        rows = sorted(
-            ((len(chunk.layers), chunk.start + 1 + i) for chunk in decoding for i in range(len(chunk.tokens))),
-            reverse=True,
-        )
-        depths = [depth for depth, _ in rows]
-        prompt_depth = max((len(chunk.sequence.prompt.run) for chunk in prompts), default=0)
-        seconds, read = self._step(max(due, 1)).fixed_seconds, 0.0
-        # The layers between two depths run on exactly the tokens that are at least that deep, and on the prompts.
-        for number, (depth, below) in enumerate(pairwise([max([prompt_depth, *depths[:1]]), *depths, 0])):
-            if number:
-                read += tokens_read(rows[number - 1][1], cost.window, cost.window_share)
-            if layers := depth - below:
-                step, many = self._step(max(number, 1)), prompt_tokens or number > len(self._steps)
-                layer = cost.prompt_layer_seconds(prompt_tokens + number)[0] if many else step.layer_seconds
-                seconds += layers * (layer + step.kv_seconds * read)
+        decoding = [(chunk, len(chunk.tokens)) for chunk in chunks if chunk.sequence.output]
+        prompts = [(chunk.sequence.prompt, len(chunk.tokens)) for chunk in chunks if not chunk.sequence.output]
+        last = [(c, 1) for c in chunks if c.sequence.prompt.own and c.start < len(c.sequence.request.prompt) == c.end]
+        pairs: list[list[tuple[tuple[int, ...], float]]] = [
+            [*((chunk.layers, rows) for chunk, rows in decoding), *((c.sequence.prompt.projected, 1) for c, _ in last)],
+            [(prompt.run, tokens) for prompt, tokens in prompts],
+            [(prompt.projected, tokens) for prompt, tokens in prompts],
+            [(chunk.layers, self._read(chunk)) for chunk, _ in decoding],
+            [(self._bridged(chunk.layers), rows) for chunk, rows in decoding + last],
+            [(self._bridged(prompt.run), tokens) for prompt, tokens in prompts if not prompt.own],
+        ]
+        seconds = self._step(max(due, 1)).fixed_seconds
+        for work, layers in Counter(map(_Work, *(rows_by_layer(cost.num_layers, each) for each in pairs))).items():
+            layer = self._layer(work.rows, work.tokens) + self._step(max(work.rows, 1)).kv_seconds * work.read
+            if work.projected:
+                layer += (1 + cost.taps) * cost.prompt_layer_seconds(work.projected)[1]
+            seconds += layers * (layer + cost.bridge_share * self._layer(work.bridged, work.bridged_tokens))
         return seconds
+
+    def _layer(self, rows: int, prompt_tokens: int) -> float:
+        """Of a layer on so many rows of sequences and tokens of prompts, without the cache read."""
+        if prompt_tokens or rows > len(self._steps):
+            return self._cost.prompt_layer_seconds(prompt_tokens + rows)[0]
+        return self._steps[rows - 1].layer_seconds if rows else 0.0
+
+    def _read(self, chunk: Chunk) -> float:
+        """Cached tokens that the tokens of a chunk read in a layer."""
+        cost = self._cost
+        return sum(tokens_read(end, cost.window, cost.window_share) for end in range(chunk.start + 1, chunk.end + 1))
+
+    def _bridged(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """The layers whose bridges tokens take that run these layers."""
+        return tuple(sorted({*range(self.num_layers)} - {*layers})) if self._cost.bridge_share else ()
 
     def _step(self, rows: int) -> StepCost:
         """The cost of a step of so many rows, at most the largest that is known."""

@@ -92,10 +92,10 @@ def _filling_forward(model: Any) -> Callable[[TokenRows, PagedKV], torch.Tensor 
     forward = model.forward
 
     def filling(rows: TokenRows, kv: PagedKV) -> Any:
-        if len(rows.wanted) == len(rows.tokens):
+        if rows.wanted == len(rows.tokens):
             return forward(rows, kv)
         kv.fill()
-        return torch.zeros(len(rows.wanted), model.vocab_size)
+        return torch.zeros(rows.wanted, model.vocab_size)
 
     return filling
 

@@ -50,11 +50,14 @@ struct LayerArgs {
   const float* first;        // [map.n]: instead of it, at position 0
 };
 
+// Rows of a layer: those from `stored` store keys and values, and those from `runs` to before `end` run.
+struct LayerRows {
+  int32_t stored, runs, end;
+};
+
 struct StackArgs {
   const LayerArgs* layers;
-  const int32_t* counts;  // [layers]: rows, from the first, that run each layer
-  const int32_t* stored;  // [layers], not below counts: rows, from the first, whose keys and values each layer stores
-  const int32_t *bridged_from, *bridged_to;  // [layers]: rows that take the layer's bridge; or null
+  const LayerRows* layer_rows;  // [layers]
   const int32_t* before;  // [rows, taps]: for a map's features, the rows of the tokens before each, -1 where there is none
   float *hidden, *qkv, *attended, *wide, *features;
   void* pages;
@@ -62,6 +65,7 @@ struct StackArgs {
   double* seconds;                           // [6] or null: added to, by phase (see stack.cpp)
   int64_t count, page_tokens, table_width, table_layer;  // table_layer: entries of one layer
   int64_t taps;                                          // states before its own that a row's features hold
+  int64_t bridged, rows;                                 // from row `bridged` on, rows take the bridges of layers that they skip
   int32_t page_dtype, padding;
 };
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,9 +76,9 @@ class StackArgs(ctypes.Structure):
     """A stack of decoder layers; see kernels.h for its fields."""
 
     _fields_ = _fields(
-        (_POINTER, "layers counts stored bridged_from bridged_to before"),
+        (_POINTER, "layers layer_rows before"),
         (_POINTER, "hidden qkv attended wide features pages table slots positions seconds"),
-        (_INT64, "count page_tokens table_width table_layer taps"),
+        (_INT64, "count page_tokens table_width table_layer taps bridged rows"),
         (_INT32, "page_dtype padding"),
     )
 
@@ -195,10 +196,8 @@ class NativeStack:
         rows = given.hidden.shape[0]
         if rows > self._rows:
             self._allocate(rows)
-        counts, stored = array("i", given.counts), array("i", given.stored or given.counts)
-        args.counts, args.stored = counts.buffer_info()[0], stored.buffer_info()[0]
-        bridged = [array("i", ends) for ends in zip(*given.bridged, strict=True)] if given.bridged else []
-        args.bridged_from, args.bridged_to = (ends.buffer_info()[0] for ends in bridged) if bridged else (None, None)
+        layer_rows = array("i", chain.from_iterable(given.layers))
+        args.layer_rows, args.bridged, args.rows = layer_rows.buffer_info()[0], given.bridged, rows
         args.before = None if given.before is None else given.before.data_ptr()
         args.hidden, args.pages, args.table = given.hidden.data_ptr(), pages.data_ptr(), table.data_ptr()
         args.slots, args.positions = given.slots.data_ptr(), given.positions.data_ptr()

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.kernels.quantize import QuantizedWeight
 
 __all__ = [
@@ -183,13 +184,9 @@ class StackInput(NamedTuple):
         (layers, slots, width), int32 on the CPU: a slot's pages in each layer, in order.
     slots, positions : torch.Tensor
         (rows,), int32 on the CPU.
-    counts : list of int
-        For each layer the number of leading rows that run it.
-    stored : list of int, optional
-        For each layer the number of leading rows that store keys and values in it: those that run the layer, and those
-        that are only projected. Default: `counts`.
-    bridged : list of (int, int), optional
-        For each layer the half-open range of rows that take its bridge.
+    layers : list of LayerRows
+    bridged : int
+        From this row on, rows take the bridges of the layers that they skip.
     before : torch.Tensor, optional
         (rows, taps), int32, for projected rows: the rows of the preceding tokens; -1 where there is none.
     """
@@ -199,7 +196,6 @@ class StackInput(NamedTuple):
     table: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
-    counts: list[int]
-    stored: list[int] | None = None
-    bridged: list[tuple[int, int]] | None = None
+    layers: list[LayerRows]
+    bridged: int = 0
     before: torch.Tensor | None = None

@@ -39,15 +39,23 @@ LinearArgs keys_and_values(LinearArgs a, int64_t queries) {
   return a;
 }
 
-// y += up(down(x)) on the rows that pass a layer by.
-void bridge(const StackArgs& s, int64_t index, const Team& team) {
-  const LayerArgs& layer = s.layers[index];
-  const int64_t from = s.bridged_from[index], n = s.bridged_to[index] - from;
+// y += up(down(x)) on rows `from` to before `to`.
+void bridge(const StackArgs& s, const LayerArgs& layer, int64_t from, int64_t to, const Team& team) {
+  if (from >= to) return;
   float* hidden = s.hidden + from * layer.down.ldx;
-  linear_share(with(layer.down, n, hidden, s.wide, 0), team);
+  linear_share(with(layer.down, to - from, hidden, s.wide, 0), team);
   team.wait();
-  linear_share(with(layer.up, n, s.wide, hidden, 1), team);
+  linear_share(with(layer.up, to - from, s.wide, hidden, 1), team);
   team.wait();
+}
+
+// The bridge of a layer, on the rows before and behind those that store or run.
+void bridges(const StackArgs& s, int64_t index, const Team& team) {
+  const LayerArgs& layer = s.layers[index];
+  const LayerRows& rows = s.layer_rows[index];
+  const bool none = rows.stored == rows.end;
+  if (!none) bridge(s, layer, s.bridged, rows.stored, team);
+  bridge(s, layer, none ? s.bridged : std::max<int64_t>(s.bridged, rows.end), s.rows, team);
 }
 
 // A row over its root mean square.
@@ -60,69 +68,75 @@ void unit_row(const LinearArgs& map, const float* x, float* y, int64_t width) {
   for (int64_t i = whole; i < width; i++) y[i] = x[i] * scale;
 }
 
-// Normed states of rows `n` to `stored` and of the tokens before each.
-void features(const StackArgs& s, const LayerArgs& layer, int64_t n, int64_t stored, const Team& team) {
+// Normed states of rows `from` to before `to` and of the tokens before each.
+void features(const StackArgs& s, const LayerArgs& layer, int64_t from, int64_t to, const Team& team) {
   const int64_t width = layer.qkv.k;
-  for (int64_t row = n + team.id; row < stored; row += team.size)
+  for (int64_t row = from + team.id; row < to; row += team.size)
     for (int64_t tap = 0; tap <= s.taps; tap++) {
-      float* to = s.features + row * layer.map.k + tap * width;
-      const int64_t from = tap ? s.before[row * s.taps + tap - 1] : row;
-      if (from < 0) std::fill(to, to + width, 0.0f);
-      else unit_row(layer.map, s.hidden + from * width, to, width);
+      float* y = s.features + row * layer.map.k + tap * width;
+      const int64_t token = tap ? s.before[row * s.taps + tap - 1] : row;
+      if (token < 0) std::fill(y, y + width, 0.0f);
+      else unit_row(layer.map, s.hidden + token * width, y, width);
     }
   team.wait();
 }
 
-// Keys and values of rows `n` to `stored`, which lie behind the queries in qkv, from the states that pass by.
-void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t n, int64_t stored, const Team& team) {
-  if (s.taps) features(s, layer, n, stored, team);
-  const float* x = (s.taps ? s.features : s.hidden) + n * layer.map.k;
-  float* y = s.qkv + n * layer.map.ldy + layer.qkv.n - layer.map.n;
-  linear_share(with(layer.map, stored - n, x, y, 0), team);
-  if (std::find(s.positions + n, s.positions + stored, 0) == s.positions + stored) return;
+// Keys and values of rows `from` to before `to`, which lie behind the queries in qkv, from the states that pass by.
+void mapped_keys_and_values(const StackArgs& s, const LayerArgs& layer, int64_t from, int64_t to, const Team& team) {
+  if (s.taps) features(s, layer, from, to, team);
+  const float* x = (s.taps ? s.features : s.hidden) + from * layer.map.k;
+  float* y = s.qkv + from * layer.map.ldy + layer.qkv.n - layer.map.n;
+  linear_share(with(layer.map, to - from, x, y, 0), team);
+  if (std::find(s.positions + from, s.positions + to, 0) == s.positions + to) return;
   team.wait();
-  for (int64_t row = n + team.id; row < stored; row += team.size)
-    if (s.positions[row] == 0) std::copy(layer.first, layer.first + layer.map.n, y + (row - n) * layer.map.ldy);
+  for (int64_t row = from + team.id; row < to; row += team.size)
+    if (s.positions[row] == 0) std::copy(layer.first, layer.first + layer.map.n, y + (row - from) * layer.map.ldy);
 }
 
 void run_layer(const StackArgs& s, int64_t index, const Team& team, Clock& clock) {
   const LayerArgs& layer = s.layers[index];
-  const int64_t n = s.counts[index], stored = s.stored[index];
+  const int64_t stored = s.layer_rows[index].stored, runs = s.layer_rows[index].runs, last = s.layer_rows[index].end;
+  const int64_t n = last - runs;
   const bool timed = clock.seconds != nullptr;
-  AttentionArgs attention = layer.attention;
-  attention.qkv = s.qkv, attention.out = s.attended, attention.pages = s.pages, attention.n = stored;
-  attention.table = s.table + index * s.table_layer, attention.slots = s.slots, attention.positions = s.positions;
-  attention.page_tokens = s.page_tokens, attention.table_width = s.table_width, attention.dtype = s.page_dtype;
+  // Each buffer has a line for every row; those of the rows that run begin at `runs`.
+  float *hidden = s.hidden + runs * layer.qkv.ldx, *qkv = s.qkv + runs * layer.qkv.ldy;
+  float *attended = s.attended + runs * layer.out.ldx, *wide = s.wide + runs * layer.mlp_in.ldy;
+  const auto attention = [&](int64_t from) {
+    AttentionArgs a = layer.attention;
+    a.qkv = s.qkv + from * layer.qkv.ldy, a.out = s.attended + from * layer.out.ldx, a.pages = s.pages, a.n = last - from;
+    a.table = s.table + index * s.table_layer, a.slots = s.slots + from, a.positions = s.positions + from;
+    a.page_tokens = s.page_tokens, a.table_width = s.table_width, a.dtype = s.page_dtype;
+    return a;
+  };
   const auto end = [&](Phase phase) {
     team.wait();
     clock.note(phase, timed);
   };
   const auto add = [&](const LinearArgs& linear, const LinearArgs& norm, const float* x) {
-    if (!norm.gamma) return linear_share(with(linear, n, x, s.hidden, 1), team);
+    if (!norm.gamma) return linear_share(with(linear, n, x, hidden, 1), team);
     linear_share(with(linear, n, x, s.qkv, 0), team);
     team.wait();
-    add_normed_share(with(norm, n, s.qkv, s.hidden, 1), team);
+    add_normed_share(with(norm, n, s.qkv, hidden, 1), team);
   };
-  if (n) linear_share(with(layer.qkv, n, s.hidden, s.qkv, 0), team);
-  if (stored > n && layer.map.w) {
-    mapped_keys_and_values(s, layer, n, stored, team);
-  } else if (stored > n) {
-    const int64_t queries = attention.heads * attention.dim;
-    const LinearArgs rest = keys_and_values(layer.qkv, queries);
-    linear_share(with(rest, stored - n, s.hidden + n * rest.ldx, s.qkv + n * rest.ldy + layer.qkv.n - rest.n, 0), team);
+  if (n) linear_share(with(layer.qkv, n, hidden, qkv, 0), team);
+  if (runs > stored && layer.map.w) {
+    mapped_keys_and_values(s, layer, stored, runs, team);
+  } else if (runs > stored) {
+    const LinearArgs rest = keys_and_values(layer.qkv, layer.attention.heads * layer.attention.dim);
+    float* y = s.qkv + stored * rest.ldy + layer.qkv.n - rest.n;
+    linear_share(with(rest, runs - stored, s.hidden + stored * rest.ldx, y, 0), team);
   }
   end(kQkv);
-  append_share(attention, team);
+  append_share(attention(stored), team);
   end(kAppend);
   if (!n) return;
-  attention.n = n;
-  attend_share(attention, team);
+  attend_share(attention(runs), team);
   end(kAttend);
-  add(layer.out, layer.out_norm, s.attended);
+  add(layer.out, layer.out_norm, attended);
   end(kOut);
-  linear_share(with(layer.mlp_in, n, s.hidden, s.wide, 0), team);
+  linear_share(with(layer.mlp_in, n, hidden, wide, 0), team);
   end(kMlpIn);
-  add(layer.mlp_out, layer.mlp_norm, s.wide);
+  add(layer.mlp_out, layer.mlp_norm, wide);
   end(kMlpOut);
 }
 
@@ -153,8 +167,8 @@ extern "C" void skipdecode_stack(const StackArgs* s) {
   with_team([s](const Team& team) {
     Clock clock{team.id ? nullptr : s->seconds, omp_get_wtime()};
     for (int64_t i = 0; i < s->count; i++) {
-      if (s->stored[i]) run_layer(*s, i, team, clock);
-      if (s->bridged_from && s->layers[i].down.w && s->bridged_from[i] < s->bridged_to[i]) bridge(*s, i, team);
+      if (s->layer_rows[i].stored < s->layer_rows[i].end) run_layer(*s, i, team, clock);
+      if (s->layers[i].down.w) bridges(*s, i, team);
     }
   });
 }

@@ -1,0 +1,152 @@
+"""Forwards that prompts with layers of their own share with rows that decode."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fits import random_fit
+from oracle import active_tokens, oracle_logits
+from skipdecode import Schedule
+from skipdecode.engine import FastEngine, Request
+from skipdecode.engine.batch import Chunk, token_rows
+from skipdecode.engine.drafts import Planner
+from skipdecode.engine.sequence import Sequence
+from skipdecode.models.fit import keep_fit
+from tiny import LAYERS, tiny_model
+
+NEW = 10
+LOWER = (0, 1, 2)
+SPLIT = Schedule.split(LAYERS, len(LOWER), [5, 5, 4, 3])
+# Generated tokens of FLAT run a layer that SPLIT's prompts do not hold, and these hold one that FLAT skips.
+FLAT = Schedule.constant(LAYERS, 6, prompt="max_exit")
+SCHEDULES = [SPLIT, FLAT, Schedule.full(LAYERS)]
+
+
+class Drafts(Planner):
+    """Exact sequences draft two tokens at each step, whether that pays or not."""
+
+    def plan(self, rows, drafters):
+        return [min(2, drafter.room) for drafter in drafters]
+
+
+def prompt_of(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 100, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def outputs(engine: FastEngine, steps: list[tuple[Request, Schedule]]) -> list[list[tuple[int, float]]]:
+    """Tokens and log-probabilities of requests, of which one is submitted before each step."""
+    found: list[list[tuple[int, float]]] = [[] for _ in steps]
+    waiting = list(steps)
+    while waiting or engine.has_work:
+        if waiting:
+            request, schedule = waiting.pop(0)
+            engine.submit([request], schedule)
+        for out in engine.step():
+            found[out.request].append((out.token, out.logprob))
+    return found
+
+
+@pytest.mark.parametrize("chunk", [8, 512])
+def test_every_stream_gets_a_token_in_each_forward_while_a_long_split_prompt_enters(chunk: int):
+    model, long = tiny_model("llama"), Request(prompt_of(100, 3), 3)
+    streams = [Request(prompt_of(5, 1), 30), Request(prompt_of(9, 2), 30)]
+    engine = FastEngine(model, SPLIT, refill_below=1, in_order=True, prompt_tokens=chunk)
+    engine.submit(streams)
+    tokens: list[list[int]] = [[], [], []]
+    while not all(tokens[:2]):
+        for out in engine.step():
+            tokens[out.request].append(out.token)
+    engine.submit([long])
+    forwards = 0
+    while not tokens[2]:
+        came = engine.step()
+        assert {out.request for out in came} >= {0, 1}
+        forwards += 1
+        for out in came:
+            tokens[out.request].append(out.token)
+    assert forwards == -(-100 // chunk)
+    for out in engine.run([]):
+        tokens[out.request].append(out.token)
+    for request, row in zip([*streams, long], tokens, strict=True):
+        assert row == FastEngine(model, SPLIT).decode([request])[0].tokens
+
+
+@pytest.mark.parametrize("taps", [None, 0, 2])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_mixed_forwards_equal_the_oracle_and_each_sequence_alone_bit_for_bit(taps: int | None, prefix_cache: bool):
+    """Split prompts and others, rows of all ages and depths, and drafts; a few prompt tokens in each forward."""
+    model = tiny_model("llama")
+    fit = None if taps is None else random_fit(model, [LOWER], taps=taps)
+    keep_fit(model, fit)
+    steps = [
+        (Request(prompt_of(2 + 7 * i % 40, i % 9), NEW, exact=i % 4 == 1), SCHEDULES[i * 2 // 3 % 3]) for i in range(18)
+    ]
+    options = {"refill_below": 1, "in_order": True, "prompt_tokens": 5, "prefix_cache": prefix_cache}
+    engine = FastEngine(model, SPLIT, max_rows=6, **options)
+    engine.planner = Drafts()
+    found = outputs(engine, steps)
+    assert engine.stats.drafted_tokens > 0
+    for (request, schedule), row in zip(steps, found, strict=True):
+        assert row == outputs(FastEngine(model, SPLIT, max_rows=1), [(request, schedule)])[0]
+        schedule = SCHEDULES[2] if request.exact else schedule
+        length, text = len(request.prompt), torch.tensor([[*request.prompt, *(token for token, _ in row)]])
+        with torch.no_grad():
+            active = active_tokens(schedule, length, text.shape[1])
+            logits = oracle_logits(model, text, torch.ones_like(text), active, fit, schedule, length)[
+                0, length - 1 : -1
+            ]
+        chosen = logits.log_softmax(-1)
+        picked = chosen[torch.arange(NEW), text[0, length:]]
+        torch.testing.assert_close(picked, chosen.max(-1).values, rtol=0, atol=1e-4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), own=st.booleans(), taps=st.integers(0, 2))
+def test_each_row_runs_stores_or_skips_a_layer_as_its_schedule_says(data: st.DataObject, own: bool, taps: int):
+    """Against the sets of each token; the rows of a layer must be neighbours."""
+    chunks, expected = [], {}
+    prompts = [SPLIT] if own else [s for s in SCHEDULES if s is not SPLIT]
+    kinds = data.draw(st.lists(st.sampled_from(["decode", "prompt"]), min_size=1, max_size=7))
+    for slot, kind in enumerate(kinds):
+        schedule = data.draw(st.sampled_from(SCHEDULES if kind == "decode" else prompts))
+        length = data.draw(st.integers(1, 9))
+        sequence = Sequence(slot, Request((1,) * length, 9), schedule)
+        sequence.slot, sequence.sampler = slot, SimpleNamespace(top=1)  # type: ignore[assignment]
+        held = {*schedule.prompt_layers()} | {*schedule.projected}
+        if kind == "decode":
+            drafts = data.draw(st.integers(0, 2))
+            sequence.output, sequence.ran = [1], length
+            sequence.layers = schedule.layers(data.draw(st.integers(0, 5)))
+            expected |= {(slot, length + i): ({*sequence.layers}, {*sequence.layers}, True) for i in range(drafts + 1)}
+            chunks.append(Chunk.following(sequence, (1,) * (drafts + 1)))
+            continue
+        start = sequence.ran = data.draw(st.integers(0, length - 1))
+        end = data.draw(st.integers(start + 1, length))
+        run = {*schedule.prompt_layers()} - {max(held)}
+        if own and start < min(end, length - 1):
+            expected |= {(slot, at): (run, run, False) for at in range(max(0, start - taps), start)}
+        expected |= {(slot, at): (run, held, False) for at in range(start, end)}
+        if end == length:
+            expected[slot, end - 1] = held, held, True
+        chunks.append(Chunk.following(sequence, (1,) * (end - start)))
+    rows, due = token_rows(chunks, LAYERS, taps)
+    places = list(zip(rows.slots, rows.positions, strict=True))
+    assert sorted(places) == sorted(expected)
+    wanted = [place for place in places if expected[place][2]]
+    assert wanted == places[len(places) - rows.wanted :]
+    assert [sequence.slot for sequence in due] == list(dict.fromkeys(slot for slot, _ in wanted))
+    for layer, (stored, runs, end) in enumerate(rows.layers):
+        assert places[runs:end] == [place for place in places if layer in expected[place][0]]
+        assert places[stored:end] == [place for place in places if layer in expected[place][1]]
+    if any(chunk.sequence.in_prefill and own for chunk in chunks):
+        assert rows.bridged == len(places) - rows.wanted
+        if taps:
+            known = dict(zip(places, range(len(places)), strict=True))
+            assert rows.before == [[known.get((s, at - t), -1) for t in range(1, taps + 1)] for s, at in places]
+    else:
+        assert rows.bridged == 0
