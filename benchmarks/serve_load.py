@@ -204,6 +204,8 @@ async def load(url: str, process: psutil.Process, options: argparse.Namespace) -
     names = [schedule.name for schedule in schedules(options)]
     port = httpx.URL(url).port or 80
     phases = []
+    for schedule in names:  # engines and buffers come with the first request
+        await one_stream(port, prompts(options.words)[0], schedule, 2)
     while time.perf_counter() - start < options.seconds:
         for schedule in names:
             phases.append(await one_phase(port, schedule, options))

