@@ -236,8 +236,8 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
             assert sample["output"] in page.text
             assert sample["reference"] in page.text
     assert "<b>answer</b>" not in html
-    # The metrics' trade-offs are panels of one picture, their buckets of another; the third shows the schedule.
-    assert html.count('role="img"') == 3
+    # The metrics' trade-offs are panels of one picture; the other shows the schedule.
+    assert html.count('role="img"') == 2
     assert (
         main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(tmp_path / "2.html")]) == 0
     )

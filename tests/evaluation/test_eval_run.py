@@ -1,8 +1,7 @@
-"""Evaluation runs: fidelity against cached decoding, results that repeat, buckets, and what a run file says."""
+"""Evaluation runs: fidelity against cached decoding, results that repeat, and what a run file says."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
-from skipdecode.evaluation.results import Run, buckets_of, check_free, load_run
+from skipdecode.evaluation.results import Run, check_free, load_run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
@@ -155,7 +154,7 @@ def test_outputs_do_not_depend_on_the_batch(model: Any, tmp_path: Path):
 
 def test_same_seed_same_result(model: Any, tmp_path: Path):
     first, second = (evaluated(model, tmp_path / name, Method(Backend(model), SCHEDULE)) for name in "ab")
-    for key in ("metrics", "buckets", "samples", "config", "n", "nominal_speedup"):
+    for key in ("metrics", "samples", "config", "n", "nominal_speedup"):
         assert first.data[key] == second.data[key], key
     assert first.outputs == second.outputs
     other = evaluated(model, tmp_path / "c", Method(Backend(model), SCHEDULE), seed=1)
@@ -220,24 +219,6 @@ def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
     assert run.measured_speedup is None
     assert set(run.data["metrics"]) == {"bleu", "rougeL", "loss"}
     assert "full_output" not in run.outputs[0]
-
-
-def test_buckets_cover_the_records_once(model: Any, tmp_path: Path):
-    data = evaluated(model, tmp_path, Method(Backend(model), SCHEDULE)).data
-    for axis in ("prompt_tokens", "reference_tokens"):
-        found = data["buckets"][axis]
-        assert sum(b["n"] for b in found) == 7
-        assert all(one["high"] < two["low"] for one, two in itertools.pairwise(found))
-        assert set(found[0]["metrics"]) == set(data["metrics"])
-
-
-def test_buckets_of_lengths():
-    assert buckets_of([]) == []
-    assert [(b.low, b.high, b.indices) for b in buckets_of([5, 5, 5])] == [(5, 5, (0, 1, 2))]
-    quarters = buckets_of(list(range(100, 0, -1)))
-    assert [len(b.indices) for b in quarters] == pytest.approx([25] * 4, abs=1)
-    assert quarters[0].low == 1
-    assert quarters[-1].high == 100
 
 
 def test_batches_hold_every_record_once_longest_first():

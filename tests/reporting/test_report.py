@@ -75,7 +75,6 @@ def test_one_page_from_every_kind_of_result(place: Path, tmp_path: Path):
         "Which layers run where",
         "Calibration:",
         "Loss while tuning",
-        "Scores by length: mine on checkpoint",
         "Environment",
     ):
         assert title in page.text, title
