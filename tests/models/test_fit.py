@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from checkpoints import save_checkpoint
 from fits import projections, random_fit
 from oracle import active_tokens, alone_logits, oracle_logits, position_ids
+from products import in_turn
 from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
@@ -78,16 +78,8 @@ SCHEDULES = {"falling": FALLING, "flat": FLAT}
 PROMPTS = {"full": ("full", 0), "max-exit": ("max_exit", 0), "lower": (LOWER, 0), "taps": (LOWER, 2), "gaps": (GAPS, 1)}
 
 
-def cases():
-    """Every family with every prompt under both schedules; in the default suite the schedules take turns."""
-    for number, family in enumerate(sorted(FAMILIES)):
-        for (turn, schedule), (place, prompt) in product(enumerate(SCHEDULES), enumerate(PROMPTS)):
-            marks = pytest.mark.slow if (number + turn + place) % 2 else ()
-            yield pytest.param(family, schedule, prompt, marks=marks, id=f"{family}-{schedule}-{prompt}")
-
-
-@pytest.mark.parametrize(("family", "name", "prompts"), cases())
-def test_every_family_equals_the_oracle(family: str, name: str, prompts: str):
+@pytest.mark.parametrize(("family", "prompts", "name"), in_turn(sorted(FAMILIES), PROMPTS, SCHEDULES))
+def test_every_family_equals_the_oracle(family: str, prompts: str, name: str):
     model, (prompt, taps) = shared_model(family), PROMPTS[prompts]
     schedule = replace(SCHEDULES[name], prompt=prompt)
     if isinstance(prompt, str):

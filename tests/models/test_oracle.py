@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 
 from oracle import active_tokens, alone_logits, oracle_logits
+from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.models.families import FAMILIES
 from tiny import LAYERS, OPTIONS, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, tiny_model
@@ -18,12 +18,7 @@ TOLERANCE = 1e-4
 PROMPTS = {"full": "full", "max-exit": "max_exit", "first-three": (0, 1, 2), "with-gaps": (0, 1, 3, 6)}
 
 
-def cases():
-    """Every family under every schedule and every prompt; the default suite has each pair of two of the three."""
-    for number, family in enumerate(sorted(FAMILIES)):
-        for (turn, schedule), (place, prompt) in product(enumerate(SCHEDULES), enumerate(PROMPTS)):
-            marks = () if (number + turn - place) % len(PROMPTS) == 0 else pytest.mark.slow
-            yield pytest.param(family, schedule, prompt, marks=marks, id=f"{family}-{schedule}-{prompt}")
+CASES = list(in_turn(sorted(FAMILIES), SCHEDULES, PROMPTS))
 
 
 def decode(model, schedule, ids, mask, **options):
@@ -62,14 +57,14 @@ def test_every_family_has_a_tiny_model():
 
 
 def test_the_default_cases_have_each_pair():
-    kept = [case.values for case in cases() if not case.marks]
+    kept = [case.values for case in CASES if not case.marks]
     assert len(kept) < len(FAMILIES) * len(SCHEDULES) * len(PROMPTS) / 3
     for one, other in ((0, 1), (0, 2), (1, 2)):
-        found, wanted = ({(case[one], case[other]) for case in some} for some in (kept, [c.values for c in cases()]))
+        found, wanted = ({(case[one], case[other]) for case in some} for some in (kept, [c.values for c in CASES]))
         assert found == wanted
 
 
-@pytest.mark.parametrize(("family", "name", "prompt"), cases())
+@pytest.mark.parametrize(("family", "name", "prompt"), CASES)
 def test_cached_equals_uncached_of_each_row_alone_too(family: str, name: str, prompt: str):
     model, (ids, mask) = shared_model(family), ragged_prompts()
     schedule = replace(SCHEDULES[name], prompt=PROMPTS[prompt])
