@@ -17,7 +17,7 @@ from skipdecode.tuning.setup import make_optimizer
 from skipdecode.tuning.step import TrainStep
 from tiny import LAYERS, tiny_model
 
-VOCABULARY, ROWS, RESPONSE, BATCHES = 20_000, 16, 50, 3
+VOCABULARY, ROWS, RESPONSE, BATCHES = 50_000, 16, 50, 3
 
 
 def main() -> None:

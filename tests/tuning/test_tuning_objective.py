@@ -168,6 +168,7 @@ def test_the_gradient_is_that_of_the_formula(weight: float, temperature: float) 
         torch.autograd.grad(total, student)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from /proc")
 def test_a_large_vocabulary_takes_little_more_memory_than_the_logits_of_a_batch() -> None:
     call = [sys.executable, str(Path(__file__).parents[1] / "helpers" / "loss_probe.py")]
