@@ -179,7 +179,9 @@ def test_a_large_vocabulary_takes_little_more_memory_than_the_logits_of_a_batch(
 
 def test_accumulated_batches_make_the_step_of_one_large_batch() -> None:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state()  # an earlier run in this process may have chosen bf16
     parts = [batch_of((7, 12), (3, 5)), batch_of((2, 3), seed=1)]
     rows = [
         Example(name, tuple(ids[mask > 0][:p].tolist()), tuple(ids[mask > 0][p:].tolist()))
