@@ -18,6 +18,7 @@ import pytest
 import torch
 from matplotlib import image
 
+from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import set_goal
@@ -35,6 +36,7 @@ from skipdecode.performance.cost import CostModel, PromptCost
 from skipdecode.schedule import PromptDepth
 from skipdecode.tuning.collate import IGNORE, collate
 from skipdecode.tuning.objective import Objective, response_logits
+from tiny import SCHEDULES
 from tuning_data import LAYERS, byte_tokenizer, records, save_model, tuning_model, write_jsonl
 
 USELESS = 5
@@ -70,12 +72,16 @@ def plant_useless_layer(model: Any, index: int = USELESS) -> Any:
 # ---------------------------------------------------------------------- measuring
 
 
-@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2), (0, 3, 7)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3_text", "qwen2", "bloom"])
+FAMILIES = ("llama", "gpt2", "opt", "gemma3_text", "qwen2", "bloom")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "prompt"), in_turn(FAMILIES, SCHEDULES, ["full", "max_exit", (0, 1, 2), (0, 3, 7)])
+)
 def test_losses_with_a_shared_prompt_equal_the_parallel_form(
-    family: str, prompt: PromptDepth, tmp_path: Path, schedule: Schedule
+    family: str, name: str, prompt: PromptDepth, tmp_path: Path
 ) -> None:
-    model, rows, schedule = tuning_model(family), examples(), schedule.with_prompt(prompt)
+    model, rows, schedule = tuning_model(family), examples(), SCHEDULES[name].with_prompt(prompt)
     with attach(model, schedule) as attachment:
         meter = meter_of(attachment, rows, tmp_path / "m.jsonl")
         sums = {example.id: loss for example, (loss,) in meter.by_record([schedule])}

@@ -149,6 +149,7 @@ class Terminal:
         os.write(self.fd, text.encode())
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_figures_and_ctrl_c_stops_the_answer_alone(tmp_path: Path):
     session = Terminal(save_tiny_model(tmp_path, context=20_000), "--max-new-tokens", "19000")
     session.read("> $")

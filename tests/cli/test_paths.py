@@ -329,7 +329,7 @@ def test_a_finished_run_is_not_replaced_where_an_unfinished_one_lies(
     assert main(own) == 0
     for journal in ('{"skipdecode_partial":1,"settings":{"sha256":"0"}}\n', "not of ours\n"):
         (out / "unfinished.jsonl").write_text(journal)
-        for command in (own, eval_arguments(tmp_path, "--out", str(out), "--method", "full")):
+        for command in (own, eval_arguments(tmp_path, "--out", str(out), "--schedule", "full")):
             before = content(out)
             assert main(command) == 2
             assert "give --overwrite" in capsys.readouterr().err.splitlines()[-1]

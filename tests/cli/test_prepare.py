@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skipdecode.cli import main
+from skipdecode.common.journal import KeptValues
 from skipdecode.models.fit import FIT_FILE
 from skipdecode.models.loading.hub import load_model
 from skipdecode.performance.cost import CostModel
@@ -81,10 +82,25 @@ def test_what_cannot_be_done_is_refused_at_once(place: Path, capsys: Any, more: 
     assert not (place / "refused" / "fit").exists()
 
 
-def test_a_refused_command_leaves_nothing_in_the_way_of_the_corrected_one(place: Path, capsys: Any) -> None:
+def test_a_refused_command_leaves_nothing_behind_and_an_interrupted_fit_is_continued(
+    place: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_jsonl(place / "bad.jsonl", [{"colour": "red"}])
     command = [*arguments(place, "--minutes", "0"), "--out", str(place / "corrected"), "--no-fit"]
     command.remove("--resume")
     assert main([*command, "--train", str(place / "bad.jsonl")]) == 2
     assert "bad.jsonl" in capsys.readouterr().err
-    assert main(command) == 0
+    put, measured = KeptValues.put, []
+
+    def put_three(kept: KeptValues, key: str, value: Any) -> None:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        put(kept, key, value)
+        measured.append(key)
+
+    monkeypatch.setattr(KeptValues, "put", put_three)
+    assert main(command) == 130
+    monkeypatch.undo()
+    assert main(command) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main([*command, "--resume"]) == 0

@@ -177,6 +177,6 @@ def test_an_edited_file_is_a_refusal_or_a_new_start_of_eval(
     shutil.copytree(before, place)
     monkeypatch.chdir(place)
     CHECKPOINT[what][0](place)
-    answer = main([*words, "--out", "out"])
-    assert main([*words, "--out", "fresh"]) == 0
-    assert answer == 2 or Path("out/outputs.jsonl").read_bytes() == Path("fresh/outputs.jsonl").read_bytes()
+    if main([*words, "--out", "out"]) != 2:
+        assert main([*words, "--out", "fresh"]) == 0
+        assert Path("out/outputs.jsonl").read_bytes() == Path("fresh/outputs.jsonl").read_bytes()

@@ -17,7 +17,8 @@ from skipdecode.cli import main
 from textgen_tools import save_tiny_model
 from tuning_data import records, save_model, write_jsonl
 
-COUNT = 400  # records; more than a buffer of the reader holds
+COUNT = 40
+WIDE = {"note": "x" * 4096}  # so that the records are more than a pipe, or a buffer of the reader, holds
 TUNE = [
     "--prompt-template",
     "{colour}",
@@ -38,6 +39,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("model")))
 
 
+def wide_records() -> list[dict[str, Any]]:
+    return [record | WIDE for record in records(COUNT)]
+
+
 @contextmanager
 def fifo(path: Path, content: bytes) -> Any:
     os.mkfifo(path)
@@ -54,7 +59,7 @@ def stdin_of(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
 def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ):
-    content = write_jsonl(tmp_path / "train.jsonl", records(COUNT)).read_bytes()
+    content = write_jsonl(tmp_path / "train.jsonl", wide_records()).read_bytes()
     stdin_of(monkeypatch, write_jsonl(tmp_path / "dev.jsonl", records(5)).read_bytes())
     out = tmp_path / "out"
     with fifo(tmp_path / "pipe", content) as train:
@@ -69,13 +74,13 @@ def test_tune_reads_a_pipe_and_standard_input_once_and_whole(
 
 
 def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
-    content = write_jsonl(tmp_path / "in.jsonl", records(COUNT)).read_bytes()
+    content = write_jsonl(tmp_path / "in.jsonl", wide_records()).read_bytes()
     options = [
         *TUNE[:4],
         "--nominal-speedup",
         "2",
         "--records",
-        "390",
+        str(COUNT - 5),
         "--held-out",
         "0",
         "--method",
@@ -83,7 +88,7 @@ def test_calibrate_and_eval_read_a_pipe_whole(tmp_path: Path, model: str):
     ]
     with fifo(tmp_path / "one", content) as data:
         assert main(["calibrate", model, "--data", data, "--out", str(tmp_path / "cal"), *options]) == 0
-    assert json.loads((tmp_path / "cal" / "calibration.json").read_text())["records"] == 390
+    assert json.loads((tmp_path / "cal" / "calibration.json").read_text())["records"] == COUNT - 5
     task = tmp_path / "t.yaml"
     task.write_text('name: t\nprompt: "{colour}"\nreferences: [ref]\nmetrics: [chrf]\nmax_new_tokens: 2\n')
     with fifo(tmp_path / "two", content) as data:

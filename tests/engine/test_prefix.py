@@ -12,6 +12,7 @@ import torch
 
 from kernel_reference import kernels_or_skip
 from oracle import active_tokens, oracle_logits
+from products import in_turn
 from serve_tools import SCHEDULES as SERVED
 from serve_tools import metric, offline, running, tiny_service, until
 from skipdecode import Schedule
@@ -78,11 +79,12 @@ def all_pages_are_free(kv: PrefixKV) -> bool:
     return sorted(kv._free) == list(range(len(kv.pages)))
 
 
-@pytest.mark.parametrize("prompt", ["full", "max_exit", (0, 1, 2, 5)], ids=str)
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.parametrize("options", [{"max_rows": 7}, {"max_rows": 2, "refill_below": 1, "in_order": True}])
-def test_rows_are_those_without_a_cache(schedule: Schedule, prompt: Any, options: dict[str, Any]):
-    model, schedule = tiny_model("llama"), replace(schedule, prompt=prompt)
+OPTIONS = {"together": {"max_rows": 7}, "in-order": {"max_rows": 2, "refill_below": 1, "in_order": True}}
+
+
+@pytest.mark.parametrize(("name", "prompt", "kind"), in_turn(SCHEDULES, ["full", "max_exit", (0, 1, 2, 5)], OPTIONS))
+def test_rows_are_those_without_a_cache(name: str, prompt: Any, kind: str):
+    model, schedule, options = tiny_model("llama"), replace(SCHEDULES[name], prompt=prompt), OPTIONS[kind]
     requests = requests_of()
     without = FastEngine(model, schedule, **options)
     want = rows_of(without, requests)

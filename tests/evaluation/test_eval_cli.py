@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model, records, a task, and two runs."""
     path = tmp_path_factory.mktemp("eval")
     prepare(path)
-    assert main(arguments(path, "--out", str(path / "full"), "--method", "full")) == 0
+    assert main(arguments(path, "--out", str(path / "full"), "--schedule", "full")) == 0
     assert main(arguments(path, "--out", str(path / "skip"), "--nominal-speedup", "2", "--seq-len", "6")) == 0
     return path
 
@@ -89,7 +89,7 @@ def test_metrics_that_need_a_download_are_left_out_at_once(
 ):
     task = (place / "mine.yaml").read_text().replace("[bleu, rougeL]", "[bleu, bertscore_f1]")
     (tmp_path / "mine.yaml").write_text(task)
-    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "2", "--no-teacher-forced")
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "2", "--no-teacher-forced")
     call[call.index("--task") + 1] = str(tmp_path / "mine.yaml")
     start = time.perf_counter()
     check_metrics(["bertscore_f1"], MetricOptions(), lambda line: None)
@@ -140,9 +140,10 @@ def test_the_checkpoints_own_schedule_is_the_default(place: Path, tmp_path: Path
 
 @pytest.mark.parametrize("method", ["early_termination", "even"])
 def test_methods_by_name(place: Path, tmp_path: Path, method: str):
-    more = ["--nominal-speedup", "1.5", "--seq-len", "6"]
-    assert main(arguments(place, "--out", str(tmp_path), "--method", method, "--limit", "2", *more)) == 0
-    assert load_run(tmp_path).data["config"]["method"]["name"].startswith(method.replace("_", "-"))
+    more = ["--methods", f"{method}:1.5", "--seq-len", "6"]
+    assert main(arguments(place, "--out", str(tmp_path), "--limit", "2", *more)) == 0
+    name = f"{method.replace('_', '-')}-1.5x"
+    assert load_run(tmp_path / name).data["config"]["method"]["name"] == name
 
 
 def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -176,7 +177,7 @@ def test_several_methods_share_one_run_of_full_depth(place: Path, tmp_path: Path
     [
         (["evne:2"], "unknown method 'evne'"),
         (["even:two"], "'two' is not accepted"),
-        (["even"], "--method even needs --nominal-speedup"),
+        (["even"], "--methods even: give a nominal speed-up"),
         (["none.json"], "cannot read the schedule none.json"),
         (["full", "full"], "--methods has full twice"),
         (["full", "--nominal-speedup", "2"], "exclude each other"),
@@ -236,8 +237,8 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
             assert sample["output"] in page.text
             assert sample["reference"] in page.text
     assert "<b>answer</b>" not in html
-    # The metrics' trade-offs are panels of one picture, their buckets of another; the third shows the schedule.
-    assert html.count('role="img"') == 3
+    # The metrics' trade-offs are panels of one picture; the other shows the schedule.
+    assert html.count('role="img"') == 2
     assert (
         main(["eval", "--compare", str(place / "full"), str(place / "skip"), "--report", str(tmp_path / "2.html")]) == 0
     )
@@ -249,9 +250,8 @@ def test_the_report_holds_the_numbers_and_needs_nothing_else(place: Path, tmp_pa
     [
         (["--out", "{place}/full"], 2, "holds a run already"),
         (["--out", "{place}/x", "--metrics", "blew"], 2, "unknown metric 'blew'"),
-        (["--out", "{place}/x", "--method", "even"], 2, "--method even needs --nominal-speedup"),
-        (["--out", "{place}/x", "--method", "full", "--nominal-speedup", "2"], 2, "--method full has no schedule"),
-        (["--out", "{place}/x", "--method", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
+        (["--out", "{place}/x", "--schedule", "full", "--nominal-speedup", "2"], 2, "exclude each other"),
+        (["--out", "{place}/x", "--schedule", "full", "--max-new-tokens", "100"], 2, "leaves no room for a prompt"),
         (["--out", "{place}/x", "--drop-order", "f"], 2, "--drop-order needs --nominal-speedup"),
         (["--out", "{place}/x", "--limit", "0"], 2, "--limit 0 is not accepted"),
         (["--out", "{place}/x", "--batch-size", "0"], 2, "--batch-size 0 is not accepted"),
@@ -277,7 +277,7 @@ def test_bad_input_is_one_clear_line(
 
 def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     data = write_rows(tmp_path / "d.jsonl", [*ROWS[:2], {"text": "a", "answer": ""}])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
     call[call.index("--data") + 1] = data
     assert main(call) == 0
     assert "1 record left out; lines 3 (no reference text)" in capsys.readouterr().err
@@ -286,7 +286,7 @@ def test_records_left_out_are_told_with_lines(place: Path, tmp_path: Path, capsy
 def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     long = [{"id": name, "text": "x" * (100 + i), "answer": "a"} for i, name in enumerate("ab")]
     data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long[0], *ROWS[1:3], long[1]])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
     call[call.index("--data") + 1] = data
     assert main(call) == 2
     message = capsys.readouterr().err.splitlines()[-1]
@@ -298,7 +298,7 @@ def test_prompts_that_are_too_long_are_told_at_once(place: Path, tmp_path: Path,
 def test_bad_records_are_skipped_on_request(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     long = {"id": "a", "text": "x" * 100, "answer": "a"}
     data = write_rows(tmp_path / "d.jsonl", [ROWS[0], long, {"text": 7}, *ROWS[1:3], "no object"])
-    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full")
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full")
     call[call.index("--data") + 1] = data
     assert main(call) == 2
     assert "line 3: missing field: 'answer'" in capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_nothing_left_is_an_error_though_bad_records_are_skipped(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     more = ["--max-new-tokens", "95", "--bad-records", "skip"]
-    assert main(arguments(place, "--out", str(tmp_path / "x"), "--method", "full", *more)) == 2
+    assert main(arguments(place, "--out", str(tmp_path / "x"), "--schedule", "full", *more)) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "8 records cannot be used (8 prompt too long)" in message
     assert "--bad-records" not in message
@@ -336,7 +336,7 @@ def test_a_model_tuned_on_other_prompts_is_told(
     save_tiny_model(tmp_path / "tuned")
     recipe = {"options": {}, "prompt": prompt, "schedule": Schedule.full(8).to_dict()}
     (tmp_path / "tuned/recipe.json").write_text(json.dumps(recipe))
-    call = arguments(place, "--out", str(tmp_path / "run"), "--method", "full", "--limit", "1")
+    call = arguments(place, "--out", str(tmp_path / "run"), "--schedule", "full", "--limit", "1")
     call[1] = str(tmp_path / "tuned")
     assert main(call) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "the model was tuned with" in line]

@@ -1,9 +1,9 @@
-"""Evaluation runs: fidelity against cached decoding, results that repeat, buckets, and what a run file says."""
+"""Evaluation runs: fidelity against cached decoding, results that repeat, and what a run file says."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from skipdecode.errors import DataError, OptionError, OutputError
 from skipdecode.evaluation.compare import compare_runs
 from skipdecode.evaluation.methods import Method, batches
 from skipdecode.evaluation.metrics import make_metrics
-from skipdecode.evaluation.results import Run, buckets_of, check_free, load_run
+from skipdecode.evaluation.results import Run, check_free, load_run
 from skipdecode.evaluation.run import evaluate
 from skipdecode.evaluation.scores import free_running, ratio_score
 from skipdecode.evaluation.settings import EvaluationSettings, Subject
@@ -57,6 +57,18 @@ def evaluated(model: Any, out: Path, method: Method, *, full_depth: bool = True,
         subject, {**beside, out: method}, TASK, RECORDS, metrics, options, out=out, config={"model": "tiny"}
     )
     return run
+
+
+@pytest.fixture(scope="module")
+def full(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of full depth, which no test changes."""
+    return evaluated(model, tmp_path_factory.mktemp("full"), Method(Backend(model)))
+
+
+@pytest.fixture(scope="module")
+def skipping(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of the schedule with full depth beside it, which no test changes."""
+    return evaluated(model, tmp_path_factory.mktemp("skipping"), Method(Backend(model), SCHEDULE))
 
 
 # ---------------------------------------------------------------------- fidelity
@@ -115,8 +127,8 @@ def test_free_running_fidelity_by_hand():
 # ---------------------------------------------------------------------- runs
 
 
-def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
-    run = load_run(evaluated(model, tmp_path / "run", Method(Backend(model), SCHEDULE)).path)
+def test_a_run_says_all_that_is_needed(skipping: Run):
+    run = load_run(skipping.path)
     data = run.data
     assert data["n"] == len(run.outputs) == 7
     assert data["nominal_speedup"] == SCHEDULE.nominal_speedup
@@ -145,17 +157,16 @@ def test_a_run_says_all_that_is_needed(model: Any, tmp_path: Path):
         assert np.allclose(run.table(metric.name), table)
 
 
-def test_outputs_do_not_depend_on_the_batch(model: Any, tmp_path: Path):
-    runs = [
-        evaluated(model, tmp_path / str(size), Method(Backend(model), SCHEDULE), batch_size=size) for size in (1, 3, 7)
-    ]
-    tokens = [[row["tokens"] for row in run.outputs] for run in runs]
+def test_outputs_do_not_depend_on_the_batch(model: Any, skipping: Run, tmp_path: Path):
+    method = Method(Backend(model), SCHEDULE)
+    others = [evaluated(model, tmp_path / str(size), method, full_depth=False, batch_size=size) for size in (1, 7)]
+    tokens = [[row["tokens"] for row in run.outputs] for run in (skipping, *others)]
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_same_seed_same_result(model: Any, tmp_path: Path):
-    first, second = (evaluated(model, tmp_path / name, Method(Backend(model), SCHEDULE)) for name in "ab")
-    for key in ("metrics", "buckets", "samples", "config", "n", "nominal_speedup"):
+def test_same_seed_same_result(model: Any, skipping: Run, tmp_path: Path):
+    first, second = skipping, evaluated(model, tmp_path / "b", Method(Backend(model), SCHEDULE))
+    for key in ("metrics", "samples", "config", "n", "nominal_speedup"):
         assert first.data[key] == second.data[key], key
     assert first.outputs == second.outputs
     other = evaluated(model, tmp_path / "c", Method(Backend(model), SCHEDULE), seed=1)
@@ -174,8 +185,7 @@ class Killed(Method):
         return super().generate(*args, **kwargs)
 
 
-def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
-    unbroken = evaluated(model, tmp_path / "whole", Method(Backend(model)))
+def test_a_killed_run_goes_on_where_it_stopped(model: Any, full: Run, tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         evaluated(model, tmp_path / "run", Killed(Backend(model)))
     partial = tmp_path / "run" / "unfinished.jsonl"
@@ -186,7 +196,7 @@ def test_a_killed_run_goes_on_where_it_stopped(model: Any, tmp_path: Path):
     run = evaluated(model, tmp_path / "run", counted)
     # Two of three batches.
     assert counted.calls == 2
-    assert run.outputs == unbroken.outputs
+    assert run.outputs == full.outputs
     assert not partial.exists()
 
 
@@ -208,11 +218,10 @@ def test_what_another_run_left_is_not_taken_over(model: Any, tmp_path: Path):
     assert counted.calls == 3
 
 
-def test_full_depth_is_the_yardstick(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, Method(Backend(model)))
-    assert run.measured_speedup == run.data["nominal_speedup"] == 1
-    assert run.data["full_depth_speed"] is None
-    assert "kl" not in run.data["metrics"]
+def test_full_depth_is_the_yardstick(full: Run):
+    assert full.measured_speedup == full.data["nominal_speedup"] == 1
+    assert full.data["full_depth_speed"] is None
+    assert "kl" not in full.data["metrics"]
 
 
 def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
@@ -220,24 +229,6 @@ def test_without_full_depth_nothing_is_compared(model: Any, tmp_path: Path):
     assert run.measured_speedup is None
     assert set(run.data["metrics"]) == {"bleu", "rougeL", "loss"}
     assert "full_output" not in run.outputs[0]
-
-
-def test_buckets_cover_the_records_once(model: Any, tmp_path: Path):
-    data = evaluated(model, tmp_path, Method(Backend(model), SCHEDULE)).data
-    for axis in ("prompt_tokens", "reference_tokens"):
-        found = data["buckets"][axis]
-        assert sum(b["n"] for b in found) == 7
-        assert all(one["high"] < two["low"] for one, two in itertools.pairwise(found))
-        assert set(found[0]["metrics"]) == set(data["metrics"])
-
-
-def test_buckets_of_lengths():
-    assert buckets_of([]) == []
-    assert [(b.low, b.high, b.indices) for b in buckets_of([5, 5, 5])] == [(5, 5, (0, 1, 2))]
-    quarters = buckets_of(list(range(100, 0, -1)))
-    assert [len(b.indices) for b in quarters] == pytest.approx([25] * 4, abs=1)
-    assert quarters[0].low == 1
-    assert quarters[-1].high == 100
 
 
 def test_batches_hold_every_record_once_longest_first():
@@ -254,9 +245,8 @@ def test_settings_out_of_range_are_refused(name: str):
 # ---------------------------------------------------------------------- comparison and files
 
 
-def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
-    first = evaluated(model, tmp_path / "a", Method(Backend(model)))
-    second = evaluated(model, tmp_path / "b", Method(Backend(model), SCHEDULE))
+def test_runs_on_other_records_are_not_compared(full: Run, skipping: Run):
+    first, second = full, skipping
     pairs = compare_runs([first, second], resamples=50)
     assert [(p.metric, p.a, p.b) for p in pairs] == [(m, "full", "skipdecode") for m in ("bleu", "rougeL", "loss")]
     assert compare_runs([first, first], ["bleu"])[0].comparison.difference.estimate == 0
@@ -270,8 +260,8 @@ def test_runs_on_other_records_are_not_compared(model: Any, tmp_path: Path):
         compare_runs([first, Run(second.path, dict(second.data, metrics=scored))])
 
 
-def test_files_that_are_no_run_are_refused(model: Any, tmp_path: Path):
-    run = evaluated(model, tmp_path, Method(Backend(model)))
+def test_files_that_are_no_run_are_refused(full: Run, tmp_path: Path):
+    run = load_run(shutil.copytree(full.path.parent, tmp_path, dirs_exist_ok=True))
     with pytest.raises(OutputError, match="holds a run already: give --overwrite"):
         check_free(tmp_path, overwrite=False)
     check_free(tmp_path, overwrite=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -130,6 +131,12 @@ def tiny_model(model_type: str, *, seed: int = 0, attn_implementation: str | Non
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
+
+
+@cache
+def shared_model(model_type: str) -> Any:
+    """`tiny_model(model_type)`, made once, for tests that leave the model as it was."""
+    return tiny_model(model_type)
 
 
 def ragged_prompts(lengths: tuple[int, ...] = (9, 4, 7), seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from safetensors.torch import save_file
 
 from checkpoints import save_checkpoint
 from fits import projections, random_fit
-from oracle import active_tokens, oracle_logits, position_ids
+from oracle import active_tokens, alone_logits, oracle_logits, position_ids
+from products import in_turn
 from skipdecode import LLM, Schedule, attach
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
@@ -35,17 +35,12 @@ from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.tuning.collate import collate
 from textgen_tools import save_tiny_model
-from tiny import LAYERS, ragged_prompts, tiny_model
+from tiny import LAYERS, ragged_prompts, shared_model, tiny_model
 
 NEW = 12
 TOLERANCE = 1e-4
 LOWER = (0, 1, 2)
 GAPS = (0, 1, 3, 6)
-
-
-@cache
-def model_of(family: str):
-    return tiny_model(family)
 
 
 def decode(model, schedule, fit, ids, mask):
@@ -73,35 +68,28 @@ def check(model, schedule, fit):
     without = oracle_logits(model, text, long_mask, active)
     assert (without - expected)[:, prompt:].abs().max() > 100 * TOLERANCE, "the fit must matter for this test"
     for row in range(len(ids)):
-        own = ids[row, mask[row].bool()][None]
-        alone, _ = decode(model, schedule, fit, own, torch.ones_like(own))
-        assert alone[0, own.shape[1] :].tolist() == text[row, prompt:].tolist()
+        alone = alone_logits(model, schedule, text, mask, prompt, row, fit)
+        assert (logits[row] - alone).abs().max() < TOLERANCE
 
 
 FALLING = Schedule(LAYERS, (4, 1, 6, 3, 5, 2), (8, 7, 7, 4, 4, 3, 2), name="falling")
 FLAT = Schedule.even(LAYERS, (5,))
-SCHEDULES = pytest.mark.parametrize("schedule", [FALLING, FLAT], ids=["falling", "flat"])
+SCHEDULES = {"falling": FALLING, "flat": FLAT}
+PROMPTS = {"full": ("full", 0), "max-exit": ("max_exit", 0), "lower": (LOWER, 0), "taps": (LOWER, 2), "gaps": (GAPS, 1)}
 
 
-@SCHEDULES
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_bridges_equal_the_oracle(family, schedule: Schedule):
-    model = model_of(family)
-    check(model, schedule, random_fit(model))
-    check(model, replace(schedule, prompt="max_exit"), random_fit(model))
-
-
-@SCHEDULES
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize(("prompt", "taps"), [(LOWER, 0), (LOWER, 2), (GAPS, 1)])
-def test_given_keys_equal_the_oracle(family, prompt, taps, schedule: Schedule):
-    model, own = model_of(family), replace(schedule, prompt=prompt)
-    if None in projections(model):
+@pytest.mark.parametrize(("family", "prompts", "name"), in_turn(sorted(FAMILIES), PROMPTS, SCHEDULES))
+def test_every_family_equals_the_oracle(family: str, prompts: str, name: str):
+    model, (prompt, taps) = shared_model(family), PROMPTS[prompts]
+    schedule = replace(SCHEDULES[name], prompt=prompt)
+    if isinstance(prompt, str):
+        check(model, schedule, random_fit(model))
+    elif None not in projections(model):
+        check(model, schedule, random_fit(model, [prompt], taps=taps))
+    else:
         fit = Fit(LAYERS, model.config.hidden_size, {}, {prompt: {n: _map(model) for n in range(LAYERS)}})
         with pytest.raises(FitError, match="one product"):
-            attach(model, own, fit)
-        return
-    check(model, own, random_fit(model, [prompt], taps=taps))
+            attach(model, schedule, fit)
 
 
 def _map(model):
@@ -109,18 +97,25 @@ def _map(model):
 
 
 def test_prompts_of_another_set_are_projected():
-    model, schedule = model_of("llama"), replace(Schedule.from_speedup(LAYERS, 2, seq_len=8), prompt=GAPS)
+    model, schedule = shared_model("llama"), replace(Schedule.from_speedup(LAYERS, 2, seq_len=8), prompt=GAPS)
     whole = random_fit(model, [LOWER])
     fit = Fit(LAYERS, model.config.hidden_size, {}, {LOWER: {n: whole.prompt_map(LOWER, n) for n in range(3, LAYERS)}})
     ids, mask = ragged_prompts()
     assert torch.equal(decode(model, schedule, fit, ids, mask)[1], decode(model, schedule, None, ids, mask)[1])
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text", "gpt2", "qwen3", "mistral"])
-@pytest.mark.parametrize(("prompt", "taps"), [("full", 0), ("max_exit", 0), (LOWER, 0), (LOWER, 2), (GAPS, 1)])
-def test_the_fast_engine_equals_the_gates(family, prompt, taps):
+def fast_cases():
+    """Six families with every prompt; in the default suite Llama has all prompts, and the others take turns."""
+    for number, family in enumerate(("llama", "opt", "gemma3_text", "gpt2", "qwen3", "mistral")):
+        for place, prompt in enumerate(PROMPTS):
+            marks = () if number == 0 or (number + place) % 3 == 0 else pytest.mark.slow
+            yield pytest.param(family, prompt, marks=marks, id=f"{family}-{prompt}")
+
+
+@pytest.mark.parametrize(("family", "name"), fast_cases())
+def test_the_fast_engine_equals_the_gates(family: str, name: str):
     """In batches, with parts of prompts of a few tokens, and with a prefix cache."""
-    model = tiny_model(family).eval()
+    model, (prompt, taps) = tiny_model(family).eval(), PROMPTS[name]
     prompts = [] if isinstance(prompt, str) or None in projections(model) else [prompt]
     keep_fit(model, random_fit(model, prompts, taps=taps))
     schedule = replace(Schedule.from_speedup(LAYERS, 2, seq_len=8), prompt=prompt)
@@ -153,7 +148,7 @@ def test_a_schedule_that_a_fit_is_for_is_not_told_as_untuned():
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text", "qwen3"])
 @pytest.mark.parametrize("taps", [0, 2])
 def test_chunks_of_a_prompt_and_a_second_turn_take_the_fit(family, taps):
-    model, schedule = model_of(family), replace(FLAT, prompt=LOWER)
+    model, schedule = shared_model(family), replace(FLAT, prompt=LOWER)
     fit = random_fit(model, [LOWER], taps=taps)
     ids = torch.randint(3, 100, (1, 23), generator=torch.Generator().manual_seed(1))
     prompt, turn = 12, 19
@@ -172,7 +167,7 @@ def test_chunks_of_a_prompt_and_a_second_turn_take_the_fit(family, taps):
 
 
 def test_a_file_gives_the_same_fit(tmp_path):
-    model = model_of("llama")
+    model = shared_model("llama")
     fit = random_fit(model, [LOWER, GAPS], taps=1)
     fit.half().float().save(tmp_path / "skipdecode.fit")  # numbers that 16 bits hold
     loaded = Fit.load(tmp_path / "skipdecode.fit")
@@ -203,7 +198,7 @@ def newer(tensors, about):
 @pytest.mark.parametrize("change", [broken, infinite, foreign, partial, newer])
 def test_a_file_that_is_no_fit_is_refused_in_one_line(tmp_path, change):
     path = tmp_path / "skipdecode.fit"
-    random_fit(model_of("llama")).save(path)
+    random_fit(shared_model("llama")).save(path)
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["skipdecode.fit"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -228,12 +223,12 @@ def test_cut_and_foreign_files_are_refused(tmp_path):
 def test_a_fit_of_another_model_is_refused():
     other = tiny_model("llama", hidden_size=64)
     with pytest.raises(FitError, match="columns"):
-        attach(model_of("llama"), FLAT, random_fit(other))
+        attach(shared_model("llama"), FLAT, random_fit(other))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma3_text"])
 def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
-    model = model_of(family)
+    model = shared_model(family)
     random = torch.Generator().manual_seed(5)
     texts = torch.randint(3, 100, (40, 40), generator=random).tolist()
     examples = [Example(str(i), tuple(text[:20]), tuple(text[20:])) for i, text in enumerate(texts)]
@@ -252,7 +247,7 @@ def test_fitting_brings_a_skipping_model_closer_to_full_depth(family):
 def test_too_few_tokens_are_refused():
     batch = collate([Example("1", (3, 4, 5), (6, 7))], 0)
     with pytest.raises(FitError, match="too few"):
-        Fitter(model_of("llama"), [batch], FitOptions()).fit([FLAT])
+        Fitter(shared_model("llama"), [batch], FitOptions()).fit([FLAT])
 
 
 @pytest.mark.parametrize("prompt", ["full", "max_exit", LOWER, GAPS])

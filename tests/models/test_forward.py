@@ -11,7 +11,7 @@ from oracle import layer_list, oracle_logits, position_ids
 from skipdecode import Schedule, attach
 from skipdecode.errors import UnsupportedFeatureError
 from skipdecode.models.families import FAMILIES
-from tiny import LAYERS, VOCAB, tiny_model
+from tiny import LAYERS, VOCAB, shared_model, tiny_model
 
 PAPER = Schedule.paper(LAYERS, min_exit_layer=3, max_exit_layer=6, seq_len=8)
 SPLIT = Schedule.split(LAYERS, 4, (5, 5, 4, 3, 3))
@@ -54,7 +54,7 @@ def active_rows(schedule: Schedule, labels: torch.Tensor) -> torch.Tensor:
 @both
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_labels_apply_the_schedule_to_each_response(family: str, schedule: Schedule):
-    model = tiny_model(family)
+    model = shared_model(family)
     ids, mask, labels = ragged_batch()
     with attach(model, schedule), torch.no_grad():
         out = model(input_ids=ids, attention_mask=mask, labels=labels, **position_ids(model, mask))

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 
 from oracle import active_tokens, alone_logits, oracle_logits
+from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.models.families import FAMILIES
-from tiny import LAYERS, OPTIONS, RANDOM_NESTED, ragged_prompts, tiny_model
+from tiny import LAYERS, OPTIONS, RANDOM_NESTED, SCHEDULES, ragged_prompts, shared_model, tiny_model
 
 NEW = 10  # past the last change of depth of every schedule
 TOLERANCE = 1e-4
-PROMPT_SETS = [(0, 1, 2), (0, 1, 3, 6)]
+PROMPTS = {"full": "full", "max-exit": "max_exit", "first-three": (0, 1, 2), "with-gaps": (0, 1, 3, 6)}
 
 
-@cache
-def model_of(family: str):
-    """The family's tiny model, shared: decoding leaves a model as it was."""
-    return tiny_model(family)
+CASES = list(in_turn(sorted(FAMILIES), SCHEDULES, PROMPTS))
 
 
 def decode(model, schedule, ids, mask, **options):
@@ -59,24 +56,22 @@ def test_every_family_has_a_tiny_model():
     assert set(OPTIONS) == set(FAMILIES)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_cached_equals_uncached_of_each_row_alone_too(family: str, schedule: Schedule):
-    model, (ids, mask) = model_of(family), ragged_prompts()
+def test_the_default_cases_have_each_pair():
+    kept = [case.values for case in CASES if not case.marks]
+    assert len(kept) < len(FAMILIES) * len(SCHEDULES) * len(PROMPTS) / 3
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        found, wanted = ({(case[one], case[other]) for case in some} for some in (kept, [c.values for c in CASES]))
+        assert found == wanted
+
+
+@pytest.mark.parametrize(("family", "name", "prompt"), CASES)
+def test_cached_equals_uncached_of_each_row_alone_too(family: str, name: str, prompt: str):
+    model, (ids, mask) = shared_model(family), ragged_prompts()
+    schedule = replace(SCHEDULES[name], prompt=PROMPTS[prompt])
     text, logits = check(model, schedule, ids, mask)
     for row in range(len(ids)):
         alone = alone_logits(model, schedule, text, mask, ids.shape[1], row)
         assert (logits[row] - alone).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_cached_equals_uncached_after_a_shallow_prompt(family: str, schedule: Schedule):
-    check(model_of(family), replace(schedule, prompt="max_exit"), *ragged_prompts())
-
-
-@pytest.mark.parametrize("prompt", PROMPT_SETS, ids=str)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_cached_equals_uncached_after_a_prompt_with_layers_of_its_own(family: str, prompt, schedule: Schedule):
-    check(model_of(family), replace(schedule, prompt=prompt), *ragged_prompts())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "opt", "gpt2", "mistral", "falcon", "bloom"])
@@ -91,7 +86,7 @@ def test_falcon_variants(changes, schedule: Schedule):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_row_alone_is_row_in_batch(family: str):
-    model, schedule = model_of(family), RANDOM_NESTED
+    model, schedule = shared_model(family), RANDOM_NESTED
     ids, mask = ragged_prompts()
     together, _, _ = decode(model, schedule, ids, mask)
     for row in range(len(ids)):
@@ -102,7 +97,7 @@ def test_row_alone_is_row_in_batch(family: str):
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_full_depth_is_the_untouched_model(family: str):
-    model = model_of(family)
+    model = shared_model(family)
     ids, mask = ragged_prompts()
     plain = model.generate(
         input_ids=ids,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from counted import CACHED, FIXED, LAYER, STORED, TOKEN, count_time
+from products import in_turn
 from skipdecode import Schedule, attach
 from skipdecode.engine.fast_model import open_model
 from skipdecode.engine.opening import Backend
@@ -24,7 +25,7 @@ from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
 from skipdecode.performance.measure import CostMeter, fitted, measure_cost
 from skipdecode.performance.solve import assess, solve, why_flat
-from tiny import LAYERS, OPTIONS, tiny_model
+from tiny import LAYERS, OPTIONS, SCHEDULES, shared_model, tiny_model
 
 SMOLLM2 = LlamaConfig(
     hidden_size=576,
@@ -129,11 +130,13 @@ def test_experts_read_grow_with_the_batch():
     assert 2 * one == pytest.approx(geometry.layer_flops())  # A token computes what a batch of one reads.
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"])
-@pytest.mark.parametrize("prompt", ["full", "max_exit"])
-def test_kv_bytes_are_those_of_a_real_cache(family, prompt, schedule):
-    plan = Schedule(LAYERS, schedule.drop_order, schedule.budgets, schedule.warmup_layers, prompt)
-    model = tiny_model(family)
+@pytest.mark.parametrize(
+    ("family", "name", "prompt"),
+    in_turn(["llama", "mistral", "gemma3_text", "gpt_bigcode", "opt"], SCHEDULES, ["full", "max_exit"]),
+)
+def test_kv_bytes_are_those_of_a_real_cache(family, name, prompt):
+    plan = replace(SCHEDULES[name], prompt=prompt)
+    model = shared_model(family)
     ids = torch.randint(3, 100, (3, 7))
     with attach(model, plan) as attachment:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)

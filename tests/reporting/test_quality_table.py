@@ -6,8 +6,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -137,22 +135,26 @@ def test_a_yardstick_and_a_speed_for_every_run_are_needed(
         assert message in capsys.readouterr().err
 
 
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The commands that make a table, or one checkpoint of it."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    main = script("quality_runs").main
+
+    def commands(table: str, *more: str) -> list[list[str]]:
+        capsys.readouterr()
+        assert main([table, *more, "--data", "data", "--runs", str(tmp_path), "--dry-run"]) == 0
+        return [shlex.split(line.removeprefix("$ ")) for line in capsys.readouterr().out.splitlines()]
+
+    return commands
+
+
 @pytest.mark.parametrize(
     ("table", "calibrates"),
     [("e2e", True), ("tldr", True), ("ablations", False), ("request", False), ("any-speed", False)],
 )
-def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, table: str, calibrates: bool):
-    command = [
-        sys.executable,
-        ROOT / "benchmarks" / "quality_runs.py",
-        table,
-        "--data",
-        "data",
-        "--runs",
-        str(tmp_path),
-    ]
-    done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, check=True)
-    commands = [shlex.split(line.removeprefix("$ ")) for line in done.stdout.splitlines()]
+def test_the_runs_behind_a_table_are_shown_with_their_schedules(planned: Any, table: str, calibrates: bool):
+    commands = planned(table)
     named = {Path(word) for words in commands for word in words if word.endswith("x.json")}
     learned = {path for path in named if path.name.startswith(("calibrated", "curve", "pruned"))}
     # Made by the calibration, which is then among the commands.
@@ -167,12 +169,9 @@ def test_the_runs_behind_a_table_are_shown_with_their_schedules(tmp_path: Path, 
     assert {words[2] for words in commands if words[:2] == ["skipdecode", "eval"]} <= tuned
 
 
-def test_one_checkpoint_of_a_table_is_made_with_what_it_stands_on(tmp_path: Path):
+def test_one_checkpoint_of_a_table_is_made_with_what_it_stands_on(planned: Any):
     def verbs(table: str, checkpoint: str) -> list[str]:
-        where = ["--data", "data", "--runs", str(tmp_path), "--dry-run"]
-        command = [sys.executable, ROOT / "benchmarks" / "quality_runs.py", table, "--checkpoint", checkpoint, *where]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return [line.split()[2] for line in done.stdout.splitlines()]
+        return [words[1] for words in planned(table, "--checkpoint", checkpoint)]
 
     assert verbs("tldr", "cal-b") == ["tune", "calibrate", "calibrate", "tune"]
     assert verbs("own", "even-2x") == ["tune"]  # its start is another table's

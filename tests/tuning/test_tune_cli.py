@@ -113,6 +113,7 @@ def test_a_run_is_resumed_on_as_many_processes(files: Files, tmp_path: Path, cap
     assert "started on 2 processes, and 1 would get other batches" in refused(capsys, command)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_equals_an_unbroken_one(files: Files, tmp_path: Path) -> None:
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     command = arguments(files, killed, "--nominal-speedup", "2", "--resume", steps=40)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from skipdecode import Schedule
 from skipdecode.errors import ScheduleError, UnsupportedModelError, UsageError
 from skipdecode.models.fit import Bridge
-from skipdecode.vllm.gates import LayerGates
+from skipdecode.vllm.gates import LayerGates, check_projects
 from skipdecode.vllm.plugin import layers_of_stages
-from skipdecode.vllm.projection import LayerBridge, check_projects
+from skipdecode.vllm.projection import LayerBridge
 from skipdecode.vllm.settings import PluginSettings
 from skipdecode.vllm.step_rows import ALL, NONE, LayerLimits, StepBatch, StepRows
 from tiny import LAYERS, SCHEDULES

@@ -25,7 +25,7 @@ from skipdecode.common.progress import progress_bar
 from skipdecode.errors import FitError
 from skipdecode.models.cache import SkipCache
 from skipdecode.models.families import decoder_layers, find_family, unwrap
-from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
+from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, prompt_features
 from skipdecode.models.gate import GateState, calling, gate_layer, gate_of, projection, ungate_layer
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
@@ -236,7 +236,7 @@ class _Sweep:
             begins = text & (batch.attention_mask.cumsum(1) == 1)
             # Answers' tokens serve as well: full depth has run the prompt's layers on all tokens alike.
             chosen, held_out = text & ~begins, _is_held_out(number)
-            seen, _ = with_taps(normed(states) * text.unsqueeze(-1), None, taps)
+            seen, _ = prompt_features(states, text, None, taps)
             x = functional.pad(seen[chosen], (0, 1), value=1.0)
             if known is None:
                 inputs.add(x, held_out)

@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from skipdecode.calibration.run import Calibration
     from skipdecode.engine.router import Routed
 
-__all__ = ["Config", "run"]
+__all__ = ["STORE_FILE", "Config", "run"]
 
-_STORE = "measured.jsonl"
+STORE_FILE = "measured.jsonl"
 _SCHEDULE, _REPORT, _PICTURE, _ROUTER = "schedule.json", "calibration.json", "calibration.png", "router.json"
-_DIRECTORY = RunDirectory("run of skipdecode calibrate", {_STORE: JOURNAL_KEY, ABOUT_FILE: "settings"})
+_DIRECTORY = RunDirectory("run of skipdecode calibrate", {STORE_FILE: JOURNAL_KEY, ABOUT_FILE: "settings"})
 _SHOWN_ORDER = 12
 _OF_ROUTERS = ("target_speedup", "batch_size")  # the settings that --router uses
 _PROMPT = ("task", "prompt_template", "prompt_field", "response_field", "chat")
@@ -130,7 +130,7 @@ def run(config: Config) -> int:
         cost, origin = _found_cost(config, cost, prompt_len)
         fitted = _fitted_cost(config, cost)
     goal = set_goal(config, cost, prompt_len, [len(e.response) for e in learn], layers, fitted)
-    found = calibrate_model(config, goal, loaded, learn, check, fitter, Path(config.out) / _STORE)
+    found = calibrate_model(config, goal, loaded, learn, check, fitter, Path(config.out) / STORE_FILE)
     document, out = _document(config, goal, found, origin, (len(learn), len(check))), Path(config.out)
     found.schedule.save(out / _SCHEDULE)
     if found.fit is not None:
@@ -294,7 +294,7 @@ def _route(config: Config, prompts: PromptSource | None, cost: CostModel | None)
     loaded, examples = _read(config, prompts)
     examples, _ = draw_records(examples, config.records, 0, config.seed)
     cost, _ = _found_cost(config, cost, round(median(len(example.prompt) for example in examples)))
-    records = measured_records(loaded, schedules, examples, cost, config.batch_size, Path(config.out) / _STORE)
+    records = measured_records(loaded, schedules, examples, cost, config.batch_size, Path(config.out) / STORE_FILE)
     target = cast("float", config.target_speedup)
     router, found = fit_router(schedules, records, target, base_sample(unwrap(loaded.model)))
     place = Path(config.out) / _ROUTER

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipdecode.cli.options import ScheduleChoice
-from skipdecode.cli.options.evaluation import EVAL_DIRECTORY, Config, choose_method, each_method
+from skipdecode.cli.options.evaluation import EVAL_DIRECTORY, Config, MethodChoice, choose_method, each_method
 from skipdecode.common.files import write_whole
 from skipdecode.common.progress import note
 from skipdecode.data.forms import recipe_template
@@ -121,7 +121,9 @@ def _evaluate(config: Config) -> int:
     return 0
 
 
-def _checked_methods(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
+def _checked_methods(
+    config: Config, each: Sequence[MethodChoice], task: Task, directory: Path
+) -> dict[Path, ScheduleChoice]:
     """The schedules; refuses, before weights are loaded, what does not fit the config or cannot be written."""
     prompt_room(context_length(config.ref.config), config.max_new_tokens or task.max_new_tokens)
     methods = _chosen(config, each, task, directory)
@@ -209,7 +211,7 @@ def _tell(config: Config, chosen: dict[Path, ScheduleChoice], loaded: LoadedMode
         note(line)
 
 
-def _chosen(config: Config, each: Sequence[Config], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
+def _chosen(config: Config, each: Sequence[MethodChoice], task: Task, directory: Path) -> dict[Path, ScheduleChoice]:
     """The schedules with their origins, by the directory of their results."""
     seq_len = task.response_tokens.get("p95", config.max_new_tokens or task.max_new_tokens)
     methods: dict[Path, ScheduleChoice] = {}

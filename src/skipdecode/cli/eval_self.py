@@ -11,7 +11,7 @@ from typing import Any
 
 from skipdecode.cli.columns import figures, table
 from skipdecode.cli.options import adjusted_schedule
-from skipdecode.cli.options.evaluation import Config, choose_method, each_method
+from skipdecode.cli.options.evaluation import Config, MethodChoice, choose_method, each_method
 from skipdecode.common.environment import environment
 from skipdecode.common.jsonl import read_objects
 from skipdecode.common.kinds import heading
@@ -73,9 +73,9 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
     return 0
 
 
-def _methods(config: Config, each: list[Config], loaded: LoadedModel) -> list[Method]:
+def _methods(config: Config, each: list[MethodChoice], loaded: LoadedModel) -> list[Method]:
     """The schedules of the options, else all that the checkpoint was tuned under."""
-    named = config.methods or config.method or config.schedule or config.nominal_speedup
+    named = config.methods or config.schedule or config.nominal_speedup
     if named or loaded.recipe is None:
         kind: dict[str, Any] = {"carried": loaded.schedule, "default_seq_len": config.self_tokens}
         choices = [choose_method(one, loaded.num_layers, **kind) for one in each]

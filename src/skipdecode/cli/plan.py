@@ -122,8 +122,7 @@ def run(config: Config) -> int:
     if fit is not None:
         source = replace(source, cost=source.cost.with_fit(source.geometry, fit.rank, fit.taps))
     schedule = _schedule(config, source.cost.num_layers, source.cost)
-    work: dict[str, Any] = {"prompt_len": config.prompt_len, "new_tokens": config.new_tokens}
-    figures = assess(schedule, source.cost, source.geometry, use=config.use, **work)
+    figures = assess(schedule, source.cost, source.geometry, config.prompt_len, config.new_tokens, config.use)
     plan = _Plan(
         config, source, schedule, figures, _reason(config, schedule, source.cost), _tuned(config, schedule), fit
     )

@@ -40,7 +40,7 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
-from skipdecode.errors import ScheduleError, SkipDecodeError, UsageError
+from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
 from skipdecode.models.loading.hub import load_model
 from skipdecode.reporting.charts import save_chart
@@ -51,7 +51,10 @@ from skipdecode.tuning.run_log import LOG_FILE, dev_losses
 __all__ = ["Config", "run"]
 
 _FILE, _PICTURE, _TASK = "prepare.jsonl", "kept.png", "task.yaml"
-_DIRECTORY = RunDirectory("run of skipdecode prepare", {_FILE: JOURNAL_KEY, f"answers/{ABOUT_FILE}": "settings"})
+_DIRECTORY = RunDirectory(
+    "run of skipdecode prepare",
+    {_FILE: JOURNAL_KEY, f"answers/{ABOUT_FILE}": "settings", f"fit/{calibrate.STORE_FILE}": JOURNAL_KEY},
+)
 _FORM = ("task", "prompt_template", "prompt_field", "response_field", "chat")
 _NOT_KEPT = ("minutes", "out", "json", "resume")
 _LEAST_MINUTES = 0.02
@@ -102,12 +105,7 @@ def run(config: Config) -> int:
     prompts, out = _checked(config), Path(config.out)
     settings = {name: value for name, value in asdict(config).items() if name not in _NOT_KEPT}
     with closing(KeptValues(out / _FILE, settings, pieces="stages", remedy="give another --out")) as kept:
-        try:
-            document = _prepared(config, prompts, kept)
-        except SkipDecodeError:
-            if not any((out / place).exists() for place in ("answers", "fit")):
-                kept.remove()  # so that the corrected command can start
-            raise
+        document = _prepared(config, prompts, kept)
     save_chart(kept_chart(document["rows"]), out / _PICTURE)
     print(json.dumps(document) if config.json else "\n".join(_lines(document)))
     return 0
@@ -116,8 +114,10 @@ def run(config: Config) -> int:
 def _prepared(config: Config, prompts: PromptSource | None, kept: KeptValues) -> dict[str, Any]:
     """All stages, and the document of their results."""
     out, minutes, stage = Path(config.out), f"{config.minutes:g}", partial(_stage, kept)
-    data: dict[str, Any] = {name: getattr(config, name) for name in ("train", "dev", *_FORM)}
-    data = stage("data", lambda: _answers(config, prompts) if config.self else data)
+    if config.self:
+        data = stage("data", lambda: _answers(config, prompts))
+    else:
+        data = {name: getattr(config, name) for name in ("train", "dev", *_FORM)}
     fit = stage("fit", lambda: _said(calibrate.run, _calibration(config, data)))
     stage("rows 0", lambda: {"rows": _rows(config, data, config.model, out / "fit")})
     left, tuned = config.minutes - fit["seconds"] / 60, out / f"tuned-{minutes}"

@@ -186,7 +186,7 @@ _NOT_FOR_VLLM = {
 
 
 def _run_vllm(config: Config, schedules: list[Schedule]) -> int:
-    from skipdecode.vllm.projection import check_projects
+    from skipdecode.vllm.gates import check_projects
     from skipdecode.vllm.settings import server_command
 
     for name, instead in _NOT_FOR_VLLM.items():

@@ -1,4 +1,4 @@
-"""A run as data: ``run.json`` (settings, scores, speed, buckets, samples) and ``outputs.jsonl`` (one line per record).
+"""A run as data: ``run.json`` (settings, scores, speed, samples) and ``outputs.jsonl`` (one line per record).
 
 Tables, comparisons and reports are made from these two files alone. Until a run is saved, ``unfinished.jsonl`` keeps
 finished batches, so that a run that was killed continues.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ __all__ = [
     "OUTPUTS_FILE",
     "RUN_FILE",
     "Run",
-    "buckets_of",
     "check_free",
     "is_unfinished",
     "keep_unfinished",
@@ -47,7 +46,7 @@ __all__ = [
 RUN_FILE = "run.json"
 OUTPUTS_FILE = "outputs.jsonl"
 _UNFINISHED = "unfinished.jsonl"
-_NEEDED = ("name", "config", "metrics", "buckets", "samples", "outputs", "environment", "n", "kept", "free_running")
+_NEEDED = ("name", "config", "metrics", "samples", "outputs", "environment", "n", "kept", "free_running")
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,6 @@ def run_document(
     `rows` are the lines of ``outputs.jsonl``, `about` is the run's ``config``, `outputs` include full depth's tokens;
     `full`, if there is one, is full depth on the same records.
     """
-    lengths = {axis: [int(row[axis]) for row in rows] for axis in ("prompt_tokens", "reference_tokens")}
     count = min(len(rows), settings.samples)
     draws = {"resamples": settings.resamples, "seed": settings.seed}
     there = {} if full is None else {name: full.table for name in full.data["metrics"] if name in METRICS}
@@ -205,9 +203,6 @@ def run_document(
         "engine": method.engine,
         "kept": scored.kept(compared, **draws),
         "metrics": scored.summary(**draws),
-        "buckets": {
-            axis: [_bucket(b, scored, outputs) for b in buckets_of(values)] for axis, values in lengths.items()
-        },
         # Evenly distributed over the data, the same for every run on it.
         "samples": [_sample(rows[i * len(rows) // count]) for i in range(count)],
         # Times of outputs of different lengths, which do not measure speed.
@@ -215,38 +210,6 @@ def run_document(
         "outputs": OUTPUTS_FILE,
         "config": about,
         "environment": environment(),
-    }
-
-
-class _Bucket(NamedTuple):
-    """Records whose length, in tokens, is from `low` to `high`."""
-
-    low: int
-    high: int
-    indices: tuple[int, ...]
-
-
-def buckets_of(lengths: Sequence[int], count: int = 4) -> list[_Bucket]:
-    """Quarters of the records by length: of about equal size, cut between different lengths, none empty."""
-    if not lengths:
-        return []
-    values = np.asarray(lengths)
-    limits = sorted({int(v) for v in np.quantile(values, np.arange(1, count + 1) / count, method="higher")})
-    buckets = []
-    for lower, upper in zip([-1, *limits], limits, strict=False):
-        inside = np.flatnonzero((values > lower) & (values <= upper))
-        if len(inside):
-            buckets.append(_Bucket(int(values[inside].min()), int(values[inside].max()), tuple(inside.tolist())))
-    return buckets
-
-
-def _bucket(bucket: _Bucket, scored: Scored, outputs: Outputs) -> dict[str, Any]:
-    return {
-        "low": bucket.low,
-        "high": bucket.high,
-        "n": len(bucket.indices),
-        "mean_output_tokens": sum(len(outputs.tokens[i]) for i in bucket.indices) / len(bucket.indices),
-        "metrics": scored.scores(bucket.indices),
     }
 
 

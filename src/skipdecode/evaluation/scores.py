@@ -85,10 +85,6 @@ class Scored:
         """The statistics of one record."""
         return {name: table[index].tolist() for name, table in self.tables.items()}
 
-    def scores(self, indices: Sequence[int]) -> dict[str, float]:
-        """Every score over some of the records."""
-        return {name: scorer_of(name)(table[list(indices)].sum(axis=0)) for name, table in self.tables.items()}
-
     def summary(self, *, resamples: int, seed: int) -> dict[str, Any]:
         """Every score with its interval and signature, JSON-ready."""
         signatures, found = FIDELITY | dict(self.signatures), {}

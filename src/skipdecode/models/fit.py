@@ -36,8 +36,8 @@ __all__ = [
     "fit_state",
     "keep_fit",
     "normed",
+    "prompt_features",
     "trainable_fit",
-    "with_taps",
 ]
 
 FIT_FORMAT = 1
@@ -53,12 +53,26 @@ def normed(hidden: Tensor) -> Tensor:
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + EPSILON)
 
 
-def with_taps(states: Tensor, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
-    """Normed states (rows, columns, hidden_size) with those of the `taps` columns before each beside them.
+def prompt_features(hidden: Tensor, text: Tensor | None, before: Tensor | None, taps: int) -> tuple[Tensor, Tensor]:
+    """The inputs of a `PromptMap`: normed states, each with those of the `taps` columns before it.
 
-    `before` (rows, taps, hidden_size) are the normed states in front of the first column; None: zeros. Returns the
-    features, (rows, columns, (taps + 1) * hidden_size), and what is `before` for the columns to come.
+    Parameters
+    ----------
+    hidden : Tensor
+        (rows, columns, hidden_size)
+    text : Tensor or None
+        (rows, columns), bool; False marks padding, which counts as zeros. None: all columns are text.
+    before : Tensor or None
+        (rows, taps, hidden_size), normed states in front of the first column; None: zeros.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        The features (rows, columns, (taps + 1) * hidden_size), and `before` for the next columns.
     """
+    states = normed(hidden)
+    if text is not None:
+        states = states * text.unsqueeze(-1)
     if before is None:
         before = states.new_zeros(states.shape[0], taps, states.shape[2])
     longer, columns = torch.cat((before, states), 1), states.shape[1]
@@ -103,7 +117,7 @@ class PromptMap(nn.Module):
         self.weight, self.bias, self.first = (nn.Parameter(t, requires_grad=False) for t in (weight, bias, first))
 
     def forward(self, features: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, each (rows, columns, width), from features as `with_taps` makes them.
+        """Keys and values, each (rows, columns, width), from `prompt_features`.
 
         `is_first` (rows, columns) marks the first tokens of texts.
         """

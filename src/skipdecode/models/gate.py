@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from skipdecode.errors import FitError, UnsupportedFeatureError
 from skipdecode.models.cache import SkipCache
-from skipdecode.models.fit import Bridge, Fit, PromptMap, normed, with_taps
+from skipdecode.models.fit import Bridge, Fit, PromptMap, prompt_features
 from skipdecode.models.plan import LayerPlan, StepPlan
 from skipdecode.schedule import Schedule
 
@@ -261,14 +261,13 @@ def _fitted_keys(state: GateState, index: int, hidden: Tensor, cache: SkipCache)
     made = state.maps.get(index)
     if made is None:
         return None
-    states, columns = normed(hidden), hidden.shape[1]
+    columns, text = hidden.shape[1], None
     if state.text is None:
         first = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         first[:, :1] = cache.length == 0
     else:
         text, first = (marks[:, :columns].to(hidden.device) for marks in state.text)
-        states = states * text.unsqueeze(-1)  # taps do not see padding
-    features, cache.taps[index] = with_taps(states, cache.taps.get(index), state.taps)
+    features, cache.taps[index] = prompt_features(hidden, text, cache.taps.get(index), state.taps)
     keys, values = made(features, first)
     return keys, values
 

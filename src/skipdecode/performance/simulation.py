@@ -274,7 +274,8 @@ class _SimulatedEngine(DecodeLoop):
             [(self._bridged(prompt.run), tokens) for prompt, tokens in prompts if not prompt.own],
         ]
         seconds = self._step(max(due, 1)).fixed_seconds
-        for work, layers in Counter(map(_Work, *(rows_by_layer(cost.num_layers, each) for each in pairs))).items():
+        alike = Counter(zip(*(rows_by_layer(cost.num_layers, each) for each in pairs), strict=True))
+        for work, layers in ((_Work._make(numbers), layers) for numbers, layers in alike.items()):
             layer = self._layer(work.rows, work.tokens) + self._step(max(work.rows, 1)).kv_seconds * work.read
             if work.projected:
                 layer += (1 + cost.taps) * cost.prompt_layer_seconds(work.projected)[1]
@@ -290,7 +291,7 @@ class _SimulatedEngine(DecodeLoop):
     def _read(self, chunk: Chunk) -> float:
         """Cached tokens that the tokens of a chunk read in a layer."""
         cost = self._cost
-        return sum(tokens_read(end, cost.window, cost.window_share) for end in range(chunk.start + 1, chunk.end + 1))
+        return sum(tokens_read(at + 1, cost.window, cost.window_share) for at in range(chunk.start, chunk.end))
 
     def _bridged(self, layers: tuple[int, ...]) -> tuple[int, ...]:
         """The layers whose bridges tokens take that run these layers."""

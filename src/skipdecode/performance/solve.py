@@ -235,10 +235,9 @@ def assess(
     schedule: Schedule,
     cost: CostModel,
     geometry: ModelGeometry,
-    *,
-    use: Use = "lockstep",
     prompt_len: int,
     new_tokens: int,
+    use: Use = "lockstep",
 ) -> Assessment:
     """Figures of a schedule for a batch of sequences of `prompt_len` prompt and `new_tokens` (2 or more) new tokens."""
     uses: tuple[Use, Use] = ("lockstep", "continuous")

@@ -161,8 +161,6 @@ class Chart:
         A horizontal line with a band.
     least : float, optional
         The y axis begins here or above.
-    ticks : sequence of str
-        Labels of x = 0, 1, 2, … in place of numbers.
     """
 
     series: Sequence[Series]
@@ -171,7 +169,6 @@ class Chart:
     title: str = ""
     level: tuple[float, float, float, str] | None = None
     least: float | None = None
-    ticks: Sequence[str] = ()
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -232,8 +229,6 @@ def draw_chart(axes: Any, chart: Chart, styles: dict[str, dict[str, Any]]) -> No
     if chart.least is not None:
         axes.set_ylim(bottom=max(chart.least, axes.get_ylim()[0]) if chart.least else 0)
     axes.locator_params(axis="x", nbins=5)
-    if chart.ticks:
-        axes.set_xticks(range(len(chart.ticks)), chart.ticks)
 
 
 def _draw(axes: Any, series: Series, style: dict[str, Any]) -> None:

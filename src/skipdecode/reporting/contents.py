@@ -12,7 +12,7 @@ from typing import Any
 from skipdecode.evaluation.compare import Pair
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.charts import chart_figure, grouped
-from skipdecode.reporting.outputs import length_section, sample_section
+from skipdecode.reporting.outputs import sample_section
 from skipdecode.reporting.page import Card, Picture, Section, render, table
 from skipdecode.reporting.plots import (
     calibration_figure,
@@ -109,7 +109,7 @@ def html_report(
     """
     groups = best_first(groups_of(sources))
     sections = [*map(quality_section, groups), *pair_sections(pairs, sources)]
-    sections += [section for group in groups for section in (sample_section(group), length_section(group))]
+    sections += map(sample_section, groups)
     sections += [_self_generated(source) for source in of_kind(sources, "self-generated")]
     sections += [_bench(source) for source in of_kind(sources, "bench")]
     sections.append(_schedules(sources))

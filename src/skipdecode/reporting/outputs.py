@@ -1,52 +1,19 @@
-"""Sections on the outputs of runs: scores by length, outputs side by side."""
+"""The section of outputs side by side."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 from skipdecode.evaluation.results import Run
-from skipdecode.reporting.charts import Chart, Point, Series, chart_figure
-from skipdecode.reporting.page import Picture, Pieces, Sample, Section
-from skipdecode.reporting.quality import METRIC_NAMES
+from skipdecode.reporting.page import Pieces, Sample, Section
 from skipdecode.reporting.results import Group
 
-__all__ = ["length_section", "sample_section"]
+__all__ = ["sample_section"]
 
 _SHOWN_TEXT = 1200
-_AXES = {"prompt_tokens": "By prompt length", "reference_tokens": "By reference length"}
 _MARKED = "Marked: words that differ from the output of the same model at full depth."
-
-
-def length_section(group: Group) -> Section:
-    """The first metric by quarters of the records, in order of length; a chart for each kind of length."""
-    heading = f"Scores by length: {group.title}"
-    metric = next((m for m in METRIC_NAMES if any(m in run.data["metrics"] for run in group.runs)), "")
-    charts = [chart for axis in _AXES if (chart := _lengths(group.runs, axis, metric)).series]
-    if not charts:
-        return Section(heading)
-    figure = partial(chart_figure, charts, columns=2, size=(5.2, 3.2))
-    caption = f"{METRIC_NAMES[metric]} by quarters of the records, shortest to longest"
-    return Section(heading, pictures=[Picture(figure, caption)])
-
-
-def _lengths(runs: Sequence[Run], axis: str, metric: str) -> Chart:
-    by_run = {run.name: run.data["buckets"].get(axis, []) for run in runs}
-    series = []
-    for name, buckets in by_run.items():
-        points = [Point(i, b["metrics"][metric]) for i, b in enumerate(buckets) if metric in b["metrics"]]
-        series += [Series(name, points)] if points else []
-    longest: list[dict[str, Any]] = max(by_run.values(), key=len, default=[])
-    ticks = [_range(bucket) for bucket in longest]
-    return Chart(series, axis.replace("_", " "), METRIC_NAMES.get(metric, ""), _AXES[axis], ticks=ticks)
-
-
-def _range(bucket: dict[str, Any]) -> str:
-    low, high = bucket["low"], bucket["high"]
-    return f"{low if low == high else f'{low}-{high}'}\n(n={bucket['n']})"
 
 
 def sample_section(group: Group) -> Section:

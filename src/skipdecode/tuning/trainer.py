@@ -189,7 +189,7 @@ class Tuner:
                 bar.total = total
                 batches = [self._collate(self._train, next(mine)) for _ in range(config.accumulation)]
                 report, row = self._train_step(batches, total)
-                if progress.step % 32 == 0:  # shapes leave gaps in the heap: 0.2 GB a step of 262,144 words
+                if progress.step % 32 == 0:  # shapes leave gaps in the heap: 0.2 GB a step at a vocabulary of 262,144
                     return_freed_memory()
                 bar.update()
                 bar.set_postfix(

@@ -11,59 +11,96 @@ sits a layer out keeps both.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skipdecode.errors import UnsupportedModelError
+from skipdecode.errors import ScheduleError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
+from skipdecode.schedule import Schedule
 from skipdecode.vllm.compiled import BLOCK, STATES, LayerPieces, listed
 from skipdecode.vllm.projection import KeyProjection, LayerBridge
 from skipdecode.vllm.step_rows import ALL, NONE, StepRows
 
-__all__ = ["ARCHITECTURES", "LayerGates", "check_architecture", "find_layers"]
+__all__ = ["ARCHITECTURES", "Architecture", "LayerGates", "check_architecture", "check_projects", "find_layers"]
 
-# vLLM's architectures whose layers can be skipped, and where their decoder layers are. A new one is a row here, and is
-# tested against the transformers path (tests/vllm/plugin/test_families.py) before it is listed.
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where a vLLM model keeps what the plugin needs.
+
+    Parameters
+    ----------
+    layers : str
+        Attribute path from the model to its list of decoder layers.
+    norm : str or None
+        Attribute of a layer: the norm in front of its attention. None: the layer cannot project keys and values alone.
+    """
+
+    layers: str = "model.layers"
+    norm: str | None = "input_layernorm"
+
+
+# A new architecture is an entry here, and is tested against the transformers path first
+# (tests/vllm/plugin/test_families.py).
 ARCHITECTURES = {
-    "Gemma2ForCausalLM": "model.layers",
-    "Gemma3ForCausalLM": "model.layers",
-    "GemmaForCausalLM": "model.layers",
-    "GraniteForCausalLM": "model.layers",
-    "LlamaForCausalLM": "model.layers",
-    "MistralForCausalLM": "model.layers",
-    "MixtralForCausalLM": "model.layers",
-    "OPTForCausalLM": "model.decoder.layers",
-    "Olmo2ForCausalLM": "model.layers",
-    "Phi3ForCausalLM": "model.layers",
-    "Qwen2ForCausalLM": "model.layers",
-    "Qwen3ForCausalLM": "model.layers",
-    "Qwen3MoeForCausalLM": "model.layers",
+    "Gemma2ForCausalLM": Architecture(),
+    "Gemma3ForCausalLM": Architecture(),
+    "GemmaForCausalLM": Architecture(),
+    "GraniteForCausalLM": Architecture(),
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(),
+    "MixtralForCausalLM": Architecture(norm=None),
+    "OPTForCausalLM": Architecture("model.decoder.layers", "self_attn_layer_norm"),
+    "Olmo2ForCausalLM": Architecture(norm=None),
+    "Phi3ForCausalLM": Architecture(),
+    "Qwen2ForCausalLM": Architecture(),
+    "Qwen3ForCausalLM": Architecture(),
+    "Qwen3MoeForCausalLM": Architecture(norm=None),
 }
 
 _NORM = -1  # in the place of a layer's number
 
 
 def check_architecture(architecture: str) -> None:
-    """Raise UnsupportedModelError unless an architecture is in the table; lists what is."""
+    """Raise UnsupportedModelError unless an architecture is in the table; the message lists the table."""
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"skipdecode has not been tested with vLLM's {architecture}: supported are {', '.join(ARCHITECTURES)}"
         )
 
 
+def check_projects(schedules: Iterable[Schedule], architecture: str, quantization: object = None) -> None:
+    """Raise ScheduleError if a schedule projects what this architecture, or these weights, cannot."""
+    works = [name for name, entry in ARCHITECTURES.items() if entry.norm is not None]
+    refusal = None
+    if architecture not in works:
+        refusal = f"vLLM's {architecture} cannot do here (those that can: {', '.join(works)})"
+    elif quantization is not None:
+        refusal = f"weights quantised by {quantization} cannot do here"
+    for schedule in schedules:
+        if schedule.projected and refusal:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} projects a prompt's keys and values in layers "
+                f"{', '.join(map(str, schedule.projected))}, which {refusal}: set prompt='full'"
+            )
+
+
 def find_layers(model: Any, architecture: str) -> tuple[dict[int, Any], int, Any]:
     """The decoder layers that this process holds, by number; the axis that counts rows; and the norm after the last."""
     check_architecture(architecture)
-    where, _, name = ARCHITECTURES[architecture].rpartition(".")
+    place = ARCHITECTURES[architecture].layers
+    where, _, name = place.rpartition(".")
     try:
         decoder = attrgetter(where)(model)
         layers = getattr(decoder, name)
     except AttributeError:
         raise UnsupportedModelError(
-            f"vLLM's {type(model).__name__} keeps its decoder layers elsewhere than in {ARCHITECTURES[architecture]}: "
+            f"vLLM's {type(model).__name__} keeps its decoder layers elsewhere than in {place}: "
             "this version of vLLM is not supported"
         ) from None
     # With pipeline parallelism the layers of other stages are there as placeholders without weights.

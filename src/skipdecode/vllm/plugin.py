@@ -16,8 +16,8 @@ from packaging.version import Version
 
 from skipdecode.errors import RefusedEngineError, SkipDecodeError, UnsupportedFeatureError
 from skipdecode.schedule import Schedule
-from skipdecode.vllm.gates import check_architecture
-from skipdecode.vllm.projection import check_projects, checkpoint_fit
+from skipdecode.vllm.gates import check_architecture, check_projects
+from skipdecode.vllm.projection import checkpoint_fit
 from skipdecode.vllm.settings import KEY, PluginSettings
 
 __all__ = ["layers_of_stages", "register"]

@@ -7,7 +7,7 @@ stored. They are the layer's own projection of the state that passes by, or what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,51 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipdecode.errors import FitError, ScheduleError, UnsupportedFeatureError
+from skipdecode.errors import FitError, UnsupportedFeatureError
 from skipdecode.models.fit import FIT_FILE, Bridge, Fit, PromptMap, normed
 from skipdecode.schedule import Schedule
 
 __all__ = [
-    "PROJECTING",
     "GivenKeys",
     "KeyProjection",
     "LayerBridge",
-    "check_projects",
     "checkpoint_fit",
     "given_keys",
     "layer_bridges",
 ]
-
-# Architectures that can project, and the norm in front of their attention. A new one is a row here, and a test.
-PROJECTING = dict.fromkeys(
-    (
-        "Gemma2ForCausalLM",
-        "Gemma3ForCausalLM",
-        "GemmaForCausalLM",
-        "GraniteForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Phi3ForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-    ),
-    "input_layernorm",
-) | {"OPTForCausalLM": "self_attn_layer_norm"}
-
-
-def check_projects(schedules: Iterable[Schedule], architecture: str, quantization: object = None) -> None:
-    """Raise ScheduleError if a schedule projects what this architecture, or these weights, cannot."""
-    refusal = None
-    if architecture not in PROJECTING:
-        refusal = f"vLLM's {architecture} cannot do here (those that can: {', '.join(sorted(PROJECTING))})"
-    elif quantization is not None:
-        refusal = f"weights quantised by {quantization} cannot do here"
-    for schedule in schedules:
-        if schedule.projected and refusal:
-            raise ScheduleError(
-                f"schedule {schedule.name!r} projects a prompt's keys and values in layers "
-                f"{', '.join(map(str, schedule.projected))}, which {refusal}: set prompt='full'"
-            )
 
 
 def checkpoint_fit(model: Any, schedules: Sequence[Schedule]) -> Fit | None:
@@ -123,8 +90,8 @@ class KeyProjection(nn.Module):
     ----------
     layer : Module
         A decoder layer with its weights loaded.
-    architecture : str
-        One that `check_projects` lets pass.
+    norm : str or None
+        The attribute of the norm in front of the layer's attention (`skipdecode.vllm.gates.Architecture`).
     given : GivenKeys, optional
         Maps of a fit, which stand in for the layer's own projection of some schedules' prompts.
     shard : (int, int)
@@ -137,7 +104,7 @@ class KeyProjection(nn.Module):
     """
 
     def __init__(
-        self, layer: Any, architecture: str, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)
+        self, layer: Any, norm: str | None, given: GivenKeys | None = None, shard: tuple[int, int] = (0, 1)
     ) -> None:
         super().__init__()
         attention = layer.self_attn
@@ -147,7 +114,7 @@ class KeyProjection(nn.Module):
                 f"schedules that project a prompt's keys and values do not work with the attention backend "
                 f"{target.attn_backend.get_name()}: choose another (--attention-backend), or set prompt='full'"
             )
-        self.norm = getattr(layer, PROJECTING[architecture]) if getattr(layer, "do_layer_norm_before", True) else None
+        self.norm = getattr(layer, norm) if norm and getattr(layer, "do_layer_norm_before", True) else None
         self.key_norm = getattr(attention, "k_norm", None)
         self.rotary = getattr(attention, "rotary_emb", None)
         self.shape = (-1, target.num_kv_heads, target.head_size)

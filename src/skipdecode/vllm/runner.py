@@ -23,7 +23,7 @@ from skipdecode.errors import UnsupportedFeatureError, UnsupportedModelError
 from skipdecode.models.gate import with_mixin
 from skipdecode.performance.geometry import ModelGeometry
 from skipdecode.performance.machine import Machine, measure_machine
-from skipdecode.vllm.gates import LayerGates, find_layers
+from skipdecode.vllm.gates import ARCHITECTURES, LayerGates, find_layers
 from skipdecode.vllm.graphs import DepthDescriptor, DepthGraphs
 from skipdecode.vllm.metadata import StepMetadata
 from skipdecode.vllm.projection import KeyProjection, checkpoint_fit, given_keys, layer_bridges
@@ -130,7 +130,8 @@ class Skipping:
 
     def gate(self, model: Any) -> None:
         """Gate the decoder layers of a loaded model."""
-        layers, axis, norm = find_layers(model, self._config.model_config.architecture)
+        architecture = self._config.model_config.architecture
+        layers, axis, norm = find_layers(model, architecture)
         if self._settings.num_layers <= max(layers):
             raise UnsupportedModelError(
                 f"the model has {max(layers) + 1} decoder layers in vLLM, its config says {self._settings.num_layers}"
@@ -138,10 +139,10 @@ class Skipping:
         self._layer_names = {index: _attention_names(layer) for index, layer in layers.items()}
         self.gates = LayerGates(layers, axis, self._config, norm)
         projected = {layer for s in self._settings.schedules for layer in s.projected}
-        architecture = self._config.model_config.architecture
+        before = ARCHITECTURES[architecture].norm
         given = given_keys(self._fit, self._settings.schedules)
         self.gates.projections = {
-            i: KeyProjection(layers[i], architecture, given.get(i), _shard()) for i in projected & set(layers)
+            i: KeyProjection(layers[i], before, given.get(i), _shard()) for i in projected & set(layers)
         }
         self.gates.bridges = layer_bridges(self._fit, layers, self._config.model_config.dtype, self._device)
         # Those that vLLM compiles.

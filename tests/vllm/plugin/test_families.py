@@ -10,7 +10,6 @@ import pytest
 from engines import compiled_graphs, engine, generate, pieces_of, prompts, reference, save_tiny, set_mode
 from skipdecode import Schedule
 from skipdecode.vllm.gates import ARCHITECTURES
-from skipdecode.vllm.projection import PROJECTING
 from tiny import LAYERS
 
 MODEL_TYPES = {
@@ -50,7 +49,7 @@ def test_family(tmp_path: Path, architecture: str):
     model: Any = save_tiny(tmp_path, NESTED, MODEL_TYPES[architecture], **CHANGES.get(architecture, {}))
     texts, new = prompts((9, 4, 17, 40)), (20, 30, 7, 16)
     # First, because vLLM changes transformers' own classes where it runs a model through them.
-    more = [FROM_THE_FIRST, SPLIT] if architecture in PROJECTING else [FROM_THE_FIRST]
+    more = [FROM_THE_FIRST, SPLIT] if ARCHITECTURES[architecture].norm else [FROM_THE_FIRST]
     expected = {schedule.name: reference(model, schedule, texts, new) for schedule in (NESTED, *more)}
     options = {"additional_config": {"skipdecode": {"schedules": [s.to_dict() for s in more]}}}
     for eager in (True, False) if architecture in COMPILED else (True,):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from skipdecode.cli.arguments import check_together, flag
+from skipdecode.cli.arguments import check_together
 from skipdecode.cli.options import (
     MODEL,
     EngineOptions,
@@ -26,7 +26,7 @@ from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import ORDER_OF_ITS_OWN, PUBLISHED, Schedule
 
-__all__ = ["EVAL_DIRECTORY", "Config", "choose_method", "each_method"]
+__all__ = ["EVAL_DIRECTORY", "Config", "MethodChoice", "choose_method", "each_method"]
 
 _TAKE_ORDER = tuple(name for name in PUBLISHED if name not in ORDER_OF_ITS_OWN)
 EVAL_DIRECTORY = RunDirectory(
@@ -50,16 +50,10 @@ def _schedule_file(method: str) -> list[Path]:
 class MethodOptions(ScheduleOptions):
     """The decoding method."""
 
-    method: str | None = option(
-        "decoding method; a schedule by name needs --nominal-speedup (default: the schedule of --schedule, "
-        "--nominal-speedup or the checkpoint)",
-        default=None,
-        choices=PUBLISHED,
-    )
     warmup_layers: int = option("first layers that always run with --nominal-speedup", default=1, least=0)
     drop_order: str | None = option(
-        f"schedule file with the order of layers for --nominal-speedup, for {', '.join(_TAKE_ORDER)}; required for "
-        "static_pruning",
+        f"schedule file with the order of layers for --nominal-speedup, and in --methods for {', '.join(_TAKE_ORDER)}; "
+        "required for static_pruning",
         default=None,
         path=Reads(),
     )
@@ -127,75 +121,73 @@ class Config(EvaluationSettings, SelfGeneratedOptions, MethodOptions, EngineOpti
     NEEDS: ClassVar = dict.fromkeys(("seq_len", "drop_order"), ("nominal_speedup", "methods"))
     EXCLUDES: ClassVar = ScheduleOptions.EXCLUDES | {
         "compare": ("model", "task", "out", "methods"),
-        "methods": ("schedule", "nominal_speedup", "method"),
+        "methods": ("schedule", "nominal_speedup"),
         "self": ("task", "data", "compare", "metrics", "limit", "max_new_tokens", "report", "exact"),
     }
 
 
-def each_method(options: Config) -> list[Config]:
-    """The options of each method of --methods, or of the single method.
+class MethodChoice(NamedTuple):
+    """The options of one method, and the name of its published schedule, if `--methods` names one."""
+
+    options: Config
+    published: str | None = None
+
+
+def each_method(options: Config) -> list[MethodChoice]:
+    """The methods of --methods, or the single method of the other options.
 
     A method is ``full``, ``even:3`` (a schedule with its nominal speed-up), ``even:3:15`` (also with prompt layers) or
     a schedule file (*.json). Raises UsageError if a method is unknown, if options exclude each other, or if no method
     uses --drop-order.
     """
     wanted = options.methods
-    if not wanted:
-        _check_method(options)
-        return [options]
-    each = [_from_word(replace(options, methods=()), word) for word in wanted]
-    if options.drop_order is not None and all(one.drop_order is None for one in each):
+    each = [_from_word(replace(options, methods=()), word) for word in wanted] or [MethodChoice(options)]
+    if wanted and options.drop_order is not None and all(one.options.drop_order is None for one in each):
         accepted = ", ".join(f"{name}:2" for name in _TAKE_ORDER)
         raise UsageError(f"--drop-order: no method in {' '.join(wanted)} uses it: leave it out, or add {accepted}")
     for one in each:
-        _check_method(one)
+        check_together(one.options)
     return each
 
 
-def _from_word(options: Config, word: str) -> Config:
+def _from_word(options: Config, word: str) -> MethodChoice:
     if word.endswith(".json"):
-        return replace(options, schedule=word, seq_len=None, drop_order=None)
+        return MethodChoice(replace(options, schedule=word, seq_len=None, drop_order=None))
     name, colon, rest = word.partition(":")
     speedup, _, prompt = rest.partition(":")
     if name not in PUBLISHED:
         accepted = f"{', '.join(PUBLISHED)} and schedule files (*.json)"
         raise UsageError(f"--methods {word}: unknown method {name!r}{near(name, PUBLISHED)}: accepted are {accepted}")
     if not colon:
-        return replace(options, method=name, seq_len=None, drop_order=None, prompt_layers=None)
+        if name != "full":
+            raise UsageError(f"--methods {word}: give a nominal speed-up, as in {name}:2")
+        return MethodChoice(replace(options, seq_len=None, drop_order=None, prompt_layers=None), name)
     order = options.drop_order if name in _TAKE_ORDER else None
+    if name == "static_pruning" and order is None:
+        raise UsageError(
+            f"--methods {word} needs --drop-order FILE: an order by measured influence of layers, such as the "
+            "schedule that skipdecode calibrate writes"
+        )
     given = prompt or options.prompt_layers
     try:
-        return replace(options, method=name, nominal_speedup=float(speedup), drop_order=order, prompt_layers=given)
+        return MethodChoice(
+            replace(options, nominal_speedup=float(speedup), drop_order=order, prompt_layers=given), name
+        )
     except OptionError as e:
         raise UsageError(f"--methods {word}: the speed-up {speedup} is not accepted: give {e.accepted}") from None
     except ValueError:
         raise UsageError(f"--methods {word}: {speedup!r} is not accepted: give a number, as in {name}:2") from None
 
 
-def _check_method(options: Config) -> None:
-    """Refuse, before a model is loaded, options that exclude each other."""
-    check_together(options)
-    if options.method == "full":
-        for name in ("schedule", "nominal_speedup", "prompt_layers"):
-            if getattr(options, name) is not None:
-                raise UsageError(f"--method {options.method} has no schedule: leave out {flag(name)}")
-    elif options.method is not None and options.nominal_speedup is None:
-        raise UsageError(f"--method {options.method} needs --nominal-speedup")
-    if options.method == "static_pruning" and options.drop_order is None:
-        raise UsageError(
-            "--method static_pruning needs --drop-order FILE: an order by measured influence of layers, such as the "
-            "schedule that skipdecode calibrate writes"
-        )
-
-
 def choose_method(
-    options: Config, num_layers: int, *, carried: Schedule | None, default_seq_len: int
+    method: MethodChoice, num_layers: int, *, carried: Schedule | None, default_seq_len: int
 ) -> ScheduleChoice:
     """The schedule of an element of `each_method`, and its origin; other parameters as in `choose_schedule`."""
+    options, published = method
     if options.nominal_speedup is not None:
         seq_len = default_seq_len if options.seq_len is None else options.seq_len
         schedule = Schedule.published(
-            options.method or "skipdecode",
+            published or "skipdecode",
             num_layers,
             options.nominal_speedup,
             seq_len,
@@ -205,7 +197,7 @@ def choose_method(
         origin = f"nominal {schedule.nominal_speedup:.2f}x over {seq_len} positions"
         origin += "" if options.drop_order is None else f", layers in the order of {options.drop_order}"
         return adjusted_schedule(options, schedule, origin)
-    if options.method == "full":
+    if published is not None:
         return ScheduleChoice(Schedule.full(num_layers), "every layer")
     named = options.ref.schedules if options.model else {}
     return choose_schedule(options, num_layers, carried=carried, default_seq_len=default_seq_len, named=named)

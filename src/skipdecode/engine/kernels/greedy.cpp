@@ -1,4 +1,4 @@
-// The likeliest token of each row of logits, and its log-probability.
+// The most probable token of each row of logits, and its log-probability.
 #include <algorithm>
 
 #include <omp.h>

@@ -1,6 +1,7 @@
-// The words that can be a row's likeliest, found in an 8-bit copy of the output embedding, and their logits of the full head.
+// The tokens that can be the most probable ones of a row, found in an 8-bit copy of the output embedding, and their logits of
+// the full head.
 //
-// A word's score is off by no more than a bound that holds on any input (docs/theory.md). A row's state is cut into two parts of
+// A token's score is off by no more than a bound that holds on any input (docs/theory.md). A row's state is cut into two parts of
 // 8 bits, so that all sums are whole numbers and exact; the logits come from the full head's own kernel, one word at a time.
 #include <algorithm>
 #include <functional>
@@ -19,10 +20,10 @@ struct LikeliestArgs {
   const float* errors;     // a bound on a score's error over the norm of the state,
   const float* norms;      // and over the norm of what the state's two parts leave out
   const float* bias;       // or null
-  const int32_t* tops;     // [m]: how many of the likeliest words are wanted
+  const int32_t* tops;     // [m]: how many of the most probable tokens are wanted
   float* upper;            // [m, n]: room
-  int64_t* best;           // [m]: the likeliest word, the first of equals
-  int64_t* words;          // [m, most]: the words that can be wanted, rising,
+  int64_t* best;           // [m]: the most probable token, the first of equals
+  int64_t* words;          // [m, most]: the tokens that can be wanted, ascending,
   float* logits;           // and their logits
   int64_t* counts;         // [m]: how many there are; -1: more than `most`, or the state has no bound
   int64_t most;
@@ -76,7 +77,7 @@ State read_state(const LinearArgs& a, const float* x, int8_t* parts, int64_t pad
   return s;
 }
 
-// The sums of a group's words with the parts of M rows.
+// The sums of a group's tokens with the parts of M rows.
 template <int M>
 INLINE void group_sums(const uint8_t* codes, const int8_t* parts, int64_t padded, const State* states, __m512i (*sums)[2][4]) {
   __m512i acc[M][2][4];
@@ -116,7 +117,7 @@ INLINE __m256 half_scores(__m256i high, __m256i low, const float* scales, double
 
 INLINE vf magnitude(vf v) { return bits((vu)v & 0x7fffffffu); }
 
-// Upper bounds of a group's words in one row, and its largest lower bounds.
+// Upper bounds of a group's tokens in one row, and its largest lower bounds.
 void bound(const LikeliestArgs& a, int64_t first, const __m512i (*sums)[4], const State& s, float* upper, Largest& lower) {
   for (int r = 0; r < 4; r++) {
     const int64_t n = first + r * LANES, count = std::min<int64_t>(LANES, a.head->n - n);
@@ -148,7 +149,7 @@ void group(const LikeliestArgs& a, int64_t index, const int8_t* parts, int64_t p
   for (int c = 0; c < M; c++) bound(a, index * kWords, sums[c], states[c], upper + c * a.head->n, lower[c]);
 }
 
-// The words of a row whose upper bound is not below `least`, and their logits.
+// The tokens of a row whose upper bound is not below `least`, and their logits.
 void decide(const LikeliestArgs& a, int64_t row, float least) {
   const float* upper = a.upper + row * a.head->n;
   int64_t* words = a.words + row * a.most;

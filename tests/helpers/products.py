@@ -1,0 +1,21 @@
+"""Products of test parameters that are complete under `slow`, and pairwise in the default suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def in_turn(*axes: Iterable[Any]) -> Iterator[Any]:
+    """All combinations; the default suite has one value of the last axis, in turn, for each combination of the others.
+
+    Each pair of values of two axes is in the default suite if the other axes are long enough.
+    """
+    *others, last = (list(axis) for axis in axes)
+    for *places, place in product(*(range(len(axis)) for axis in (*others, last))):
+        values = *(axis[i] for axis, i in zip(others, places, strict=True)), last[place]
+        marks = () if (sum(places) - place) % len(last) == 0 else pytest.mark.slow
+        yield pytest.param(*values, marks=marks, id="-".join(map(str, values)))
