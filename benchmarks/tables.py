@@ -329,16 +329,34 @@ def fitted(document: Row) -> Table:
 
 
 def ready(document: Row) -> Table:
-    """What `skipdecode prepare` keeps, by method and minutes."""
+    """What `skipdecode prepare` keeps, by task, method and minutes."""
     columns: list[Column] = [
+        ("task", "{task}"),
         ("method", "{method}"),
-        ("minutes of tuning", lambda row: "0" if not row["minutes"] else f"of {row['minutes']:g} in all"),
+        ("minutes", lambda row: f"{row['cpu_minutes']:.1f}" + ("" if row["minutes"] else ", no tuning")),
         ("schedule", lambda row: row["schedule"].rpartition(", ")[2] if ", " in row["schedule"] else "target"),
         ("request", times("request_speedup")),
         ("kept", "{kept:.1%}"),
-        ("names and numbers copied", "{copied:.0f}%"),
+        ("names and numbers copied", lambda row: "-" if row["copied"] is None else f"{row['copied']:.0f}%"),
+        ("perplexity ratio", given("perplexity_ratio", ".2f")),
     ]
-    return table((row for row in document["rows"] if row["schedule"] != "full"), columns)
+    return table((row for row in document["rows"] if row["schedule"] not in ("full", "base")), columns)
+
+
+def exact(document: Row) -> Table:
+    """Exact decoding against plain full depth, with transformers' own drafts at batch 1."""
+    columns: list[Column] = [
+        ("task", "{task}"),
+        ("batch", "{batch}"),
+        ("request, x full depth", times("request_speedup")),
+        ("drafts of a check", "{gamma:.1f}"),
+        ("accepted", "{acceptance:.0%}"),
+        *(
+            (f"{name}, x full depth", lambda row, n=name: f"{row['others'][n]:.2f}x" if row["others"] else "-")
+            for name in ("transformers", "prompt-lookup", "early-exit")
+        ),
+    ]
+    return table(document["rows"], columns)
 
 
 def fidelity(row: Row | None) -> str:
@@ -350,6 +368,7 @@ def fidelity(row: Row | None) -> str:
 TABLES: dict[str, tuple[str, Callable[[Row], Table]]] = {
     "bench": ("bench", bench),
     "chat": ("self-generated", chat),
+    "exact": ("exact", exact),
     "fitted": ("fitted", fitted),
     "ready": ("ready", ready),
     "headline": ("quality-table", headline),

@@ -530,8 +530,13 @@ def test_the_fast_engine_is_measured_by_rows_layers_and_cached_tokens(monkeypatc
     assert (cost.num_layers, cost.batch, cost.source) == (LAYERS, 5, "measured")
     for found, rows in zip(cost.steps, (1, 5), strict=True):
         assert found == pytest.approx((rows, FIXED, LAYER + rows * TOKEN, CACHED))
-    for found, tokens, ends in zip(cost.prompts, (8, 40), (1, 5), strict=True):
-        assert found == pytest.approx((tokens, LAYER + tokens * TOKEN, (tokens - ends) * STORED))
+    half = Schedule.split(LAYERS, LAYERS // 2, LAYERS)
+    for tokens, ends in ((8, 1), (40, 5)):
+        # In the top layer, as in the layers above those that prompts run, tokens before the last only store.
+        run, above = LAYER + tokens * TOKEN, LAYER + ends * TOKEN + (tokens - ends) * STORED
+        full, lower = FIXED + (LAYERS - 1) * run + above, FIXED + LAYERS // 2 * (run + above)
+        assert cost.prompt_seconds(Schedule.full(LAYERS), tokens, ends) == pytest.approx(full)
+        assert cost.prompt_seconds(half, tokens, ends) == pytest.approx(lower)
 
 
 def test_the_prompts_and_rows_of_a_calibration_are_those_of_its_batch(monkeypatch):
