@@ -1,6 +1,6 @@
 """Write every table in README and docs from the result file it names; `--check` fails where one is out of date.
 
-A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end table -->`. It is empty without the file.
+A table stands between `<!-- table NAME results/FILE.json -->` and `<!-- end table -->`.
 
     python benchmarks/tables.py
 """
@@ -397,8 +397,6 @@ def filled(page: str) -> str:
 
     def written(match: re.Match[str]) -> str:
         kind, rows = TABLES[match[2]]
-        if not (ROOT / match[3]).exists():
-            return match[1] + match[4]
         document = read_result(ROOT / match[3])
         if document.get("benchmark", document["kind"]) != kind:
             raise SystemExit(f"{match[3]} is no result of {kind}")

@@ -26,8 +26,6 @@ FILES = re.compile(
     rf"(?<![\w./-])(?:src|docs|tests|tools|benchmarks|examples|deploy|results|presets|{ROOMS})/[\w./*-]+"
 )
 PLACEHOLDER = "results/FILE.json"
-# A table that is empty waits for its result.
-WAITING = re.compile(r"<!-- table \S+ (\S+) -->\n<!-- end table -->")
 
 
 def is_module(names: list[str]) -> bool:
@@ -57,7 +55,7 @@ def test_modules_and_files_that_a_page_names_exist(page: Path):
     text = page.read_text(encoding="utf-8")
     dotted = {one or other for one, other in DOTTED.findall(text)}
     assert not [name for name in sorted(dotted) if not is_there(name)]
-    files = {found.rstrip(".") for found in FILES.findall(text)} - {PLACEHOLDER, *WAITING.findall(text)}
+    files = {found.rstrip(".") for found in FILES.findall(text)} - {PLACEHOLDER}
     assert not [name for name in sorted(files) if not any([*ROOT.glob(name), *SOURCE.glob(name)])]
 
 
