@@ -191,6 +191,13 @@ def test_the_best_weights_on_the_dev_records_are_kept(tmp_path: Path) -> None:
     assert dev_loss_of(load_model(str(tmp_path)).model, TARGET) == pytest.approx(result.best_dev_loss, abs=1e-4)
 
 
+def test_tuning_that_only_harms_keeps_the_weights_before_it(tmp_path: Path) -> None:
+    result = tune(tmp_path, changes={"full": True, "steps": 3, "eval_every": 1, "learning_rate": 9.0})
+    dev = losses(tmp_path, "dev")
+    assert (result.best_step, result.best_dev_loss) == (0, dev[0][1])
+    assert dev_loss_of(load_model(str(tmp_path)).model, TARGET) == pytest.approx(dev[0][1], abs=1e-4)
+
+
 def test_a_tuned_directory_loads_and_carries_the_schedule(tmp_path: Path) -> None:
     result = tune(tmp_path, changes={"full": True})
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
