@@ -42,7 +42,8 @@ from skipdecode.common.files import write_whole
 from skipdecode.common.journal import JOURNAL_KEY
 from skipdecode.common.kinds import heading
 from skipdecode.common.options import Reads, option
-from skipdecode.data.prompts import Example
+from skipdecode.data.prompts import Example, RecordFile
+from skipdecode.data.records import Template
 from skipdecode.data.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
 from skipdecode.errors import UsageError
@@ -193,13 +194,17 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
         drawn = None if prompts else max(config.records, config.fit_records) + config.held_out
         asked = replace(config, self_records=config.self_records or drawn)
         config, template, _ = with_self_generated(asked, loaded, prompts, held_out=0, data=TRAIN_FILE)
-        file = read_files(config, template, data=None)["data"]
+        file = _records(config, template)
     else:
         template = make_template(config)
-        file = read_files(config, template, data=None)["data"]
+        file = _records(config, template)
         loaded = load()
-    file = augmented(config, template, file, config.seed)
     return loaded, encode_file(config, template, loaded, "data", file)[0]
+
+
+def _records(config: Config, template: Template) -> RecordFile:
+    """The records of --data, with those of --augment-names."""
+    return augmented(config, template, read_files(config, template, data=None)["data"], config.seed)
 
 
 def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> Fitter | None:
