@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from skipdecode.engine.batch import rows_by_layer
 from skipdecode.engine.depth import DepthOrder
 from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import Scheduler
 from skipdecode.engine.sequence import Sequence
 from skipdecode.errors import ScheduleError, UsageError
+from skipdecode.performance.simulation import rows_by_layer
 from skipdecode.schedule import Schedule
 
 

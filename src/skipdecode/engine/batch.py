@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, Self
@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from skipdecode.engine.depth import LayerRows
 from skipdecode.engine.sequence import Sequence
 
-__all__ = ["Chunk", "TokenRows", "rows_by_layer", "token_rows"]
+__all__ = ["Chunk", "TokenRows", "token_rows"]
 
 
 class Chunk(NamedTuple):
@@ -138,15 +138,3 @@ def _rows_before(slots: list[int], positions: list[int], taps: int) -> list[list
     """For each row of a forward the rows of the `taps` tokens before it; -1 where there is none."""
     places = {place: row for row, place in enumerate(zip(slots, positions, strict=True))}
     return [[places.get((slot, position - tap), -1) for tap in range(1, taps + 1)] for slot, position in places]
-
-
-def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], float]]) -> list[float]:
-    """For each layer the number of rows that have it; `spans` are pairs of layers and a number of rows."""
-    numbers: dict[tuple[int, ...], float] = {}
-    for layers, rows in spans:
-        numbers[layers] = numbers.get(layers, 0) + rows
-    counts: list[float] = [0] * num_layers
-    for layers, rows in numbers.items():
-        for layer in layers:
-            counts[layer] += rows
-    return counts

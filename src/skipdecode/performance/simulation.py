@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from skipdecode.engine.base import EngineStats, NextToken
-from skipdecode.engine.batch import Chunk, rows_by_layer
+from skipdecode.engine.batch import Chunk
 from skipdecode.engine.loop import DecodeLoop
 from skipdecode.engine.requests import Request
 from skipdecode.engine.scheduler import PROMPT_TOKENS
@@ -33,7 +33,8 @@ from skipdecode.performance.cost import CostModel, StepCost, tokens_read
 from skipdecode.performance.traces import Arrival
 from skipdecode.schedule import Schedule
 
-__all__ = ["POLICIES", "Admission", "Simulation", "best_refill_below", "capacity", "simulate", "spread"]
+__all__ = ["POLICIES", "Admission", "Simulation", "best_refill_below", "capacity", "rows_by_layer"]
+__all__ += ["simulate", "spread"]
 
 Admission = Literal["static", "continuous", "refill"]
 POLICIES: dict[Admission, tuple[float, bool]] = {
@@ -427,3 +428,15 @@ def _run(trace: Iterable[Arrival], fleet: Sequence[_SimulatedEngine]) -> tuple[f
     while under_way:
         advance()
     return began or 0.0, max(ended, began or 0.0)
+
+
+def rows_by_layer(num_layers: int, spans: Iterable[tuple[tuple[int, ...], float]]) -> list[float]:
+    """For each layer the number of rows that have it; `spans` are pairs of layers and a number of rows."""
+    numbers: dict[tuple[int, ...], float] = {}
+    for layers, rows in spans:
+        numbers[layers] = numbers.get(layers, 0) + rows
+    counts: list[float] = [0] * num_layers
+    for layers, rows in numbers.items():
+        for layer in layers:
+            counts[layer] += rows
+    return counts

@@ -2,7 +2,7 @@
 // the full head.
 //
 // A token's score is off by no more than a bound that holds on any input (docs/theory.md). A row's state is cut into two parts of
-// 8 bits, so that all sums are whole numbers and exact; the logits come from the full head's own kernel, one word at a time.
+// 8 bits, so that all sums are whole numbers and exact; the logits come from the full head's own kernel, one token at a time.
 #include <algorithm>
 #include <functional>
 #include <vector>
