@@ -34,7 +34,6 @@ from shared import RESULTS, script_parser, write_json, write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 from unseen_names import WORDS, questions
 
-import skipdecode
 from skipdecode import Schedule
 from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.settings import FitOptions
@@ -50,7 +49,7 @@ from skipdecode.evaluation.metrics import METRICS
 from skipdecode.evaluation.settings import EvaluationSettings, MetricOptions
 from skipdecode.evaluation.speed import speed_entries, time_equal_lengths
 from skipdecode.evaluation.teacher_forced import token_fidelity, token_losses
-from skipdecode.models.carried import FIT_FILE
+from skipdecode.models.carried import FIT_FILE, bundled_schedules
 from skipdecode.models.fit import Bridge, Fit, keep_fit, normed
 from skipdecode.models.loading.hub import LoadedModel, load_model
 from skipdecode.tuning.collate import Batch, collate, padding
@@ -477,10 +476,10 @@ def measure_setting(name: str, options: argparse.Namespace) -> None:
 
 def measure_bundled(options: argparse.Namespace) -> None:
     """The bundled schedules of smollm2-135m with their fit and without, on conversations that the fit has not seen."""
-    setting, folder = chat_setting(options), Path(skipdecode.__file__).parent / "models/fits"
-    schedules = [Schedule.load(file) for file in sorted(folder.glob("*.json"))]
+    setting, files = chat_setting(options), bundled_schedules("smollm2-135m")
+    schedules = [Schedule.load(file) for file in files]
     setting = replace(setting, fit=setting.fit[:-33], held_out=setting.fit[-33:], schedules=schedules)
-    rows, fit = Measured("bundled", setting, options), Fit.load(folder / FIT_FILE)
+    rows, fit = Measured("bundled", setting, options), Fit.load(Path(files[0]).with_name(FIT_FILE))
     rows.row("today", Schedule.full(30), lambda: None, free=True)
     for schedule in schedules:
         rows.row("fitted", schedule, lambda: fit, free=True)

@@ -353,7 +353,7 @@ def exact(document: Row) -> Table:
         ("accepted", "{acceptance:.0%}"),
         *(
             (f"{name}, x full depth", lambda row, n=name: f"{row['others'][n]:.2f}x" if row["others"] else "-")
-            for name in ("transformers", "prompt-lookup", "early-exit")
+            for name in dict.fromkeys(name for row in document["rows"] for name in row["others"])
         ),
     ]
     return table(document["rows"], columns)
