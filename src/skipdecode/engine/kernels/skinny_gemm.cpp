@@ -40,7 +40,7 @@ __attribute__((noinline)) void block(const typename F::Row* w, const float* x, v
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int64_t b = 0; b < F::kStepBytes; b += 64) __builtin_prefetch(ahead + r * apart + b);
+      for (int64_t b = 0; b < F::kStepBytes; b += 64) __builtin_prefetch(ahead + r * apart + b, 0, M == 1 ? 3 : 2);
 #pragma GCC unroll 16
     for (int p = 0; p < F::kParts; p++) {
       vf part[R];
