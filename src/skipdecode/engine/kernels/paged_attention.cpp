@@ -190,7 +190,7 @@ INLINE void each_page(const AttentionArgs& a, Place p, int64_t kind, int64_t hea
     const int64_t offset = t % a.page_tokens, here = std::min(a.page_tokens - offset, end - t);
     if (t + here < end) {
       const char* next = (const char*)page_of<T>(a, p, t + here, kind, head);
-      for (int64_t i = 0; i < a.page_tokens * a.dim * (int64_t)sizeof(T); i += 64) __builtin_prefetch(next + i);
+      for (int64_t i = 0; i < a.page_tokens * a.dim * (int64_t)sizeof(T); i += 64) __builtin_prefetch(next + i, 0, 2);
     }
     work(t, here, page_of<T>(a, p, t, kind, head) + offset * a.dim);
     t += here;
