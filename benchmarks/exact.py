@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import statistics
 import sys
 import time
@@ -66,7 +67,11 @@ OTHERS = ("transformers", "prompt-lookup", "early-exit")
 class Always(Planner):
     """Drafts at every step."""
 
+    least_logprob = -math.inf
+
     def plan(self, rows: int, drafters: Sequence[Drafter]) -> list[int]:
+        for drafter in drafters:
+            drafter.runs = not drafter.found
         return [min(DRAFTS, drafter.room) for drafter in drafters]
 
 

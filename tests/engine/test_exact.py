@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -34,14 +35,15 @@ SAMPLINGS = [
 class Always(Planner):
     """Drafts so many tokens, whether that pays or not; with `layers` under the schedule only."""
 
+    least_logprob = -math.inf
+
     def __init__(self, count: int, layers: bool = False) -> None:
         super().__init__()
         self.count, self.layers = count, layers
 
     def plan(self, rows, drafters):
-        if self.layers:
-            for drafter in drafters:
-                drafter.found, drafter.room = (), 3
+        for drafter in drafters:
+            drafter.runs = not drafter.schedule.is_full and (self.layers or not drafter.found)
         return [min(self.count, drafter.room) for drafter in drafters]
 
 
@@ -241,3 +243,31 @@ def test_engines_that_cannot_draft_refuse_by_name():
     model = tiny_model("llama")
     with pytest.raises(UsageError, match="exact decoding needs the fast engine, not 'transformers'"):
         GatedEngine(model, FULL).submit([Request((5,), 2, exact=True)])
+
+
+def test_no_draft_follows_one_that_is_improbable():
+    model, asked = open_model(tiny_model("llama")), requests(exact=True)
+    plain = tokens(engine(model, FULL), requests(exact=False))
+    drafted = {}
+    for least in (-math.inf, 0.0):
+        made = engine(model, DRAFTING["constant"])
+        made.planner = Always(3, layers=True)
+        made.planner.least_logprob = least
+        assert tokens(made, asked) == plain
+        drafted[least] = made.stats.drafted_tokens
+    assert drafted[0.0] < drafted[-math.inf] / 2
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_drafts_come_from_the_source_that_gives_more_tokens_a_second(right):
+    planner = Planner()
+    for rows in range(1, 65):
+        planner.checks.note(rows, 1.0)
+    planner.drafts.note(1, 0.1)
+    drafter = planner.drafter(DRAFTING["constant"], tuple(range(5, 17)) * 3)
+    for _ in range(20):
+        drafter.look(NEW)
+        planner.plan(1, [drafter])
+        assert drafter.found  # the text repeats
+        drafter.learn(drafter.found if right else (9,), drafter.found if right else (9, *range(5, 17)))
+    assert drafter.runs is not right

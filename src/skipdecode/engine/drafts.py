@@ -7,7 +7,8 @@ the schedule.
 
 `Planner` says how many tokens each sequence drafts at a step. A draft pays if the forwards with it give more tokens per
 second than those without it. Its gain is the chance that full depth accepts it and all drafts before it, estimated from
-the earlier drafts of the sequence. Forwards are timed as they run. If nothing pays, nothing is drafted.
+the earlier drafts of the sequence. Forwards are timed as they run. If nothing pays, nothing is drafted. Drafting under
+the schedule ends early at a token that is improbable there, as in Kangaroo (arXiv 2404.18911).
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Drafter:
     ----------
     found : tuple of int
         What the text suggests at this step.
-    room : int
-        Maximum number of drafts at this step.
+    runs : bool
+        Whether this step's drafts come from forwards and not from the text.
     """
 
     def __init__(
@@ -88,26 +89,24 @@ class Drafter:
         self._text: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
         self.found: tuple[int, ...] = ()
-        self.room = 0
+        self.runs = False
+        self._room = 0
         self._extend(text)
 
     def look(self, room: int) -> None:
-        """Choose the source of the next drafts, at most `room`."""
-        self.room = max(0, min(room, MOST_DRAFTS))
+        """Find what the text suggests; at most `room` tokens are drafted."""
+        self._room = max(0, min(room, MOST_DRAFTS))
         place = self._after.get(tuple(self._text[-_GRAM:]))
-        self.found = () if place is None else tuple(self._text[place : place + self.room])
-        if not self.runs:
-            self.room = len(self.found)
+        self.found = () if place is None else tuple(self._text[place : place + self._room])
 
     @property
-    def runs(self) -> bool:
-        """Whether this step's drafts need forwards."""
-        likely = self.found and self._from_text.chance >= self._from_layers.chance / 2
-        return not (likely or self.schedule.is_full)
+    def room(self) -> int:
+        """Maximum number of drafts of this step's source."""
+        return self._room if self.runs else len(self.found)
 
     @property
     def acceptance(self) -> Acceptance:
-        """Of the source of this step's drafts."""
+        """Of this step's source."""
         return self._from_layers if self.runs else self._from_text
 
     def learn(self, drafted: Several[int], tokens: Several[int]) -> None:
@@ -169,7 +168,11 @@ class Planner:
         Of forwards at full depth, and under schedules.
     tokens : set of int
         Tokens that have occurred in texts of exact sequences; drafts choose from them.
+    least_logprob : float
+        No draft follows a draft whose log-probability under the schedule is lower.
     """
+
+    least_logprob = math.log(0.7)
 
     def __init__(self) -> None:
         self.checks, self.drafts = ForwardTimes(), ForwardTimes()
@@ -184,11 +187,20 @@ class Planner:
         return Drafter(schedule, prompt, text, layers, self.tokens)
 
     def plan(self, rows: int, drafters: Several[Drafter]) -> list[int]:
-        """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step."""
+        """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step.
+
+        Also chooses the source of each: that of the higher rate, if the sequence were alone.
+        """
         alone = self.checks(rows)
         nothing = [0] * len(drafters)
         if alone is None:
             return nothing
+        for drafter in drafters:
+            rates = {}
+            for drafter.runs in (False, True):
+                counts = range(1, drafter.room + 1)
+                rates[drafter.runs] = max((self._rate(1, [drafter], [count]) for count in counts), default=0.0)
+            drafter.runs = rates[True] > rates[False] and not drafter.schedule.is_full
         best, chosen = _GAIN * rows / alone, nothing
         for threshold in _THRESHOLDS:
             counts = [_drafts_above(threshold, drafter) for drafter in drafters]

@@ -225,7 +225,10 @@ class DecodeLoop(Engine):
             start = self.clock()
             due, predicted = self._run(chunks, drafting=True)
             for row, sequence in enumerate(due):
-                drafted[sequence] += (self._choose(predicted, row, samplers[sequence]).token,)
+                draft = self._choose(predicted, row, samplers[sequence])
+                drafted[sequence] += (draft.token,)
+                if draft.logprob < self.planner.least_logprob:
+                    del samplers[sequence]
             self.planner.drafts.note(len(chunks), self.clock() - start)
             self.stats.token_layers += sum(len(chunk.layers) for chunk in chunks)
         return drafted
