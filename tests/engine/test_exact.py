@@ -265,9 +265,9 @@ def test_drafts_come_from_the_source_that_gives_more_tokens_a_second(right):
         planner.checks.note(rows, 1.0)
     planner.drafts.note(1, 0.1)
     drafter = planner.drafter(DRAFTING["constant"], tuple(range(5, 17)) * 3)
-    for _ in range(20):
+    for i in range(20, 40):
         drafter.look(NEW)
         planner.plan(1, [drafter])
         assert drafter.found  # the text repeats
-        drafter.learn(drafter.found if right else (9,), drafter.found if right else (9, *range(5, 17)))
+        drafter.learn(drafter.found if right else (i,), drafter.found if right else (i, *range(5, 17)))
     assert drafter.runs is not right
