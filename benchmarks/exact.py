@@ -8,8 +8,8 @@ one (WORK/cnn_dm-fitted/tuned-10).
 Part `compared`: every sequence drafts `DRAFTS` tokens at every step, whether that pays or not, in batches of each size.
 Each text is compared with the text of the same prompt alone at full depth. Part `rows`: times of the requests of a
 batch, plain and exact in turn, where the planner chooses the number of drafts. `request_speedup` is the median over
-rounds of the ratio of the seconds of whole requests. At batch 1, transformers takes the same turns: plain, with prompt
-lookup, and with drafts of its first third of the layers. `others` are their request times over our full depth's.
+rounds of the ratio of the seconds of whole requests. At batch 1, transformers takes the first turn too: plain, with
+prompt lookup, and with drafts of its first third of the layers. `others` are our full depth's request time over theirs.
 
 The result file is written after each piece of work, and pieces that it has are not repeated. After `--minutes` no new
 piece starts, and the same command continues. Nothing else should run while times are taken.
@@ -44,7 +44,7 @@ from skipdecode.schedule import Schedule
 BATCHES = (1, 2, 4, 8, 32)
 DRAFTS = 3
 GROUP = 32  # prompts of a piece of the comparison
-ROUNDS = 3
+ROUNDS, REQUESTS = 3, 16
 
 
 class Task(NamedTuple):
@@ -148,15 +148,16 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
     """For each size of batch that is missing: request speed-up, acceptance and mean number of drafts of a check."""
     done = {row["batch"] for row in document["rows"] if about.items() <= row.items()}
     for batch in sorted(set(BATCHES) - done):
-        count = max(8, batch)
+        count = max(REQUESTS, batch)
         prompts = (side.prompts * 2)[:count]
         side.decode(batch, prompts, exact=True)  # the planner learns what forwards take
-        rounds, others = [], []
+        rounds: list[dict[bool, EngineStats]] = []
+        others: dict[str, float] = {}
         for turn in range(ROUNDS):
             stats = {exact: side.decode(batch, prompts, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
             rounds.append(stats)
-            if batch == 1 and about["quantization"] == "none":
-                others.append({name: side.seconds_of(name, prompts) for name in OTHERS})
+            if batch == 1 and turn == 0 and about["quantization"] == "none":
+                others = {name: side.seconds_of(name, prompts) for name in OTHERS}
         exacts = [stats[True] for stats in rounds]
         drafted = sum(s.drafted_tokens for s in exacts)
         accepted = sum(s.accepted_tokens for s in exacts)
@@ -166,11 +167,7 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
             "requests": count,
             "request_speedup": statistics.median(s[False].seconds / s[True].seconds for s in rounds),
             "decode_speedup": statistics.median(s[False].after_prompts / s[True].after_prompts for s in rounds),
-            "others": {
-                name: statistics.median(s[False].seconds / o[name] for s, o in zip(rounds, others, strict=True))
-                for name in OTHERS
-                if others
-            },
+            "others": {name: rounds[0][False].seconds / seconds for name, seconds in others.items()},
             "acceptance": accepted / drafted if drafted else None,
             "gamma": drafted / checks if checks else 0.0,
             "new_tokens": exacts[0].new_tokens,
