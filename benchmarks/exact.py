@@ -148,7 +148,7 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
     """For each size of batch that is missing: request speed-up, acceptance and mean number of drafts of a check."""
     done = {row["batch"] for row in document["rows"] if about.items() <= row.items()}
     for batch in sorted(set(BATCHES) - done):
-        count = max(REQUESTS, batch)
+        count = max(REQUESTS, 2 * batch)
         prompts = (side.prompts * 2)[:count]
         side.decode(batch, prompts, exact=True)  # the planner learns what forwards take
         rounds: list[dict[bool, EngineStats]] = []

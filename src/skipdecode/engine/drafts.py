@@ -28,7 +28,8 @@ _TEXT_PRIOR, _LAYERS_PRIOR = 0.4, 0.7  # acceptance of drafts before any is chec
 _PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
 _THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 _GAIN = 1.1  # minimum expected speed-up of drafting
-_PROBE_EVERY = 64  # steps without a draft before a probe
+_PROBE_AFTER = (4, 64)  # steps without a draft before the first probe, and the maximum before later ones
+_SLOWER_WEIGHT = 0.1
 _LEAST_SLOPE = 0.25  # share of the time per row that another row takes at least, if that is not known yet
 
 
@@ -133,12 +134,12 @@ class ForwardTimes:
         self._seconds: dict[int, float] = {}
 
     def note(self, rows: int, seconds: float) -> None:
-        """Add a measurement. Disturbances only make forwards slower, so a shorter time has more weight."""
+        """Add a measurement. Disturbances only make forwards slower, so a shorter time replaces a longer one."""
         if rows not in self._seconds:
             bisect.insort(self._rows, rows)
             self._seconds[rows] = seconds
         known = self._seconds[rows]
-        self._seconds[rows] += (0.5 if seconds < known else 0.1) * (seconds - known)
+        self._seconds[rows] = seconds if seconds < known else known + _SLOWER_WEIGHT * (seconds - known)
 
     def __call__(self, rows: int) -> float | None:
         """Seconds of a forward of `rows` rows; None before any measurement."""
@@ -178,7 +179,7 @@ class Planner:
         self.checks, self.drafts = ForwardTimes(), ForwardTimes()
         self.tokens: set[int] = set()
         self._common: dict[Schedule | None, Acceptance] = {}
-        self._idle = 0
+        self._idle, self._patience = 0, _PROBE_AFTER[0]
 
     def drafter(self, schedule: Schedule, prompt: Several[int]) -> Drafter:
         """The state of a new sequence."""
@@ -195,26 +196,47 @@ class Planner:
         nothing = [0] * len(drafters)
         if alone is None:
             return nothing
-        for drafter in drafters:
-            rates = {}
-            for drafter.runs in (False, True):
-                counts = range(1, drafter.room + 1)
-                rates[drafter.runs] = max((self._rate(1, [drafter], [count]) for count in counts), default=0.0)
-            drafter.runs = rates[True] > rates[False] and not drafter.schedule.is_full
         best, chosen = _GAIN * rows / alone, nothing
-        for threshold in _THRESHOLDS:
-            counts = [_drafts_above(threshold, drafter) for drafter in drafters]
-            if any(counts) and counts != chosen:
-                rate = self._rate(rows, drafters, counts)
+        if self._may_pay(rows, best):
+            for drafter in drafters:
+                self._choose_source(rows, drafter)
+            for counts in {
+                tuple(_drafts_above(threshold, drafter) for drafter in drafters) for threshold in _THRESHOLDS
+            }:
+                rate = self._rate(rows, drafters, counts) if any(counts) else 0.0
                 if rate > best:
-                    best, chosen = rate, counts
+                    best, chosen = rate, list(counts)
         self._idle = 0 if any(chosen) else self._idle + 1
-        if self._idle >= _PROBE_EVERY:
+        if not self._idle:
+            self._patience = _PROBE_AFTER[0]
+        elif self._idle >= self._patience:
             # One draft of one sequence measures what may have changed.
-            self._idle = 0
-            first = next((i for i, drafter in enumerate(drafters) if drafter.room), None)
-            return [int(i == first) for i in range(len(drafters))]
+            self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
+            return self._probe(drafters)
         return chosen
+
+    def _may_pay(self, rows: int, least: float) -> bool:
+        """Whether drafts that are all accepted, and that cost nothing, give more tokens per second than `least`."""
+        more = (2**power for power in range(int(math.log2(MOST_DRAFTS * rows)) + 1))
+        return any(rows + count > least * (self.checks(rows + count) or 0.0) for count in more)
+
+    def _choose_source(self, rows: int, drafter: Drafter) -> None:
+        """Take the source that gives more tokens per second if no other sequence drafts."""
+        drafter.runs = not drafter.schedule.is_full
+        if drafter.runs and drafter.found:
+            layers, drafter.runs = self._best_rate(rows, drafter), False
+            drafter.runs = layers > self._best_rate(rows, drafter)
+
+    def _best_rate(self, rows: int, drafter: Drafter) -> float:
+        counts = range(1, drafter.room + 1)
+        return max((self._rate(rows, [drafter], [count]) for count in counts), default=0.0)
+
+    def _probe(self, drafters: Several[Drafter]) -> list[int]:
+        """One draft of the first sequence that has room for one."""
+        for drafter in drafters:
+            drafter.runs = not drafter.schedule.is_full
+        first = next((i for i, drafter in enumerate(drafters) if drafter.room), None)
+        return [int(i == first) for i in range(len(drafters))]
 
     def _rate(self, rows: int, drafters: Several[Drafter], counts: Several[int]) -> float:
         """Expected tokens per second."""
