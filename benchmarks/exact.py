@@ -8,7 +8,7 @@ one (WORK/cnn_dm-fitted/tuned-10).
 Part `compared`: every sequence drafts `DRAFTS` tokens at every step, whether that pays or not, in batches of each size.
 Each text is compared with the text of the same prompt alone at full depth. Part `rows`: times of the requests of a
 batch, plain and exact in turn, where the planner chooses the number of drafts. `request_speedup` is the median over
-rounds of the ratio of the seconds of whole requests. At batch 1, transformers takes the first turn too: plain, with
+rounds of the ratio of the seconds of whole requests. At batch 1, transformers decodes the first `FEW` too: plain, with
 prompt lookup, and with drafts of its first third of the layers. `others` are our full depth's request time over theirs.
 
 The result file is written after each piece of work, and pieces that it has are not repeated. After `--minutes` no new
@@ -44,7 +44,7 @@ from skipdecode.schedule import Schedule
 BATCHES = (1, 2, 4, 8, 32)
 DRAFTS = 3
 GROUP = 32  # prompts of a piece of the comparison
-ROUNDS, REQUESTS = 3, 16
+ROUNDS, REQUESTS, FEW = 3, 16, 4
 
 
 class Task(NamedTuple):
@@ -153,11 +153,13 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
         side.decode(batch, prompts, exact=True)  # the planner learns what forwards take
         rounds: list[dict[bool, EngineStats]] = []
         others: dict[str, float] = {}
+        if batch == 1 and about["quantization"] == "none":
+            few = prompts[:FEW]
+            plain = side.decode(1, few, exact=False)[1].seconds
+            others = {name: plain / side.seconds_of(name, few) for name in OTHERS}
         for turn in range(ROUNDS):
             stats = {exact: side.decode(batch, prompts, exact=exact)[1] for exact in (turn % 2 == 0, turn % 2 != 0)}
             rounds.append(stats)
-            if batch == 1 and turn == 0 and about["quantization"] == "none":
-                others = {name: side.seconds_of(name, prompts) for name in OTHERS}
         exacts = [stats[True] for stats in rounds]
         drafted = sum(s.drafted_tokens for s in exacts)
         accepted = sum(s.accepted_tokens for s in exacts)
@@ -167,7 +169,7 @@ def timed(side: Side, document: dict[str, Any], about: dict[str, Any]) -> Iterat
             "requests": count,
             "request_speedup": statistics.median(s[False].seconds / s[True].seconds for s in rounds),
             "decode_speedup": statistics.median(s[False].after_prompts / s[True].after_prompts for s in rounds),
-            "others": {name: rounds[0][False].seconds / seconds for name, seconds in others.items()},
+            "others": others,
             "acceptance": accepted / drafted if drafted else None,
             "gamma": drafted / checks if checks else 0.0,
             "new_tokens": exacts[0].new_tokens,
