@@ -347,10 +347,11 @@ def exact(document: Row) -> Table:
     """Exact decoding against plain full depth, with transformers' own drafts at batch 1."""
     columns: list[Column] = [
         ("task", "{task}"),
+        ("weights", lambda row: {"none": "bf16"}.get(row["quantization"], row["quantization"])),
         ("batch", "{batch}"),
         ("request, x full depth", times("request_speedup")),
         ("drafts of a check", "{gamma:.1f}"),
-        ("accepted", "{acceptance:.0%}"),
+        ("accepted", given("acceptance", ".0%")),
         *(
             (f"{name}, x full depth", lambda row, n=name: f"{row['others'][n]:.2f}x" if row["others"] else "-")
             for name in dict.fromkeys(name for row in document["rows"] for name in row["others"])

@@ -27,9 +27,10 @@ _GRAM = 2  # last tokens that must have occurred before
 _TEXT_PRIOR, _LAYERS_PRIOR = 0.4, 0.7  # acceptance of drafts before any is checked
 _PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
 _THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_LOGARITHMS = {threshold: math.log(threshold) for threshold in _THRESHOLDS}
 _GAIN = 1.1  # minimum expected speed-up of drafting
-_PROBE_AFTER = (4, 64)  # steps without a draft before the first probe, and the maximum before later ones
-_SLOWER_WEIGHT = 0.1
+_PROBE_AFTER = (4, 64)  # steps without drafts under a schedule before the first probe, and most before later ones
+_SLOWER_WEIGHT, _LEAST_SECONDS = 0.1, 1e-9
 _LEAST_SLOPE = 0.25  # share of the time per row that another row takes at least, if that is not known yet
 
 
@@ -135,6 +136,7 @@ class ForwardTimes:
 
     def note(self, rows: int, seconds: float) -> None:
         """Add a measurement. Disturbances only make forwards slower, so a shorter time replaces a longer one."""
+        seconds = max(seconds, _LEAST_SECONDS)
         if rows not in self._seconds:
             bisect.insort(self._rows, rows)
             self._seconds[rows] = seconds
@@ -206,14 +208,15 @@ class Planner:
                 rate = self._rate(rows, drafters, counts) if any(counts) else 0.0
                 if rate > best:
                     best, chosen = rate, list(counts)
-        self._idle = 0 if any(chosen) else self._idle + 1
-        if not self._idle:
-            self._patience = _PROBE_AFTER[0]
-        elif self._idle >= self._patience:
-            # One draft of one sequence measures what may have changed.
-            self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
-            return self._probe(drafters)
-        return chosen
+        if any(count and drafter.runs for count, drafter in zip(chosen, drafters, strict=True)):
+            self._idle, self._patience = 0, _PROBE_AFTER[0]
+            return chosen
+        self._idle += 1
+        if any(chosen) or self._idle < self._patience:
+            return chosen
+        # One draft of one sequence measures what may have changed.
+        self._idle, self._patience = 0, min(2 * self._patience, _PROBE_AFTER[1])
+        return self._probe(drafters)
 
     def _may_pay(self, rows: int, least: float) -> bool:
         """Whether drafts that are all accepted, and that cost nothing, give more tokens per second than `least`."""
@@ -228,8 +231,25 @@ class Planner:
             drafter.runs = layers > self._best_rate(rows, drafter)
 
     def _best_rate(self, rows: int, drafter: Drafter) -> float:
-        counts = range(1, drafter.room + 1)
-        return max((self._rate(rows, [drafter], [count]) for count in counts), default=0.0)
+        """Expected tokens per second if only this sequence drafts, with the best number of drafts."""
+        best, seconds, tokens, gain = 0.0, 0.0, float(rows), 1.0
+        draft = self._draft_seconds([drafter]) if drafter.runs else 0.0
+        for count in range(1, drafter.room + 1):
+            gain *= drafter.acceptance.chance
+            tokens, seconds = tokens + gain, seconds + draft
+            rate = tokens / ((self.checks(rows + count) or 0.0) + seconds)
+            if rate < best:
+                break
+            best = rate
+        return best
+
+    def _draft_seconds(self, drafters: Several[Drafter]) -> float:
+        """Seconds of their forward; before any measurement, their share of the layers of a check."""
+        known = self.drafts(len(drafters))
+        if known is None:
+            share = max(drafter.schedule.budget(0) / drafter.schedule.num_layers for drafter in drafters)
+            known = share * (self.checks(len(drafters)) or 0.0)
+        return known
 
     def _probe(self, drafters: Several[Drafter]) -> list[int]:
         """One draft of the first sequence that has room for one."""
@@ -245,15 +265,10 @@ class Planner:
         for drafter, count in zip(drafters, counts, strict=True):
             chance = min(drafter.acceptance.chance, 0.99)
             tokens += chance * (1 - chance**count) / (1 - chance)
-            running += [count] if drafter.runs else []
-        for step in range(max(running, default=0)):
-            at_once = sum(count > step for count in running)
-            known = self.drafts(at_once)
-            if known is None:
-                shares = [drafter.schedule.budget(0) / drafter.schedule.num_layers for drafter in drafters]
-                known = max(shares) * (self.checks(at_once) or 0.0)
-            seconds += known
-        return tokens / seconds if seconds else math.inf
+            running += [(drafter, count)] if drafter.runs and count else []
+        for step in range(max((count for _, count in running), default=0)):
+            seconds += self._draft_seconds([drafter for drafter, count in running if count > step])
+        return tokens / seconds
 
 
 def _drafts_above(threshold: float, drafter: Drafter) -> int:
@@ -261,4 +276,4 @@ def _drafts_above(threshold: float, drafter: Drafter) -> int:
     chance = drafter.acceptance.chance
     if chance < threshold:
         return 0
-    return min(drafter.room, int(math.log(threshold) / math.log(min(chance, 0.99))))
+    return min(drafter.room, int(_LOGARITHMS[threshold] / math.log(min(chance, 0.99))))
