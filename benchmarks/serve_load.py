@@ -299,6 +299,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     wrong = [s.prompt for name, s in streams if not s.error and s.text != text(name, s)]
     found = summary(phases, memory, options)
     rates = [each["tokens_per_s"] for each in found["schedules"].values()]
+    if not rates[0]:
+        raise SystemExit(f"no token of a stream at full depth has arrived: {errors[:1]}")
     return {
         "speedup": rates[1] / rates[0],
         "streams": len(streams),

@@ -383,6 +383,31 @@ def test_command_chooses_when_the_next_requests_join(tmp_path, capsys):
         assert found == min(s[column] for s in seconds.values())
 
 
+def test_command_chooses_when_exact_requests_join(tmp_path, capsys):
+    config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"model_type": "llama", "vocab_size": 99}))
+    arguments = [
+        "simulate",
+        "--model",
+        str(path),
+        "--bandwidth",
+        "10",
+        "--flops",
+        "100000",
+        "--max-rows",
+        "4",
+        "--json",
+    ]
+    arguments += ["--nominal-speedup", "3", "--requests", "80", "--prompt-len", "1", "--new-tokens", "uniform:8:48"]
+    arguments += ["--policy", "refill", "--acceptance", "0.9"]
+    seconds = {}
+    for share in ("auto", "0", "0.125", "0.25", "0.5", "0.75", "1"):
+        assert main([*arguments, "--refill-below", share]) == 0
+        seconds[share] = json.loads(capsys.readouterr().out)["runs"][1]["seconds"]
+    assert seconds["auto"] == min(seconds.values()) < max(seconds.values())
+
+
 def test_command_predicts_from_a_config(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 128}
     path = tmp_path / "config.json"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -162,10 +163,10 @@ def _trace(config: Config, rate: float | None, requests: int | None = None) -> I
 
 def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacity: float | None) -> _Run:
     """The simulation of a schedule; `full_capacity` is that of full depth, None for full depth itself."""
-    share = _refill_share(config, cost, schedule)
-    options: dict[str, Any] = {"max_rows": cost.batch, "policy": config.policy, "refill_below": share}
+    options: dict[str, Any] = {"max_rows": cost.batch, "policy": config.policy}
     if not schedule.is_full:
         options["acceptance"] = config.acceptance
+    options["refill_below"] = share = _refill_share(config, cost, schedule, options)
     most, rate = None, config.rate
     if config.load is not None or config.rate is not None:
         endless = _trace(config, None, 1_000_000_000)
@@ -177,7 +178,7 @@ def _simulated(config: Config, cost: CostModel, schedule: Schedule, full_capacit
     return _Run(schedule, rate, most, share, result)
 
 
-def _refill_share(config: Config, cost: CostModel, schedule: Schedule) -> float | None:
+def _refill_share(config: Config, cost: CostModel, schedule: Schedule, options: Mapping[str, Any]) -> float | None:
     """The share of --refill-below for a schedule; None for the default of the policy."""
     if config.refill_below is None:
         return None
@@ -186,8 +187,7 @@ def _refill_share(config: Config, cost: CostModel, schedule: Schedule) -> float 
             "--refill-below needs --policy static or refill: with continuous, every free slot is used at once"
         )
     if config.refill_below == "auto":
-        arrivals = list(_trace(config, None))
-        return best_refill_below(arrivals, cost, schedule, max_rows=cost.batch, policy=config.policy)
+        return best_refill_below(list(_trace(config, None)), cost, schedule, **options)
     try:
         return float(config.refill_below)
     except ValueError:

@@ -380,15 +380,12 @@ def capacity(
     return simulate(trace, cost, schedule, acceptance=acceptance, **options).requests_per_second
 
 
-def best_refill_below(
-    arrivals: Sequence[Arrival], cost: CostModel, schedule: Schedule, *, max_rows: int, policy: Admission
-) -> float:
-    """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest."""
+def best_refill_below(arrivals: Sequence[Arrival], cost: CostModel, schedule: Schedule, **options: Any) -> float:
+    """The share of rows below which the next requests join that has the largest `capacity`; of equals the largest.
 
-    def finished(share: float) -> tuple[float, float]:
-        return capacity(arrivals, cost, schedule, max_rows=max_rows, policy=policy, refill_below=share), share
-
-    return max(_SHARES, key=finished)
+    `options` are those of `capacity`.
+    """
+    return max(_SHARES, key=lambda share: (capacity(arrivals, cost, schedule, refill_below=share, **options), share))
 
 
 def _run(trace: Iterable[Arrival], fleet: Sequence[_SimulatedEngine]) -> tuple[float, float]:
