@@ -40,11 +40,28 @@ def quality_figure(table: dict[str, Any]) -> Any:
     return chart_figure(charts)
 
 
+def minutes_figure(result: dict[str, Any]) -> Any:
+    """What the target of each task keeps of full depth after minutes of preparation, with its speed-up of requests."""
+    targets = [row for row in result["rows"] if row["schedule"].endswith("-wall")]
+    lines = grouped(targets, lambda row: f"{row['task']}, {row['method']}")
+
+    series = [
+        Series(
+            f"{name}, {rows[-1]['request_speedup']:.2f}x", [Point(row["minutes"], 100 * row["kept"]) for row in rows]
+        )
+        for name, rows in lines.items()
+    ]
+    return chart_figure(
+        [Chart(series, "minutes of preparation", "kept of full depth, %", level=(100, 100, 100, "full depth"))]
+    )
+
+
 def main() -> int:
     """Draw all; returns 0."""
     figures = {
         "calibration-e2e": calibration_figure(read_result(RESULTS / "calibration-e2e-smollm2-135m-5x.json")),
         "quality-e2e": quality_figure(read_result(RESULTS / "e2e-smollm2-135m.json")),
+        "ready": minutes_figure(read_result(RESULTS / "ready-smollm2-135m.json")),
     }
     for name, figure in figures.items():
         (IMAGES / f"{name}.png").write_bytes(png(figure))
