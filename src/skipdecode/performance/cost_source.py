@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from skipdecode.common.progress import note
+from skipdecode.engine.loading import running_dtype
 from skipdecode.engine.opening import Backend, open_engines
 from skipdecode.engine.remembered import remembered
 from skipdecode.errors import ModelLoadError, UsageError
@@ -58,7 +59,7 @@ def find_cost(
     ref : ModelRef
         A model, or the file of a config (JSON), which has no weights.
     dtype : str
-        Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; "auto": the checkpoint's own, bf16 where unknown.
+        Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; for "auto" see `running_dtype`, bf16 if unknown.
     device : str, optional
         A torch device; default: the first GPU if there is one, else the CPU.
     measure : bool, optional
@@ -91,7 +92,7 @@ def find_cost(
         raise UsageError(f"{ref.name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and ref.has_weights()):
         target = choose_device(device)
-        asked = ref.dtype(dtype, target), engine, quantization, batch, prompt_len
+        asked = running_dtype(ref, dtype, target, engine), engine, quantization, batch, prompt_len
         return _kept_or_measured(ref, target, asked, remeasure)
     if quantization != "none":
         raise UsageError(f"the cost of --quantization {quantization} is measured, not predicted: add --measure")
@@ -124,8 +125,11 @@ def _kept(data: Any) -> tuple[CostModel, str, str]:
 
 def find_geometry(ref: ModelRef, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
     """The sizes of a model by name, and the dtype of its weights, from its config alone; see `find_cost`."""
-    config = _config_of_file(path) if (path := Path(ref.name)).is_file() else ref.config
-    kind = _dtype(config, ref.dtype(dtype, device))
+    if (path := Path(ref.name)).is_file():
+        config, chosen = _config_of_file(path), dtype
+    else:
+        config, chosen = ref.config, running_dtype(ref, dtype, device)
+    kind = _dtype(config, chosen)
     return ModelGeometry.from_config(config, kind.itemsize), kind
 
 
@@ -146,7 +150,7 @@ def _predicted(ref: ModelRef, batch: int, dtype: str, device: str | None) -> Cos
     cost = CostModel.predicted(geometry, machine, batch)
     origin = (
         f"predicted from bytes and FLOPs for an engine at the limit of this machine "
-        f"({machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s, measured now)"
+        f"({machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s, measured here)"
     )
     return CostSource(cost, geometry, _dtype_name(kind), origin)
 
