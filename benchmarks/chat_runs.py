@@ -25,11 +25,11 @@ from shared import RESULTS, TASKS, call, is_tuned, script_parser, write_json
 from skipdecode import Schedule
 from skipdecode.common.kinds import read_result
 from skipdecode.common.progress import note
+from skipdecode.engine.loading import load
 from skipdecode.engine.opening import open_engines
 from skipdecode.evaluation.methods import Method
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import ROUNDS, speed_entries, time_equal_lengths
-from skipdecode.models.loading.hub import load_model
 
 MODEL = "smollm2-135m"
 WORDS = ("--self", "--self-records", "700", "--self-tokens", "128")
@@ -68,7 +68,7 @@ def tuned(runs: Path) -> Path:
 
 def depths(checkpoint: str, runs: Path) -> list[Path]:
     """Schedule files of what the checkpoint was tuned under, and of what lies between."""
-    carried = load_model(checkpoint).schedule
+    carried = load(checkpoint).schedule
     if carried is None:
         raise SystemExit(f"chat_runs: {checkpoint} carries no schedule: give --schedules")
     files = []
@@ -89,7 +89,7 @@ def evaluated(checkpoint: str, schedules: Sequence[Path], out: Path, *more: str 
 
 def alone(checkpoint: str, schedules: Sequence[Path], texts: Path) -> dict[str, dict[str, Any]]:
     """Speed-ups of requests one at a time, by the schedule's name, for lengths of the base model's texts."""
-    loaded = load_model(checkpoint)
+    loaded = load(checkpoint)
     tokenizer: Any = loaded.tokenizer
     with texts.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for _, line in zip(range(TIMED), lines, strict=False)]

@@ -17,9 +17,9 @@ from skipdecode.errors import SkipDecodeError
 from skipdecode.schedule import Schedule
 
 if TYPE_CHECKING:
+    from skipdecode.engine.loading import load
     from skipdecode.llm import LLM, generate
     from skipdecode.models.attach import Attachment, attach, detach
-    from skipdecode.models.loading.hub import load_model as load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,7 +40,7 @@ _LAZY = {
     "attach": ("models.attach", "attach"),
     "detach": ("models.attach", "detach"),
     "generate": ("llm", "generate"),
-    "load": ("models.loading.hub", "load_model"),
+    "load": ("engine.loading", "load"),
 }
 
 

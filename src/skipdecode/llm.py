@@ -23,12 +23,13 @@ from skipdecode.data.run import Decoding
 from skipdecode.data.stopping import StopStrings
 from skipdecode.data.summary import RunSummary
 from skipdecode.engine.base import Engine, EngineStats
+from skipdecode.engine.loading import load
 from skipdecode.engine.opening import end_tokens, open_engines
 from skipdecode.engine.prefix import PREFIX_BYTES
 from skipdecode.engine.requests import FinishReason, Sampling, StepOutput
 from skipdecode.errors import DataError, ModelLoadError, ScheduleError, UntunedScheduleWarning
 from skipdecode.models.carried import schedule_file
-from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import named_schedules
 from skipdecode.models.loading.ref import ModelRef
 from skipdecode.schedule import Schedule
@@ -126,7 +127,7 @@ class LLM:
         if not isinstance(model, LoadedModel):
             schedule = schedule_file(schedule) if isinstance(schedule, str) else schedule
             files = (str(schedule),) if isinstance(schedule, str | Path) and os.path.isfile(schedule) else ()
-            model = load_model(ModelRef(str(model), files), dtype=dtype, device=device)
+            model = load(ModelRef(str(model), files), dtype=dtype, device=device, engine=engine)
         self.loaded = model
         if self.loaded.tokenizer is None:
             raise ModelLoadError(f"{self.loaded.name} has no tokenizer: text needs one")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoints import logits, save_adapter, save_checkpoint
+from checkpoints import logits, save_checkpoint
 from hub_server import COMMIT, hub_of, use_hub
 from skipdecode import Schedule
 from skipdecode.cli import main
@@ -20,9 +20,8 @@ from skipdecode.errors import MissingExtraError, ModelLoadError
 from skipdecode.models.loading import smollm2
 from skipdecode.models.loading.hub import load_model
 from skipdecode.models.loading.ref import ModelRef
-from skipdecode.models.loading.store import add_model, cached_models
+from skipdecode.models.loading.store import cached_models
 from skipdecode.performance.cost import CostModel
-from skipdecode.performance.cost_source import find_geometry
 from tiny import tiny_model
 
 
@@ -50,36 +49,6 @@ def test_the_embedded_model_comes_from_the_hub_where_there_is_one(
     assert sorted(p.name for p in cached.path.iterdir()) == sorted(
         [*(p.name for p in checkpoint.iterdir()), "skipdecode-source.txt"]
     )
-
-
-@pytest.mark.parametrize(("ability", "dtype"), [("avx512_bf16", torch.bfloat16), ("avx2", torch.float32)])
-def test_the_embedded_model_runs_in_bf16_where_the_processor_multiplies_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ability: str, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {ability: True})
-    add_model(smollm2.NAME, lambda folder: save_checkpoint(folder) and "test")
-    save_adapter(tmp_path / "adapter", smollm2.NAME)
-    for name in (smollm2.NAME, str(tmp_path / "adapter")):
-        assert load_model(name, device="cpu").model.dtype == dtype
-        assert load_model(name, dtype="float32", device="cpu").model.dtype == torch.float32
-    # So do whole weights that were tuned in bf16, which are stored in fp32, and adapters on them; merged ones do not.
-    results = {
-        "bf16": {"precision": "bf16"},
-        "fp32": {"precision": "fp32"},
-        "unfinished": None,
-        "merged": {"precision": "bf16"},
-    }
-    for folder, result in results.items():
-        save_checkpoint(tmp_path / folder)
-        recipe = {"options": {"full": folder != "merged"}, "result": result}
-        (tmp_path / folder / "recipe.json").write_text(json.dumps(recipe))
-        loads_as = dtype if folder == "bf16" else torch.float32
-        assert load_model(str(tmp_path / folder), device="cpu").model.dtype == loads_as
-    save_adapter(tmp_path / "on-tuned", str(tmp_path / "bf16"))
-    assert load_model(str(tmp_path / "on-tuned"), device="cpu").model.dtype == dtype
-    for name in (smollm2.NAME, str(tmp_path / "bf16")):
-        geometry, planned = find_geometry(ModelRef(name), "auto", torch.device("cpu"))
-        assert (planned, geometry.dtype_bytes) == (dtype, dtype.itemsize)
 
 
 def only_wheels_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,11 +46,12 @@ from skipdecode.data.prompts import Example, RecordFile
 from skipdecode.data.records import Template
 from skipdecode.data.self_generated import ABOUT_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
+from skipdecode.engine.loading import load
 from skipdecode.errors import UsageError
 from skipdecode.models.carried import FIT_FILE
 from skipdecode.models.families import unwrap
 from skipdecode.models.loading.base_weights import base_sample
-from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.performance.cost import CostModel
 from skipdecode.schedule import Schedule
 
@@ -181,16 +182,16 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
 
     from skipdecode.models.fit import keep_fit
 
-    def load() -> LoadedModel:
+    def load_unfitted() -> LoadedModel:
         # Half precision only on a GPU.
-        loaded = load_model(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
+        loaded = load(config.ref, dtype="auto" if torch.cuda.is_available() else "float32")
         keep_fit(loaded.model, None)  # a calibration computes its own fit
         return loaded
 
     # Wrong options and records are refused before the model is loaded.
     if config.self:
         self_template(config)
-        loaded = load()
+        loaded = load_unfitted()
         drawn = None if prompts else max(config.records, config.fit_records) + config.held_out
         asked = replace(config, self_records=config.self_records or drawn)
         config, template, _ = with_self_generated(asked, loaded, prompts, held_out=0, data=TRAIN_FILE)
@@ -198,7 +199,7 @@ def _read(config: Config, prompts: PromptSource | None) -> tuple[LoadedModel, li
     else:
         template = make_template(config)
         file = _records(config, template)
-        loaded = load()
+        loaded = load_unfitted()
     return loaded, encode_file(config, template, loaded, "data", file)[0]
 
 

@@ -29,6 +29,7 @@ from skipdecode.data.self_generated import (
 )
 from skipdecode.data.source import PromptSource, Records
 from skipdecode.engine.base import Engine
+from skipdecode.engine.loading import load
 from skipdecode.engine.opening import end_tokens
 from skipdecode.engine.requests import row_seed
 from skipdecode.errors import ModelLoadError, UsageError
@@ -39,7 +40,7 @@ from skipdecode.evaluation.self_generated import SelfEvaluation
 from skipdecode.evaluation.settings import EvaluationSettings
 from skipdecode.evaluation.speed import measured_speeds
 from skipdecode.models.loading.base_weights import checkpoint_digest
-from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import stored_recipe
 
 __all__ = ["evaluate_self"]
@@ -63,7 +64,9 @@ def evaluate_self(config: Config, prompts: PromptSource | None) -> int:
     tuned_from = None if recipe is None else recipe["options"].get("model")
     name = config.base or (tuned_from if ref.adapter is None else ref.base) or config.model
     try:
-        base = loaded if name == config.model else load_model(name, dtype=config.dtype, device=config.device)
+        base = loaded
+        if name != config.model:
+            base = load(name, dtype=config.dtype, device=config.device, engine=config.engine)
     except ModelLoadError as e:
         raise type(e)(f"the base model: {e} (--base selects another)") from None
     document, rows = _measured(config, prompts, loaded, base, _methods(config, each, loaded))

@@ -76,11 +76,9 @@ def _report() -> dict[str, Any]:
     from skipdecode.engine.model_spec import READERS
     from skipdecode.models.families import FAMILIES
     from skipdecode.models.loading import smollm2
-    from skipdecode.models.loading.hub import choose_device
     from skipdecode.models.loading.store import cached_models
 
     machine = environment()
-    device = choose_device(None).type
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     models = [{"name": m.name, "path": str(m.path), "bytes": m.bytes, "source": m.source} for m in cached_models()]
     return {
@@ -100,7 +98,7 @@ def _report() -> dict[str, Any]:
         "gpus": [{"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1)} for g in gpus],
         "model_types": sorted(FAMILIES),
         "fast_model_types": sorted(READERS),
-        "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT, "dtype": smollm2.running_dtype(device)},
+        "embedded_model": {"name": smollm2.NAME, "what": smollm2.WHAT},
         "cache": {"path": str(cache_dir()), "models": models},
     }
 

@@ -40,9 +40,9 @@ from skipdecode.common.options import Reads, option
 from skipdecode.common.progress import note
 from skipdecode.data.self_generated import ABOUT_FILE, DEV_FILE, TRAIN_FILE, SelfGeneratedOptions, open_prompts
 from skipdecode.data.source import PromptSource
+from skipdecode.engine.loading import load
 from skipdecode.errors import ScheduleError, UsageError
 from skipdecode.evaluation.settings import MetricOptions
-from skipdecode.models.loading.hub import load_model
 from skipdecode.reporting.charts import save_chart
 from skipdecode.reporting.kept import kept_chart, kept_columns, rows_of, speedups_that_keep, with_kept
 from skipdecode.schedule import Schedule
@@ -167,7 +167,7 @@ def _answers(config: Config, prompts: PromptSource | None) -> dict[str, Any]:
     """The files of the model's own answers at full depth, and the options for their prompt and response."""
     place = replace(config, out=str(Path(config.out) / "answers"), bad_records="skip")
     files = {"train": TRAIN_FILE, "dev": DEV_FILE}
-    made, template, _ = with_self_generated(place, load_model(config.ref), prompts, _HELD_OUT, **files)
+    made, template, _ = with_self_generated(place, load(config.ref), prompts, _HELD_OUT, **files)
     form: dict[str, Any] = dict.fromkeys(_FORM) | {"chat": False}
     if config.task:
         form |= {"task": config.task}

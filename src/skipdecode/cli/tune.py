@@ -42,9 +42,10 @@ from skipdecode.data.self_generated import (
     open_prompts,
 )
 from skipdecode.data.source import PromptSource
+from skipdecode.engine.loading import load
 from skipdecode.errors import MissingExtraError, UsageError
 from skipdecode.models.loading.base_weights import base_entry, checkpoint_digest
-from skipdecode.models.loading.hub import LoadedModel, load_model
+from skipdecode.models.loading.hub import LoadedModel
 from skipdecode.models.loading.recipe import RECIPE_FILE, read_recipe, stored_recipe
 from skipdecode.models.loading.ref import model_files
 from skipdecode.schedule import Schedule
@@ -197,7 +198,7 @@ def _self_generated(config: Config, prompts: PromptSource | None) -> tuple[Confi
     state = process_state()
     state.wait_for_everyone()
     with state.main_process_first():  # other processes use its result
-        loaded = load_model(config.ref)
+        loaded = load(config.ref)
         # Refused before texts are generated.
         make_curriculum(_schedule(config, [config.self_tokens]).schedule, config)
         files = {"train": TRAIN_FILE, "dev": DEV_FILE}
@@ -220,7 +221,7 @@ def _load(config: Config) -> tuple[LoadedModel, dict[str, Any]]:
 
     # Trained weights are fp32; mixed precision is for the forward pass. The base of a LoRA keeps its type.
     as_stored = not config.full and config.precision != "fp32" and torch.cuda.is_available()
-    loaded = load_model(config.ref, dtype="auto" if as_stored else "float32")
+    loaded = load(config.ref, dtype="auto" if as_stored else "float32")
     digest = checkpoint_digest(loaded)
     _check_fit(config, digest["fit"])
     if not hasattr(loaded.model, "get_base_model"):

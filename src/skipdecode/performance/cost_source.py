@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from skipdecode.common.environment import cpu_model, usable_cores
-from skipdecode.common.files import cache_dir, write_whole
 from skipdecode.common.progress import note
-from skipdecode.engine import kernels
+from skipdecode.engine.loading import running_dtype
 from skipdecode.engine.opening import Backend, open_engines
-from skipdecode.errors import DataError, ModelLoadError, OutputError, UsageError
+from skipdecode.engine.remembered import remembered
+from skipdecode.errors import ModelLoadError, UsageError
 from skipdecode.models.families import FAMILIES, unwrap
 from skipdecode.models.fit import keep_fit
 from skipdecode.models.loading.hub import DTYPES, choose_device, load_model
@@ -63,7 +59,7 @@ def find_cost(
     ref : ModelRef
         A model, or the file of a config (JSON), which has no weights.
     dtype : str
-        Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; "auto": the checkpoint's own, bf16 where unknown.
+        Of the weights, one of `skipdecode.models.loading.hub.DTYPES`; for "auto" see `running_dtype`, bf16 if unknown.
     device : str, optional
         A torch device; default: the first GPU if there is one, else the CPU.
     measure : bool, optional
@@ -96,7 +92,7 @@ def find_cost(
         raise UsageError(f"{ref.name} is a config without weights, so nothing can be measured: leave out {flag}")
     if wanted or (measure is None and not only_config and ref.has_weights()):
         target = choose_device(device)
-        asked = ref.dtype(dtype, target), engine, quantization, batch, prompt_len
+        asked = running_dtype(ref, dtype, target, engine), engine, quantization, batch, prompt_len
         return _kept_or_measured(ref, target, asked, remeasure)
     if quantization != "none":
         raise UsageError(f"the cost of --quantization {quantization} is measured, not predicted: add --measure")
@@ -108,52 +104,32 @@ def _kept_or_measured(
 ) -> CostSource:
     """What an earlier call found for a model of these sizes, without its weights; else measured, and kept."""
     dtype, engine, quantization, batch, prompt_len = asked
-    key = _key(ref, asked, device)
-    path = cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
-    if remeasure or (found := _kept(path, key)) is None:
+
+    def measured() -> dict[str, Any]:
         model = load_model(ref, dtype=dtype, device=str(device), require_tokenizer=False).model
         keep_fit(model, None)  # whose part of a step `CostModel.with_fit` counts
         backend = open_engines(model, engine, note, quantization)
         cost = measure_cost(backend, batch=batch, prompt_len=prompt_len, progress=True)
-        found = cost, _dtype_name(unwrap(model).dtype), _measured_origin(backend, cost, device)
-        about = {"key": key, "cost": cost.to_dict(), "dtype": found[1], "origin": found[2]}
-        with contextlib.suppress(OutputError):  # A cache that cannot be written costs the next call a calibration.
-            write_whole(path, json.dumps(about, indent=1))
-    cost, kind, origin = found
+        kind, origin = _dtype_name(unwrap(model).dtype), _measured_origin(backend, cost, device)
+        return {"cost": cost.to_dict(), "dtype": kind, "origin": origin}
+
+    sizes = {name: value for name, value in ref.config.to_dict().items() if name not in _VOLATILE}
+    model = json.dumps(sizes, sort_keys=True, default=str), ref.adapter and str(ref.adapter)
+    cost, kind, origin = remembered("costs", [asked, model, FORMAT], device, measured, _kept, remeasure)
     return CostSource(cost, find_geometry(ref, kind, device)[0], kind, origin)
 
 
-def _key(ref: ModelRef, asked: tuple[str | int, ...], device: torch.device) -> Any:
-    """All that a measured cost holds for: what was asked, sizes, kernels, machine and versions; JSON-ready."""
-    sizes = {name: value for name, value in ref.config.to_dict().items() if name not in _VOLATILE}
-    sources = b"".join(f.read_bytes() for f in sorted(Path(kernels.__file__).parent.glob("*.*")))
-    here = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "cpu": cpu_model(),
-        "cores": usable_cores(),
-        "costs": FORMAT,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    model = json.dumps(sizes, sort_keys=True, default=str), ref.adapter and str(ref.adapter)
-    return json.loads(json.dumps([asked, model, hashlib.sha256(sources).hexdigest(), here]))
-
-
-def _kept(path: Path, key: Any) -> tuple[CostModel, str, str] | None:
-    """The cost model kept at `path` with its dtype and origin, if there is one for this key that can be read."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        found = CostModel.from_dict(data["cost"]), str(data["dtype"]), str(data["origin"])
-        return found if data["key"] == key else None
-    except (OSError, ValueError, KeyError, TypeError, DataError):
-        return None
+def _kept(data: Any) -> tuple[CostModel, str, str]:
+    return CostModel.from_dict(data["cost"]), str(data["dtype"]), str(data["origin"])
 
 
 def find_geometry(ref: ModelRef, dtype: str, device: torch.device) -> tuple[ModelGeometry, torch.dtype]:
     """The sizes of a model by name, and the dtype of its weights, from its config alone; see `find_cost`."""
-    config = _config_of_file(path) if (path := Path(ref.name)).is_file() else ref.config
-    kind = _dtype(config, ref.dtype(dtype, device))
+    if (path := Path(ref.name)).is_file():
+        config, chosen = _config_of_file(path), dtype
+    else:
+        config, chosen = ref.config, running_dtype(ref, dtype, device)
+    kind = _dtype(config, chosen)
     return ModelGeometry.from_config(config, kind.itemsize), kind
 
 
@@ -174,7 +150,7 @@ def _predicted(ref: ModelRef, batch: int, dtype: str, device: str | None) -> Cos
     cost = CostModel.predicted(geometry, machine, batch)
     origin = (
         f"predicted from bytes and FLOPs for an engine at the limit of this machine "
-        f"({machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s, measured now)"
+        f"({machine.bandwidth / 1e9:.1f} GB/s, {machine.flops / 1e9:.0f} GFLOP/s, measured here)"
     )
     return CostSource(cost, geometry, _dtype_name(kind), origin)
 

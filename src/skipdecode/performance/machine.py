@@ -13,10 +13,8 @@ from functools import partial
 
 import torch
 
-from skipdecode.engine.kernels import native_kernels
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
-from skipdecode.engine.kernels.quantize import quantize
-from skipdecode.engine.kernels.spec import LinearSpec
+from skipdecode.engine.products import PRODUCT_FLOPS, cpu_products, product_rates
 from skipdecode.errors import UsageError
 
 __all__ = [
@@ -61,11 +59,12 @@ class Machine:
 def measure_machine(device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Machine:
     """Bandwidth and matrix-product rate of a device, for `CostModel.predicted`. Takes less than a second.
 
-    On a CPU the rate is that of fp32 for any `dtype`: good kernels multiply bf16 weights as fp32, while torch's bf16
-    product is many times slower on a CPU without bf16 instructions.
+    On a CPU the rate is the remembered one of the fast engine's products, for other types than bf16 that of fp32.
     """
-    on_cpu = torch.device(device).type == "cpu"
-    return Machine(measure_bandwidth(device), measure_flops(torch.float32 if on_cpu else dtype, device))
+    if torch.device(device).type != "cpu":
+        return Machine(measure_bandwidth(device), measure_flops(dtype, device))
+    rates = product_rates()
+    return Machine(measure_bandwidth(device), rates["bfloat16" if dtype == torch.bfloat16 else "float32"])
 
 
 def measure_bandwidth(device: torch.device | str = "cpu") -> float:
@@ -86,10 +85,9 @@ def measure_bandwidth(device: torch.device | str = "cpu") -> float:
     return block.nbytes / min(_best_seconds(read, device) for read in reads)
 
 
-def measure_flops(dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu") -> float:
-    """Operations per second of a matrix product in `dtype`: the best of a few, each compute bound."""
-    device = torch.device(device)
-    size = 512 if device.type == "cpu" else 4096
+def measure_flops(dtype: torch.dtype, device: torch.device | str) -> float:
+    """Operations per second of a GPU's matrix product in `dtype`: the best of a few, each compute bound."""
+    device, size = torch.device(device), 4096
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / _best_seconds(lambda: left @ right, device)
 
@@ -97,30 +95,12 @@ def measure_flops(dtype: torch.dtype = torch.bfloat16, device: torch.device | st
 def measure_products(arithmetic: str, device: torch.device | str = "cpu") -> float:
     """Operations per second of a product of 512 rows: the arithmetic limit of a prompt or a large batch.
 
-    On a CPU the faster of torch and the kernels of this package.
-
-    Parameters
-    ----------
-    arithmetic : str
-        Type of the factors: the name of a torch dtype, or "w8a8" for bytes. On a CPU that does not multiply bytes, w8a8
-        stands for bf16.
+    On a CPU the faster of torch and the kernels of this package. `arithmetic` is as for `cpu_products`.
     """
     device = torch.device(device)
-    dtype = torch.bfloat16 if arithmetic == "w8a8" else getattr(torch, arithmetic)
     if device.type != "cpu":
-        return measure_flops(dtype, device)
-    rows, size = 512, 1024
-    # Random numbers, like a model's: products of constants take less power and run a little faster.
-    random = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(rows, size, generator=random), torch.randn(size, size, generator=random).to(dtype)
-    narrow, out = x.to(dtype), torch.empty(rows, size)
-    work: list[Callable[[], object]] = [partial(torch.nn.functional.linear, narrow, weight)]
-    kernels, _ = native_kernels(device, dtype)
-    if kernels is not None:
-        in_bytes = arithmetic == "w8a8" and kernels.multiplies_bytes
-        call = kernels.linear(LinearSpec(quantize(weight, "w8a8") if in_bytes else weight))
-        work.append(partial(call, x, out, rows, False))
-    return 2 * rows * size**2 / min(_best_seconds(each, device) for each in work)
+        return measure_flops(torch.bfloat16 if arithmetic == "w8a8" else getattr(torch, arithmetic), device)
+    return PRODUCT_FLOPS / min(_best_seconds(each, device) for each in cpu_products(arithmetic).values())
 
 
 def synchronize(device: torch.device) -> None:

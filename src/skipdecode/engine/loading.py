@@ -1,0 +1,78 @@
+"""Loads a model by its name, in the type in which the engine that will run it is fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from skipdecode.common.environment import multiplies_bf16
+from skipdecode.models.loading.hub import LoadedModel, choose_device, load_model
+from skipdecode.models.loading.ref import ModelRef
+
+__all__ = ["load", "running_dtype"]
+
+_FASTER = 1.5  # fp32 over bf16 in products, from which on a shorter prompt repays decode steps of twice the bytes
+
+
+def load(
+    name: str | Path | ModelRef,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    engine: str = "auto",
+    require_tokenizer: bool = True,
+) -> LoadedModel:
+    """A causal LM by name, with its tokenizer, its schedule and its fit.
+
+    Parameters
+    ----------
+    name : str, Path or ModelRef
+        A local directory (a checkpoint or a PEFT adapter), a hub id, ``smollm2-135m``, or a bundled adapter on it, such
+        as ``e2e-smollm2-135m``. These names take precedence: a directory of such a name is ``./smollm2-135m``.
+    dtype : {"auto", "float32", "bfloat16", "float16", "float64"}
+        Dtype of the weights; for "auto" see `running_dtype`.
+    device : str, optional
+        A torch device such as "cpu" or "cuda:1". Default: the first GPU if there is one, else the CPU.
+    engine : {"auto", "fast", "transformers"}
+        The engine that will run the model; auto: the fast engine if it supports the model.
+    require_tokenizer : bool
+        Whether a checkpoint without tokenizer is an error. If not, `LoadedModel.tokenizer` is None.
+
+    Raises
+    ------
+    FitError
+        If a fit is broken, or for another model.
+    ModelLoadError
+        If the name is unknown, the hub is needed and not reachable, the files are broken or incomplete, or the model is
+        not a decoder-only causal LM.
+    MissingExtraError
+        If peft is needed and not installed.
+    ScheduleError
+        If the schedule of the checkpoint is invalid or for another number of layers.
+    DataError
+        If recipe.json is broken.
+    UsageError
+        If `dtype` or `device` is not accepted, or if there are several fits.
+    """
+    ref = name if isinstance(name, ModelRef) else ModelRef(str(name))
+    chosen = running_dtype(ref, dtype, choose_device(device), engine)
+    return load_model(ref, dtype=chosen, device=device, require_tokenizer=require_tokenizer)
+
+
+def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") -> str:
+    """The dtype `asked`, with an exception for "auto": bf16 or fp32, by the device's products.
+
+    The exception holds for `ModelRef.runs_in_bf16` and, on CPUs, for `ModelRef.stored_in_bf16`. On a CPU fp32 is taken
+    if the engine's measured fp32 product of a prompt is at least 1.5 times as fast as that of bf16: decode steps read
+    twice the bytes in fp32. A GPU takes fp32 only if it does not multiply bf16.
+    """
+    from skipdecode.engine.model_spec import READERS
+    from skipdecode.engine.products import product_rates
+
+    on_cpu = device.type == "cpu"
+    if asked != "auto" or not (ref.runs_in_bf16 or (on_cpu and ref.stored_in_bf16)):
+        return asked
+    if not on_cpu:
+        return "bfloat16" if multiplies_bf16(device.type) else "float32"
+    rates = product_rates("fast" if engine != "transformers" and ref.config.model_type in READERS else "transformers")
+    return "float32" if rates["float32"] >= _FASTER * rates["bfloat16"] else "bfloat16"
