@@ -27,7 +27,7 @@ _GRAM = 2  # last tokens that must have occurred before
 _TEXT_PRIOR, _LAYERS_PRIOR = 0.4, 0.7  # acceptance of drafts before any is checked
 _PRIOR_WEIGHT, _LEAST_RATE = 2, 0.05
 _THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-_LOGARITHMS = {threshold: math.log(threshold) for threshold in _THRESHOLDS}
+_LOGARITHMS = [math.log(threshold) for threshold in _THRESHOLDS]
 _GAIN = 1.1  # minimum expected speed-up of drafting
 _PROBE_AFTER = (4, 64)  # steps without drafts under a schedule before the first probe, and most before later ones
 _SLOWER_WEIGHT, _LEAST_SECONDS = 0.1, 1e-9
@@ -202,9 +202,7 @@ class Planner:
         if self._may_pay(rows, best):
             for drafter in drafters:
                 self._choose_source(rows, drafter)
-            for counts in {
-                tuple(_drafts_above(threshold, drafter) for drafter in drafters) for threshold in _THRESHOLDS
-            }:
+            for counts in set(zip(*map(_counts, drafters), strict=True)):
                 rate = self._rate(rows, drafters, counts) if any(counts) else 0.0
                 if rate > best:
                     best, chosen = rate, list(counts)
@@ -271,9 +269,10 @@ class Planner:
         return tokens / seconds
 
 
-def _drafts_above(threshold: float, drafter: Drafter) -> int:
-    """Number of drafts that are all accepted with a chance of at least `threshold`."""
-    chance = drafter.acceptance.chance
-    if chance < threshold:
-        return 0
-    return min(drafter.room, int(_LOGARITHMS[threshold] / math.log(min(chance, 0.99))))
+def _counts(drafter: Drafter) -> list[int]:
+    """For each threshold, the number of drafts that are all accepted with at least this chance."""
+    chance, room = min(drafter.acceptance.chance, 0.99), drafter.room
+    if chance < _THRESHOLDS[-1]:
+        return [0] * len(_THRESHOLDS)
+    one = math.log(chance)
+    return [min(room, int(all_of_them / one)) for all_of_them in _LOGARITHMS]
