@@ -67,7 +67,7 @@ def running_dtype(ref: ModelRef, asked: str, device: Any, engine: str = "auto") 
     twice the bytes in fp32. A GPU takes fp32 only if it does not multiply bf16.
     """
     from skipdecode.engine.model_spec import READERS
-    from skipdecode.engine.products import product_rates
+    from skipdecode.engine.remembered import product_rates
 
     on_cpu = device.type == "cpu"
     if asked != "auto" or not (ref.runs_in_bf16 or (on_cpu and ref.stored_in_bf16)):

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from skipdecode.engine.kernels.build import KernelBuildError, load_library
-from skipdecode.engine.products import PRODUCT_FLOPS, cpu_products, product_rates
+from skipdecode.engine.remembered import PRODUCT_FLOPS, cpu_products, product_rates
 from skipdecode.errors import UsageError
 
 __all__ = [

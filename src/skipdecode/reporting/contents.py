@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,8 +14,7 @@ from typing import Any
 from skipdecode.evaluation.compare import Pair
 from skipdecode.evaluation.results import Run
 from skipdecode.reporting.charts import chart_figure, grouped
-from skipdecode.reporting.outputs import sample_section
-from skipdecode.reporting.page import Card, Picture, Section, render, table
+from skipdecode.reporting.page import Card, Picture, Pieces, Sample, Section, render, table
 from skipdecode.reporting.plots import (
     calibration_figure,
     depth_figure,
@@ -22,12 +23,14 @@ from skipdecode.reporting.plots import (
     speed_figure,
 )
 from skipdecode.reporting.quality import best_first, pair_sections, quality_card, quality_section
-from skipdecode.reporting.results import groups_of
+from skipdecode.reporting.results import Group, groups_of
 from skipdecode.reporting.sources import Source, of_kind
 from skipdecode.schedule import Schedule
 
 __all__ = ["BENCH", "SELF_GENERATED", "VERDICTS", "html_report"]
 
+_SHOWN_TEXT = 1200
+_MARKED = "Marked: words that differ from the output of the same model at full depth."
 BENCH = {
     "engine": "{engine}",
     "batch": "{batch}",
@@ -109,7 +112,7 @@ def html_report(
     """
     groups = best_first(groups_of(sources))
     sections = [*map(quality_section, groups), *pair_sections(pairs, sources)]
-    sections += map(sample_section, groups)
+    sections += map(_sample_section, groups)
     sections += [_self_generated(source) for source in of_kind(sources, "self-generated")]
     sections += [_bench(source) for source in of_kind(sources, "bench")]
     sections.append(_schedules(sources))
@@ -237,3 +240,38 @@ def _settings(sources: Sequence[Source]) -> Section:
         kept["signatures"] = {name: entry["signature"] for name, entry in run.data["metrics"].items()}
         details.append((run.name, json.dumps(kept, indent=1, ensure_ascii=False)))
     return Section("How each run was made", details=details)
+
+
+# ---------------------------------------------------------------------- outputs side by side
+
+
+def _sample_section(group: Group) -> Section:
+    """The sample records that all runs have, with the outputs of all runs."""
+    return Section(f"Outputs side by side: {group.title}", _MARKED, samples=_samples(group.runs))
+
+
+def _samples(runs: Sequence[Run]) -> list[Sample]:
+    by_id = [{sample["id"]: sample for sample in run.data["samples"]} for run in runs]
+    samples: list[Sample] = []
+    for identity, first in by_id[0].items():
+        if all(identity in found for found in by_id):
+            outputs: list[tuple[str, Pieces]] = [("reference", [(_short(first["reference"]), False)])]
+            for run, found in zip(runs, by_id, strict=True):
+                full = found[identity].get("full_output")
+                outputs.append((run.name, _marked(_short(found[identity]["output"]), full)))
+            samples.append((_short(first["prompt"]), outputs))
+    return samples
+
+
+def _marked(text: str, full: str | None) -> Pieces:
+    """The text in pieces; those that `full` does not have are marked."""
+    if full is None:
+        return [(text, False)]
+    # Words and the white space between them: the pieces together are the text.
+    words, expected = re.findall(r"\s+|\S+", text), re.findall(r"\s+|\S+", full)
+    changes = difflib.SequenceMatcher(None, words, expected, autojunk=False).get_opcodes()
+    return [("".join(words[low:high]), tag != "equal") for tag, low, high, _, _ in changes if high > low]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_TEXT else text[:_SHOWN_TEXT] + " …"
