@@ -2,8 +2,8 @@
 
     python benchmarks/exact.py --data DATA --cnn-dm CHECKPOINT --out results/exact-smollm2-135m.json --minutes 4
 
-DATA has e2e/test.jsonl and cnn_dm/test.jsonl. CHECKPOINT carries the schedule that drafts: `benchmarks/ready.py` tunes
-one (WORK/cnn_dm-fitted/tuned-10).
+DATA has e2e/test.jsonl and cnn_dm/test.jsonl. CHECKPOINT carries the schedule that drafts; at full depth drafts are
+from the text alone (`benchmarks/ready.py` tunes WORK/cnn_dm-full-a).
 
 Part `compared`: every sequence drafts `DRAFTS` tokens at every step, whether that pays or not, in batches of each size.
 Each text is compared with the text of the same prompt alone at full depth. Part `rows`: times of the requests of a

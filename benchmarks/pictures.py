@@ -42,9 +42,8 @@ def quality_figure(table: dict[str, Any]) -> Any:
 
 def minutes_figure(result: dict[str, Any]) -> Any:
     """What the target of each task keeps of full depth after minutes of preparation, with its speed-up of requests."""
-    targets = [row for row in result["rows"] if row["schedule"].endswith("-wall")]
+    targets = [row for row in result["rows"] if row["role"] == "target"]
     lines = grouped(targets, lambda row: f"{row['task']}, {row['method']}")
-
     series = [
         Series(
             f"{name}, {rows[-1]['request_speedup']:.2f}x", [Point(row["minutes"], 100 * row["kept"]) for row in rows]

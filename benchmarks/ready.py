@@ -106,6 +106,7 @@ def rows(task: str, method: str, minutes: float, found: dict[str, Any]) -> list[
             "method": method,
             "minutes": row["minutes"],
             "schedule": row["name"],
+            "role": "full" if row["full_depth"] else row["name"].partition(", ")[2] or "target",
             "request_speedup": row["request_speedup"],
             "kept": min(row["scores"][name] / score for name, score in best.items()),
             "copied": row.get("copied"),

@@ -11,6 +11,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -334,13 +335,13 @@ def ready(document: Row) -> Table:
         ("task", "{task}"),
         ("method", "{method}"),
         ("minutes", lambda row: f"{row['cpu_minutes']:.1f}" + ("" if row["minutes"] else ", no tuning")),
-        ("schedule", lambda row: row["schedule"].rpartition(", ")[2] if ", " in row["schedule"] else "target"),
+        ("schedule", "{role}"),
         ("request", times("request_speedup")),
         ("kept", "{kept:.1%}"),
         ("names and numbers copied", lambda row: "-" if row["copied"] is None else f"{row['copied']:.0f}%"),
         ("perplexity ratio", given("perplexity_ratio", ".2f")),
     ]
-    return table((row for row in document["rows"] if row["schedule"] not in ("full", "base")), columns)
+    return table((row for row in document["rows"] if row["role"] != "full"), columns)
 
 
 def exact(document: Row) -> Table:
@@ -357,7 +358,7 @@ def exact(document: Row) -> Table:
             for name in dict.fromkeys(name for row in document["rows"] for name in row["others"])
         ),
     ]
-    return table(document["rows"], columns)
+    return table(sorted(document["rows"], key=itemgetter("task", "quantization", "batch")), columns)
 
 
 def fidelity(row: Row | None) -> str:

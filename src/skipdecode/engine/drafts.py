@@ -192,7 +192,7 @@ class Planner:
     def plan(self, rows: int, drafters: Several[Drafter]) -> list[int]:
         """The number of drafts of each of `drafters`, after `Drafter.look`; `rows` sequences decode at this step.
 
-        Also chooses the source of each: that of the higher rate, if the sequence were alone.
+        Also chooses the source of each.
         """
         alone = self.checks(rows)
         nothing = [0] * len(drafters)

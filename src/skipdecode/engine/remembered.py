@@ -79,10 +79,10 @@ def cpu_products(arithmetic: str) -> dict[str, Callable[[], object]]:
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(_ROWS, _SIZE, generator=random), torch.randn(_SIZE, _SIZE, generator=random).to(dtype)
     work: dict[str, Callable[[], object]] = {"transformers": partial(torch.nn.functional.linear, x.to(dtype), weight)}
-    kernels, _ = native_kernels(_CPU, dtype)
-    if kernels is not None:
-        in_bytes = arithmetic == "w8a8" and kernels.multiplies_bytes
-        call = kernels.linear(LinearSpec(quantize(weight, "w8a8") if in_bytes else weight))
+    native, _ = native_kernels(_CPU, dtype)
+    if native is not None:
+        in_bytes = arithmetic == "w8a8" and native.multiplies_bytes
+        call = native.linear(LinearSpec(quantize(weight, "w8a8") if in_bytes else weight))
         work["fast"] = partial(call, x, torch.empty(_ROWS, _SIZE), _ROWS, False)
     return work
 

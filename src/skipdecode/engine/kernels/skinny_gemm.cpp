@@ -25,6 +25,7 @@ constexpr int64_t kStrip = LANES;           // weight rows whose sums are held
 constexpr int64_t kSlabBytes = 128 * 1024;  // weights that stay in L2 while the panels pass
 constexpr int64_t kChunkBytes = 24 * 1024;  // a panel's columns that stay in L1 beside the weights that stream past them
 constexpr int64_t kAhead = 8192;            // bytes from what is read to what is fetched, all streams together
+constexpr int kToL1 = 3, kToL2 = 2;         // where to; few misses of L1 are under way at a time, so several rows fetch to L2
 
 // sums[c * kStrip + r * Apart] += the products of R weight rows and M activation rows over k columns. x holds the activations'
 // parts side by side: [step, part, row].
@@ -40,7 +41,7 @@ __attribute__((noinline)) void block(const typename F::Row* w, const float* x, v
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-      for (int64_t b = 0; b < F::kStepBytes; b += 64) __builtin_prefetch(ahead + r * apart + b, 0, M == 1 ? 3 : 2);
+      for (int64_t b = 0; b < F::kStepBytes; b += 64) __builtin_prefetch(ahead + r * apart + b, 0, M == 1 ? kToL1 : kToL2);
 #pragma GCC unroll 16
     for (int p = 0; p < F::kParts; p++) {
       vf part[R];
