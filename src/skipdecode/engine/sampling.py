@@ -22,6 +22,7 @@ from skipdecode.engine.requests import Sampling
 __all__ = ["Predicted", "Sampler"]
 
 _MOST_TOP = 128  # largest top-k for which candidates are sought
+_NEAR = 512  # top tokens among which a nucleus is sought first: to sort a whole vocabulary takes milliseconds
 
 
 class Sampler:
@@ -99,18 +100,30 @@ class Sampler:
             logits = logits[tokens]
         logits = logits / s.temperature
         if s.top_p < 1:
-            logits, order = logits.sort(descending=True, stable=True)
+            logits, order = _nucleus(logits, s.top_p)
             tokens = order if tokens is None else tokens[order]
-            probs = logits.softmax(0)
-            # A token stays if those before it do not reach p yet. The first stays even if p is 0 in fp32.
-            gone = probs.cumsum(0) - probs >= s.top_p
-            gone[0] = False
-            logits = logits.masked_fill(gone, -torch.inf)
         probs = logits.softmax(0)
         if s.min_p > 0:
             probs = probs.masked_fill(probs < s.min_p * probs.max(), 0)
         index = int(torch.multinomial(probs, 1, generator=generator))
         return index if tokens is None else int(tokens[index])
+
+
+def _nucleus(logits: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """Logits and positions of the fewest most probable tokens that reach `top_p` together, the best first."""
+    near = torch.arange(len(logits))
+    if len(logits) > _NEAR:
+        near = (logits >= logits.topk(_NEAR).values[-1]).nonzero()[:, 0]
+    best, order = logits[near].sort(descending=True, stable=True)
+    probs = (best - logits.logsumexp(0)).exp()
+    reached = probs.cumsum(0)
+    if len(near) < len(logits) and not reached[-1] >= top_p:
+        near, (best, order) = torch.arange(len(logits)), logits.sort(descending=True, stable=True)
+        probs = best.softmax(0)
+        reached = probs.cumsum(0)
+    # A token stays if those before it do not reach p yet. The first stays even if p is 0 in fp32.
+    count = max(1, int((reached - probs < top_p).sum()))
+    return best[:count], near[order[:count]]
 
 
 class Predicted:
