@@ -66,6 +66,7 @@ SIDES = (
     "today/answers25",
     "fitted/answers25",
     "fitted, one tap/prompt15-answers28",
+    "fitted, one tap/prompt12-answers28",
     "fitted, one tap/prompt10-answers28",
 )
 SENTENCES = (
@@ -133,7 +134,7 @@ def chat_setting(options: argparse.Namespace) -> Setting:
     rows = [row for name in ("self", "self-dev") for row in read_rows(options.runs / f"chat-words/{name}.jsonl", 10**6)]
     texts = chat_texts(tokenizer, rows)
     cut = len(texts) // 6
-    pairs = ((15, 30), (30, 23), (15, 28), (30, 25), (10, 30), (10, 28))
+    pairs = ((15, 30), (30, 23), (15, 28), (12, 28), (30, 25), (10, 30), (10, 28))
     schedules = several(30, ORDER, *pairs)
     return Setting(loaded, texts[cut:], texts[:cut], schedules, ORDER, repeat_probe(tokenizer, chat=True))
 

@@ -44,7 +44,12 @@ class Task(NamedTuple):
 
 SUMMARY = ("rougeL", "bertscore_f1")
 TASKS = {
-    "e2e": Task("e2e-smollm2-135m", 1.6, ("bleu", *SUMMARY), ["--self-records", "320", "--self-tokens", "64"]),
+    "e2e": Task(
+        "e2e-smollm2-135m",
+        1.6,
+        ("bleu", *SUMMARY),
+        ["--self-records", "320", "--self-tokens", "64", "--test-records", "128", "--augment-names", "mr"],
+    ),
     "chat": Task(
         "smollm2-135m",
         1.25,
@@ -59,7 +64,7 @@ METHODS = {"fitted": [], "without fits": ["--no-fit"]}
 
 def checkpoint(task: str, options: argparse.Namespace) -> str | Path:
     """Name or directory of a task's checkpoint at full depth, which is tuned first if it has to be."""
-    name = TASKS[task].checkpoint
+    name = options.checkpoint or TASKS[task].checkpoint
     if task not in PLANS or name not in PLANS[task].checkpoints:
         return name
     steps = Steps(PLANS[task], options.data / task, options.work, dry_run=False)
@@ -76,8 +81,8 @@ def minutes_of(name: str | Path) -> dict[str, Any]:
 
 def prepared(task: str, method: str, minutes: float, options: argparse.Namespace) -> dict[str, Any]:
     """What `skipdecode prepare` says of a task."""
-    _, target, _, more = TASKS[task]
-    out = options.work / f"{task}-{method.replace(' ', '-')}"
+    target, more = options.target or TASKS[task].target, TASKS[task].options
+    out = options.work / f"{task}-{method.replace(' ', '-')}-{target:g}x"
     files = []
     if task != "chat":
         files = [
@@ -125,6 +130,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--minutes", nargs="+", type=float, default=[0.0, 10.0])
+    parser.add_argument("--checkpoint", help="in place of the one of each task")
+    parser.add_argument("--target", type=float, help="request speed-up, in place of the one of each task")
     parser.add_argument("--cpu-clock", action="store_true", help="minutes of CPU time on one thread, not of the clock")
     parser.add_argument("--work", type=Path, required=True, help="directory of the runs")
     options = parser.parse_args()
