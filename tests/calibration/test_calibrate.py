@@ -24,7 +24,7 @@ from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import set_goal
 from skipdecode.calibration.meter import LossMeter
 from skipdecode.calibration.order import block_influence
-from skipdecode.calibration.run import calibrate, trials
+from skipdecode.calibration.run import calibrate, records_for_fit, trials
 from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.cli import main
 from skipdecode.common.journal import KeptValues
@@ -51,6 +51,20 @@ def examples(count: int = 7, seed: int = 0, longest: int = 9) -> list[Example]:
         return tuple(torch.randint(3, 259, (length,), generator=generator).tolist())
 
     return [Example(f"e{n}", tokens(3, 12), tokens(2, longest)) for n in range(count)]
+
+
+def test_fit_takes_records_up_to_its_tokens_and_more_where_responses_are_short():
+    rows = [Example(f"e{n}", (n,) * 90, (1,) * 10) for n in range(50)]
+    learn, check = rows[40:44], rows[:2]
+
+    def taken(tokens: int, columns: int, most: int = 256) -> list[str]:
+        settings = FitOptions(fit_tokens=tokens, fit_records=most)
+        return [row.id for row in records_for_fit(rows, learn, check, settings, columns)]
+
+    assert set(taken(1000, 2)) == {"e40", "e41", "e42", "e43", *(f"e{n}" for n in range(2, 8))}
+    assert len(taken(1000, 50)) == 20  # 200 tokens of responses, four for each column
+    assert len(taken(10**6, 2)) == 48
+    assert taken(10**6, 2, most=8) == ["e40", "e41", "e42", "e43", "e2", "e3", "e4", "e5"]
 
 
 def meter_of(attachment: Any, rows: list[Example], path: Path, **options: Any) -> LossMeter:

@@ -18,7 +18,7 @@ from skipdecode.calibration.fitting import Fitter
 from skipdecode.calibration.goal import Goal, TextCost
 from skipdecode.calibration.meter import LossMeter, measuring
 from skipdecode.calibration.order import Round, block_influence, greedy_order, greedy_trials
-from skipdecode.calibration.settings import CalibrationSettings
+from skipdecode.calibration.settings import CalibrationSettings, FitOptions
 from skipdecode.common.progress import note
 from skipdecode.data.prompts import Example
 from skipdecode.engine.router import Measured, prompt_features
@@ -32,6 +32,7 @@ from skipdecode.tuning.collate import padding
 __all__ = ["Calibration", "Meters", "Verdict", "calibrate", "calibrate_model", "draw_records"]
 __all__ += ["measured_records", "records_for_fit", "trials"]
 
+_TOKENS_A_COLUMN = 4
 Meters = Callable[[Fit | None], tuple[LossMeter, LossMeter | None]]
 
 
@@ -64,12 +65,28 @@ def _take(groups: Sequence[list[Example]], count: int) -> tuple[list[Example], l
 
 
 def records_for_fit(
-    examples: Sequence[Example], learn: Sequence[Example], check: Sequence[Example], most: int
+    examples: Sequence[Example],
+    learn: Sequence[Example],
+    check: Sequence[Example],
+    settings: FitOptions,
+    hidden_size: int,
 ) -> list[Example]:
-    """At most `most` records, those to learn from first, in the order of their lengths; none has a held-out prompt."""
+    """Records to fit on, in the order of their lengths: those to learn from, then others; none has a held-out prompt.
+
+    Records are taken up to the tokens of the settings, or for long prompts until their responses have
+    `_TOKENS_A_COLUMN` tokens for each column of a bridge.
+    """
     kept = {example.prompt for example in check}
     others = [e for e in examples if e.prompt not in kept and e not in learn]
-    return sorted([*learn, *others][:most], key=lambda e: (len(e.prompt), len(e.response)))
+    taken: list[Example] = []
+    tokens = answers = 0
+    for example in [*learn, *others][: settings.fit_records]:
+        if tokens >= settings.fit_tokens and answers >= _TOKENS_A_COLUMN * hidden_size:
+            break
+        taken.append(example)
+        tokens += len(example.prompt) + len(example.response)
+        answers += len(example.response)
+    return sorted(taken, key=lambda e: (len(e.prompt), len(e.response)))
 
 
 @dataclass(frozen=True)

@@ -88,3 +88,9 @@ class FitOptions(Options):
     fit_taps: int = option(
         "tokens before its own that a map of a prompt's keys and values sees", default=0, least=0, most=2
     )
+    fit_records: int = option("most records for the fit: those to learn from, then others", default=256, least=8)
+    fit_tokens: int = option(
+        "tokens of prompts and responses after which no more records are taken for the fit, unless bridges need more",
+        default=24_000,
+        least=1,
+    )

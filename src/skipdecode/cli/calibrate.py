@@ -94,7 +94,6 @@ class Config(NamedModel, CalibrationSettings, FitOptions, SelfGeneratedOptions, 
         "fit bridges over skipped layers, which the search measures in place, and keys and values of prompts",
         default=True,
     )
-    fit_records: int = option("records for the fit: first those to learn from, then others", default=256, least=8)
     router: tuple[str, ...] = option(
         "make a router (OUT/router.json) in place of a schedule: it selects one of these schedules for each request, "
         "so that all requests together reach --target-speedup; schedule files, full, or names of schedules that the "
@@ -124,7 +123,8 @@ def run(config: Config) -> int:
         Schedule.from_speedup(layers, config.nominal_speedup, 64, warmup_layers=config.warmup_layers)
     loaded, examples = _read(config, prompts)
     learn, check = draw_records(examples, config.records, config.held_out, config.seed)
-    fitter = _fitter(config, loaded, records_for_fit(examples, learn, check, config.fit_records))
+    width = loaded.model.config.get_text_config(decoder=True).hidden_size
+    fitter = _fitter(config, loaded, records_for_fit(examples, learn, check, config, width), width)
     # The time of a batch's prompts depends on their sum; the cache reads of a step on a typical prompt.
     prompt_len = round((fmean if config.whole else median)(len(e.prompt) for e in learn))
     origin, fitted = "layers only", None
@@ -208,14 +208,13 @@ def _records(config: Config, template: Template) -> RecordFile:
     return augmented(config, template, read_files(config, template, data=None)["data"], config.seed)
 
 
-def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example]) -> Fitter | None:
+def _fitter(config: Config, loaded: LoadedModel, records: Sequence[Example], width: int) -> Fitter | None:
     """The fitter on these records; refuses, before measurements, records with too few tokens for a bridge."""
     from skipdecode.calibration.fitting import Fitter
     from skipdecode.tuning.collate import batches_of, padding
 
     if not config.fit:
         return None
-    width = loaded.model.config.get_text_config(decoder=True).hidden_size
     tokens = sum(len(record.response) for record in records)
     if tokens <= width:
         raise UsageError(
