@@ -155,6 +155,9 @@ def sides(options: argparse.Namespace, checkpoint: Path, model: Any) -> Iterator
         methods += [Method(backend, s, f"{name}, {'full' if s is None else s.name}") for s in schedules]
     if "transformers" in options.rivals:
         methods.append(Method(GenerateBackend(model), None, "transformers"))
+        # On processors without bf16 instructions, fp32 is the faster type of torch's products.
+        whole = load_model(str(checkpoint), dtype="float32").model
+        methods.append(Method(GenerateBackend(whole), None, "transformers fp32"))
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(max(options.batches)))
         for kind in KINDS if "llama.cpp" in options.rivals else ():

@@ -73,6 +73,13 @@ INLINE vf load_some(const float* p, int64_t count) {
   return load(t);
 }
 
+INLINE void store_some(float* p, int64_t count, vf v) {
+  if (count >= LANES) return store(p, v);
+  float t[LANES];
+  store(t, v);
+  memcpy(p, t, count * sizeof(float));
+}
+
 // Up to LANES outputs of the row `y`, from n on.
 INLINE void write(const LinearArgs& a, float* y, int64_t n, int64_t count, vf v) {
   if (a.dtype == kInt8 || a.dtype == kW8A8) v *= load_some((const float*)a.scales + n, count);
@@ -80,8 +87,5 @@ INLINE void write(const LinearArgs& a, float* y, int64_t n, int64_t count, vf v)
   if (a.activation == kRelu) v = v > 0 ? v : vf{};
   else if (a.activation == kGeluTanh) v = gelu_tanh(v);
   if (a.accumulate) v += load_some(y + n, count);
-  if (count >= LANES) return store(y + n, v);
-  float t[LANES];
-  store(t, v);
-  memcpy(y + n, t, count * sizeof(float));
+  store_some(y + n, count, v);
 }

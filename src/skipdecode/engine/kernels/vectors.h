@@ -122,13 +122,42 @@ INLINE vf sums_of(const vf* v) {
 #endif
 }
 
-#if LANES == 16
-// The lane that `sums_of` adds as the order-th: 4 bits backwards. Added in pairs, pairs of pairs and so on.
-constexpr int64_t chain(int64_t order) { return order >> 3 | (order >> 1 & 2) | (order << 1 & 4) | (order << 3 & 8); }
+#if LANES >= 8
+// The lane that `sums_of` adds as the order-th: its bits backwards. Added in pairs, pairs of pairs and so on.
+constexpr int64_t chain(int64_t order) {
+  return LANES == 16 ? order >> 3 | (order >> 1 & 2) | (order << 1 & 4) | (order << 3 & 8) : order >> 2 | (order & 2) | (order << 2 & 4);
+}
 
 // A word (an fp32 number, two of bf16, four bytes) in every lane.
-INLINE vf splat_word(const float* p) { return hold((vf)_mm512_broadcastss_ps(_mm_load_ss(p))); }
+INLINE vf splat_word(const float* p) {
+#if LANES == 16
+  return hold((vf)_mm512_broadcastss_ps(_mm_load_ss(p)));
+#else
+  return hold((vf)_mm256_broadcast_ss(p));
+#endif
+}
+#endif
 
+#if LANES == 8
+// 8 x 8 words in place.
+INLINE void turn(vf* t) {
+  vf u[8];
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    const __m256 a = _mm256_unpacklo_ps((__m256)t[i], (__m256)t[i + 1]), b = _mm256_unpackhi_ps((__m256)t[i], (__m256)t[i + 1]);
+    const __m256 c = _mm256_unpacklo_ps((__m256)t[i + 2], (__m256)t[i + 3]);
+    const __m256 d = _mm256_unpackhi_ps((__m256)t[i + 2], (__m256)t[i + 3]);
+    u[i] = (vf)_mm256_shuffle_ps(a, c, 0x44), u[i + 1] = (vf)_mm256_shuffle_ps(a, c, 0xee);
+    u[i + 2] = (vf)_mm256_shuffle_ps(b, d, 0x44), u[i + 3] = (vf)_mm256_shuffle_ps(b, d, 0xee);
+  }
+  // u[i + c]: words c and c + 4 of rows i to i + 3, a half each.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    t[c] = (vf)_mm256_permute2f128_ps((__m256)u[c], (__m256)u[4 + c], 0x20);
+    t[c + 4] = (vf)_mm256_permute2f128_ps((__m256)u[c], (__m256)u[4 + c], 0x31);
+  }
+}
+#elif LANES == 16
 // 16 x 16 words in place.
 INLINE void turn(vf* t) {
   vf u[16];

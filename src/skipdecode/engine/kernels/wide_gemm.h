@@ -1,6 +1,6 @@
 // Products whose pace is arithmetic's: many activation rows against a weight matrix, and bytes against bytes.
 //
-// A vector holds one word (an fp32 number, two of bf16, four bytes) of 16 weight rows and meets the same word of an activation
+// A vector holds one word (an fp32 number, two of bf16, four bytes) of LANES weight rows and meets the same word of an activation
 // row, so outputs come out side by side, without sums across a vector.
 //
 // Weights that lie in rows are turned, a strip at a time, for all activation rows. What is lane l of the narrow kernels' vector
@@ -10,14 +10,14 @@
 
 #include "prologue.h"
 
-#if LANES == 16
+#if LANES >= 8
 #define HAS_WIDE 1
 
 namespace {
 
 constexpr int64_t kWideFrom = 48;   // activation rows that repay the turning
 constexpr int64_t kWideRows = 512;  // activation rows packed at a time
-constexpr int kTileVectors = 3;
+constexpr int kTileVectors = LANES == 16 ? 3 : 2;  // as many sums of 6 rows as registers hold
 
 // out[r * V + v]: the sums of M activation rows with V vectors of weight rows. w: [vector, chain, part] vectors; x: M rows, `ldx`
 // floats apart, of [chain, part] words; both in the order in which chains are added. `ahead`: floats from the weights that are
@@ -55,7 +55,7 @@ __attribute__((noinline)) void tile(const float* w, const float* x, int64_t ldx,
 // Weights that lie in rows.
 template <class F>
 struct Turned {
-  static constexpr int kChains = 16, kRows = 6, kLeastVectors = 2, kBehind = 0;
+  static constexpr int kChains = LANES, kRows = 6, kLeastVectors = 2, kBehind = 0;
   static constexpr bool kFetches = false;  // by the tile; the rows are fetched while tiles of those before them run
   static int64_t parts(const LinearArgs& a) { return parts_of(a.k, kStep) * F::kParts; }
   INLINE vf add_product(vf w, vf x, vf sum) { return F::add_product(w, x, sum); }
@@ -64,43 +64,41 @@ struct Turned {
   // An activation row through the prologue.
   static void pack_row(const LinearArgs& a, const float* x, float* out, std::vector<vf>& scratch) {
     const int64_t whole = a.k / kStep * kStep, count = parts(a);
-    scratch.resize(count + 16);
+    scratch.resize(count + LANES);
     float* row = (float*)scratch.data();
     const Stats stats = row_stats(a, x);
     pack<F>(a, x, row, LANES, 0, whole, stats);
     if (whole < a.k) pack_tail<F>(a, x, row + whole / kStep * F::kParts * LANES, LANES, stats);
-    for (int64_t i = 0; i < count; i += 16) {
-      vf t[16];
-      std::copy(scratch.data() + i, scratch.data() + i + 16, t);
+    for (int64_t i = 0; i < count; i += LANES) {
+      vf t[LANES];
+      std::copy(scratch.data() + i, scratch.data() + i + LANES, t);
       turn(t);
-      const __mmask16 some = count - i < 16 ? (1 << (count - i)) - 1 : 0xffff;
-      for (int64_t order = 0; order < 16; order++)
-        _mm512_mask_storeu_ps(out + order * count + i, some, (__m512)t[chain(order)]);
+      for (int64_t order = 0; order < LANES; order++) store_some(out + order * count + i, count - i, t[chain(order)]);
     }
   }
 
-  // 16 weight rows from `n` on; past the last row, the last one.
+  // LANES weight rows from `n` on; past the last row, the last one.
   static void turn_rows(const LinearArgs& a, int64_t n, float* out) {
     const int64_t count = parts(a), padded = count / F::kParts * kStep, columns = F::kPadded ? padded : a.k / kStep * kStep;
-    typename F::Row rows[16];
-    for (int64_t r = 0; r < 16; r++) rows[r] = F::row(a, std::min(n + r, a.n - 1), 0);
+    typename F::Row rows[LANES];
+    for (int64_t r = 0; r < LANES; r++) rows[r] = F::row(a, std::min(n + r, a.n - 1), 0);
     const auto put = [&](int64_t k, int64_t to) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int p = 0; p < F::kParts; p++) {
-        vf t[16];
+        vf t[LANES];
 #pragma GCC unroll 16
-        for (int r = 0; r < 16; r++) t[r] = F::part(rows[r], k, p);
+        for (int r = 0; r < LANES; r++) t[r] = F::part(rows[r], k, p);
         turn(t);
 #pragma GCC unroll 16
-        for (int order = 0; order < 16; order++)
+        for (int order = 0; order < LANES; order++)
           store(out + (order * count + to / kStep * F::kParts + p) * LANES, t[chain(order)]);
       }
     };
     for (int64_t k = 0; k < columns; k += kStep) put(k, k);
     if (columns == padded) return;
     // Columns behind the last whole step, of rows copied to where zeros follow them.
-    alignas(64) char behind[16][F::kStepBytes] = {};
-    for (int64_t r = 0; r < 16; r++) {
+    alignas(64) char behind[LANES][F::kStepBytes] = {};
+    for (int64_t r = 0; r < LANES; r++) {
       memcpy(behind[r], (const char*)rows[r].w + columns * F::kStepBytes / kStep, (a.k - columns) * F::kStepBytes / kStep);
       rows[r].w = (decltype(rows[r].w))behind[r];
     }
@@ -108,9 +106,9 @@ struct Turned {
   }
 
   static const float* strip(const LinearArgs& a, int64_t n, int64_t vectors, std::vector<vf>& memory) {
-    memory.resize(std::max<int64_t>(memory.size(), kTileVectors * 16 * parts(a)));
+    memory.resize(std::max<int64_t>(memory.size(), kTileVectors * LANES * parts(a)));
     float* w = (float*)memory.data();
-    for (int64_t v = 0; v < vectors; v++) turn_rows(a, n + v * LANES, w + v * 16 * parts(a) * LANES);
+    for (int64_t v = 0; v < vectors; v++) turn_rows(a, n + v * LANES, w + v * LANES * parts(a) * LANES);
     return w;
   }
 };
